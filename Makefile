@@ -1,0 +1,105 @@
+# make help says what there is. Everything below works as root and as a user, and a second time in seconds.
+#
+# VENV         where the environment lives (.venv). `make build PYTHON=python3 VENV=` uses the host's Python as it is: builds in
+#              the checkout, installs nothing, needs no network.
+# PYTHON       the Python that makes the environment, or that is the environment when VENV is empty
+# RANKS        how many processes `make bench` starts (4)
+# TORCH_INDEX  an index to take torch from, where the default one has the wrong build (for example the CPU build's)
+# CMAKE_ARGS   more options for CMake, for example -DPPLX_CUDA=OFF
+VENV ?= .venv
+PYTHON ?= python3
+TORCH_INDEX ?=
+CMAKE_ARGS ?=
+BUILD := build/dev
+RANKS ?= 4
+
+# The host's mpirun may be Open MPI's, which otherwise refuses root (containers) and more ranks than cores. MPICH ignores these.
+export OMPI_ALLOW_RUN_AS_ROOT ?= 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
+export OMPI_MCA_rmaps_base_oversubscribe ?= 1
+export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+.PHONY: build test bench check lint cpp cpp-asan cpp-tsan wheel clean help
+
+ifeq ($(strip $(VENV)),)
+# Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
+PY := $(shell $(PYTHON) -c 'import sys; print(sys.executable)')
+deps :=
+else
+PY := $(abspath $(VENV))/bin/python
+# cmake, ninja and mpirun may be the environment's own.
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+deps := $(VENV)/.deps
+installed := $(VENV)/.editable
+endif
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+build: $(deps) $(BUILD)/.configured $(installed)  ## environment, library and extension modules, in place
+	cmake --build $(BUILD)
+
+# The environment. A stamp, so that a warm make does no pip work.
+$(VENV)/.deps: constraints.txt tools/install_deps.sh
+	PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/install_deps.sh "$(VENV)"
+	@touch $@
+
+# An import hook and the metadata only: the modules are built in place below, by the same commands with and without a venv.
+$(VENV)/.editable: pyproject.toml $(deps)
+	$(PY) -m pip install --quiet --no-build-isolation --no-deps --editable . --config-settings=wheel.cmake=false
+	@touch $@
+
+# Configured again when the interpreter or the options change; CMake itself notices everything else.
+configure := -DPPLX_PYTHON=ON -DPPLX_TESTS=ON -DPPLX_PYTHON_INTERPRETER=$(PY) $(CMAKE_ARGS)
+ifneq ($(configure),$(shell cat $(BUILD)/.configured 2>/dev/null))
+.PHONY: $(BUILD)/.configured
+endif
+$(BUILD)/.configured: $(deps)
+	cmake -S . -B $(BUILD) $$(command -v ninja >/dev/null && echo -G Ninja) $(configure)
+	@echo '$(configure)' > $@
+
+test: build  ## the tests, without the slow ones
+	$(PY) -m pytest tests
+
+bench: build  ## four processes on this host: latency beside the floor
+	mpirun -n $(RANKS) $(PY) bench/latency.py --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
+	    --wire fp8 --transport mapped,proxy:shm,proxy:tcp
+
+lint: build  ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+cpp: build  ## the C++ tests
+	cmake --build $(BUILD) --target pplx_cpp_tests
+	ctest --test-dir $(BUILD) --output-on-failure
+
+# The C++ tests again under sanitizers, in trees without Python.
+define sanitized
+	cmake -S . -B build/$(1) $$(command -v ninja >/dev/null && echo -G Ninja) \
+	    -DPPLX_PYTHON=OFF -DPPLX_TESTS=ON -DPPLX_SANITIZE=$(2)
+	cmake --build build/$(1) --target pplx_cpp_tests
+	ctest --test-dir build/$(1) --output-on-failure
+endef
+
+cpp-asan: $(deps)  ## the C++ tests under AddressSanitizer and UBSan
+	$(call sanitized,asan,address$(comma)undefined)
+
+cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
+	$(call sanitized,tsan,thread)
+
+comma := ,
+
+# pytest comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
+check: lint cpp-asan cpp-tsan  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+	$(PY) -m pytest tests -m ''
+
+wheel: $(deps)  ## a wheel in dist/
+	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:  ## what was built; the environment stays
+	rm -rf build dist pplx_comm/*.so pplx_comm/_version.py

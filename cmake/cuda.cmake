@@ -1,0 +1,57 @@
+# pplx_comm._cuda: a module of its own, so that _core never depends on CUDA.
+if(PPLX_CUDA STREQUAL "OFF")
+  return()
+endif()
+find_program(PPLX_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
+if(NOT PPLX_NVCC)
+  if(PPLX_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "PPLX_CUDA=ON, but there is no nvcc in PATH, CUDA_HOME or /usr/local/cuda")
+  endif()
+  message(STATUS "CUDA: no nvcc, so no pplx_comm._cuda")
+  return()
+endif()
+# enable_language looks in PATH and CUDACXX only.
+set(CMAKE_CUDA_COMPILER "${PPLX_NVCC}" CACHE FILEPATH "")
+
+# Must be known before enable_language, which otherwise picks one of its own.
+if(NOT CMAKE_CUDA_ARCHITECTURES)
+  execute_process(COMMAND "${PPLX_NVCC}" --list-gpu-arch OUTPUT_VARIABLE known ERROR_QUIET)
+  set(architectures "")
+  foreach(architecture 80 90a 100a 120)
+    string(REGEX REPLACE "a$" "" number ${architecture})
+    # An older nvcc does not know the newer parts.
+    if(known MATCHES "compute_${number}[\r\n]")
+      list(APPEND architectures ${architecture}-real)
+    endif()
+  endforeach()
+  set(CMAKE_CUDA_ARCHITECTURES "${architectures}" CACHE STRING "GPU architectures of pplx_comm._cuda")
+endif()
+enable_language(CUDA)
+message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${CMAKE_CUDA_ARCHITECTURES}")
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+
+# One file includes every protocol header in device code; a new header joins it by existing.
+file(GLOB headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/src/protocol/*.h")
+set(PPLX_PROTOCOL_INCLUDES "")
+foreach(header ${headers})
+  string(APPEND PPLX_PROTOCOL_INCLUDES "#include \"${header}\"\n")
+endforeach()
+configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BINARY_DIR}/generated/protocol_headers.h")
+
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu")
+pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
+target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
+# The C++ files of the module call the runtime too.
+target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+target_link_libraries(_cuda PRIVATE pplx_flags)
+target_compile_options(_cuda PRIVATE
+  # The arithmetic of the CPU path: no contraction, on both sides.
+  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>
+  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>
+  # constexpr functions of the protocol are called on both sides.
+  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+# Static: the module must import, and say that there is no device, where no CUDA is installed.
+set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+pplx_place_module(_cuda)

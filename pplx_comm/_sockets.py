@@ -1,0 +1,177 @@
+"""Sockets as the control plane wants them: how they listen, connect, notice a lost host, and who is at the other end."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import ipaddress
+import os
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+USER_TIMEOUT_MS = 5000
+BRIDGES = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "lxc")
+
+
+def remaining(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def listen_unix(name: str) -> socket.socket:
+    """Abstract namespace: no file to leave behind, and it ends with the process."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(b"\0" + name.encode())
+        listener.listen(4096)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def listen_tcp(host: str, port: int) -> socket.socket:
+    """`host` is a literal address. IPv6's wildcard takes IPv4 too."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        listener.bind((host, port))
+        listener.listen(4096)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def watch_for_loss(sock: socket.socket) -> None:
+    """TCP only. The kernel probes an idle link every second, and gives up 5 s after the last acknowledgement.
+
+    Keepalive and not messages of our own: the peer's kernel answers for a process that is slow or stopped, nothing piles up in
+    that process's receive buffer (a full one would trip TCP_USER_TIMEOUT), and no thread wakes up for it.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 5)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+
+
+def wrong_user(sock: socket.socket) -> str | None:
+    """Over AF_UNIX the kernel says who connected or listens; anybody but this user is turned away."""
+    if sock.family != socket.AF_UNIX:
+        return None
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.geteuid():
+        return f"the other end belongs to uid {uid}, this rank to uid {os.geteuid()}"
+    return None
+
+
+def resolve(host: str) -> list[str]:
+    """Literal addresses of `host`, IPv4 first (gethostbyname-style clusters often have half-configured IPv6)."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)))
+
+
+def is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def local_addresses() -> list[str]:
+    """Addresses of this host that others might reach; those of bridges and containers last."""
+    found: list[tuple[bool, str]] = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
+            except OSError:
+                continue  # an interface without an IPv4 address
+            found.append((name.startswith(BRIDGES), socket.inet_ntoa(reply[20:24])))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        for line in table:
+            address, _, _, scope, _, name = line.split()
+            if scope == "00":
+                found.append((name.startswith(BRIDGES), str(ipaddress.IPv6Address(int(address, 16)))))
+    return [address for _, address in sorted(found, key=lambda entry: entry[0]) if not is_loopback(address)]
+
+
+Address = str | tuple[str, int]
+"""An abstract unix name, or (literal host, port)."""
+
+
+def describe(address: Address) -> str:
+    return f"unix:@{address}" if isinstance(address, str) else f"{address[0]}:{address[1]}"
+
+
+def connect_any(addresses: Sequence[Address], seconds: float, greet: Callable[[socket.socket], None]) -> tuple[socket.socket, Address]:
+    """Try all addresses at once; the first whose `greet` succeeds wins. OSError if none does within `seconds`.
+
+    All at once, because a host advertises interfaces that only some peers can reach, and those that drop packets
+    would cost a full timeout each, for every peer.
+    """
+    deadline = time.monotonic() + seconds
+    problems: list[str] = []
+    pending: dict[socket.socket, Address] = {}
+    opened: list[socket.socket] = []
+    winner: socket.socket | None = None
+    try:
+        with selectors.DefaultSelector() as selector:
+            for address in addresses:
+                sock, problem = _start_connect(address)
+                if sock is None:
+                    problems.append(f"{describe(address)}: {problem}")
+                    continue
+                opened.append(sock)
+                pending[sock] = address
+                selector.register(sock, selectors.EVENT_WRITE)
+            while pending and remaining(deadline):
+                for key, _ in selector.select(remaining(deadline)):
+                    sock = key.fileobj
+                    assert isinstance(sock, socket.socket)
+                    address = pending.pop(sock)
+                    selector.unregister(sock)
+                    try:
+                        code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                        if code:
+                            raise OSError(code, os.strerror(code))
+                        greet(sock)
+                    except OSError as failure:
+                        problems.append(f"{describe(address)}: {failure.strerror or failure}")
+                        continue
+                    winner = sock
+                    return sock, address
+            problems += [f"{describe(address)}: no answer" for address in pending.values()]
+    finally:
+        close_all(sock for sock in opened if sock is not winner)
+    raise OSError(errno.EHOSTUNREACH, "; ".join(problems) or "no address to connect to")
+
+
+def _start_connect(address: Address) -> tuple[socket.socket | None, str]:
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as problem:
+        return None, problem.strerror or str(problem)
+    sock.setblocking(False)
+    code = sock.connect_ex(b"\0" + address.encode() if isinstance(address, str) else address)
+    if code in (0, errno.EINPROGRESS):
+        return sock, ""
+    sock.close()
+    return None, os.strerror(code)
+
+
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.close()

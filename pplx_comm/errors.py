@@ -1,0 +1,37 @@
+"""What the library raises. Every message says what was wrong and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Error(Exception):
+    """Base of everything that pplx_comm raises on purpose."""
+
+
+class PeerError(Error):
+    """Another rank died, left, aborted or sent something wrong.
+
+    peer: the rank at fault; phase and step: where it showed; expected and seen: what was waited for and what came.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: int | None = None,
+        phase: str | None = None,
+        step: int | None = None,
+        expected: Any = None,
+        seen: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.phase = phase
+        self.step = step
+        self.expected = expected
+        self.seen = seen
+
+
+class StepTimeout(PeerError, TimeoutError):
+    """Somebody did not come in time; nobody is known to be dead."""

@@ -1,0 +1,242 @@
+#include "providers.h"
+
+#ifdef PPLX_HAVE_LIBFABRIC_HEADERS
+
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+
+#include "../fabric.h"
+#include "interfaces.h"
+
+namespace pplx::libfabric {
+namespace {
+
+bool is_socket_provider(const std::string& provider) {
+  return provider == "tcp" || provider == "tcp;ofi_rxm" || provider == "net" || provider == "sockets";
+}
+
+// shm of 1.17 guards a queue in shared memory with a spin lock: a peer killed while it holds it hangs the reader's poll for good.
+bool shm_survives_dead_peers(const Library& library) { return library.version >= version(1, 18); }
+
+std::string text(const char* pointer) { return pointer == nullptr ? std::string() : std::string(pointer); }
+
+// Empty when this library may be asked for `provider`.
+std::string too_old(const Library& library, const std::string& provider) {
+  if (provider == "tcp" && library.version < version(1, 18))
+    return "libfabric " + version_text(library.version) + " has no tcp for this: there it is called tcp;ofi_rxm, and net";
+  const std::string have = "libfabric " + version_text(library.version) + " (" + library.path + ") is too old for " + provider;
+  if (provider == "efa" && library.version < version(1, 18)) return have + ": its RDMA writes need 1.18 or newer (the EFA installer has it)";
+  if (provider == "efa-direct" && library.version < version(2, 1)) return have + ": needs 2.1 or newer (the EFA installer has it)";
+  if (library.from_wheel && !is_socket_provider(provider) && provider != "shm")
+    return "the libfabric of an MPI wheel (" + library.path + ") is good for tcp and shm only: set PPLX_LIBFABRIC or install the NIC's own";
+  return {};
+}
+
+Info make_hints(const Library& library, const std::string& provider) {
+  Info hints(library.dupinfo(nullptr), FreeInfo{&library});
+  if (hints == nullptr) throw FabricError("fi_dupinfo: out of memory");
+  hints->caps = FI_MSG | FI_RMA;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL | FI_MR_ENDPOINT;
+  hints->domain_attr->cq_data_size = 4;
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->fabric_attr->prov_name = strdup(provider == "efa-direct" ? "efa" : provider.c_str());   // freeinfo frees it
+  return hints;
+}
+
+bool matches(const fi_info& info, const std::string& provider) {
+  const std::string name = text(info.fabric_attr->prov_name);
+  if (provider == "efa" || provider == "efa-direct")
+    return name == "efa" && (text(info.fabric_attr->name) == "efa-direct") == (provider == "efa-direct");
+  return name == provider;   // asking 1.17 for "tcp" answers "tcp;ofi_rxm"
+}
+
+struct Answer {
+  int error = 0;              // positive; 0 with no infos: everything was another provider
+  std::vector<Info> infos;    // only those of the provider asked for
+};
+
+Answer ask(const Library& library, const std::string& provider, const char* address, bool device_memory = false) {
+  const std::uint64_t flags = address == nullptr ? 0 : FI_SOURCE | FI_NUMERICHOST;
+  Answer answer;
+  for (const fi_progress progress : {FI_PROGRESS_MANUAL, FI_PROGRESS_UNSPEC}) {   // manual where offered: no thread of its own
+    Info hints = make_hints(library, provider);
+    if (device_memory) {
+      hints->caps |= FI_HMEM;
+      hints->domain_attr->mr_mode |= FI_MR_HMEM;
+    }
+    hints->domain_attr->control_progress = progress;
+    hints->domain_attr->data_progress = progress;
+    fi_info* list = nullptr;
+    answer.error = -library.getinfo(library.api_version, address, nullptr, flags, hints.get(), &list);
+    if (answer.error != 0) continue;
+    const Info owner(list, FreeInfo{&library});
+    for (const fi_info* info = list; info != nullptr; info = info->next) {
+      if (matches(*info, provider)) answer.infos.emplace_back(library.dupinfo(info), FreeInfo{&library});
+    }
+    if (!answer.infos.empty()) break;
+  }
+  return answer;
+}
+
+std::string why_not(const Library& library, const std::string& provider, const Answer& answer) {
+  if (const std::string old = too_old(library, provider); !old.empty()) return old;
+  std::string why = answer.error != 0 ? library.strerror(answer.error) : "the library has no such provider";
+  if (answer.error == FI_ENODATA && (provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0)) {
+    if (access("/sys/class/infiniband", F_OK) != 0) why = "no RDMA device on this machine (/sys/class/infiniband does not exist)";
+    else why += ": libfabric sees no device of this kind that it can use";
+  } else if (answer.error == FI_ENODATA) {
+    why += ": not in this library, or without one-sided writes";
+  }
+  return why;
+}
+
+std::string domain_of(const Info& info) { return text(info->domain_attr->name); }
+
+// "rdmap16s27" names the same NIC as "rdmap16s27-rdm".
+bool names_domain(const std::string& wanted, const std::string& domain) {
+  return domain == wanted || domain.rfind(wanted + "-", 0) == 0;
+}
+
+std::vector<Nic> socket_nics(const Library& library, const std::string& provider, const Options& options) {
+  std::vector<std::string> wanted = options.nics;
+  if (wanted.empty()) {
+    const char* variable = std::getenv("PPLX_COMM_IFACE");
+    if (!options.address.empty()) wanted = {options.address};
+    else if (variable != nullptr && *variable != '\0') wanted = {variable};
+  }
+  std::vector<Interface> interfaces;
+  for (const std::string& one : wanted) interfaces.push_back(find_interface(one));
+  if (interfaces.empty()) interfaces.push_back(default_interface());
+  std::vector<Nic> nics;
+  for (const Interface& interface : interfaces) {
+    Answer answer = ask(library, provider, interface.address.c_str());
+    if (answer.infos.empty())
+      throw FabricError("provider " + provider + " on " + interface.name + " (" + interface.address + "): " + why_not(library, provider, answer));
+    nics.push_back({interface.name + " " + interface.address, std::move(answer.infos.front())});
+  }
+  return nics;
+}
+
+std::vector<Nic> device_nics(const Library& library, const std::string& provider, const Options& options) {
+  Answer answer = ask(library, provider, nullptr);
+  if (answer.infos.empty()) throw FabricError("provider " + provider + ": " + why_not(library, provider, answer));
+  std::vector<Nic> all;
+  for (Info& info : answer.infos) {
+    const std::string domain = domain_of(info);
+    const bool known = std::any_of(all.begin(), all.end(), [&](const Nic& nic) { return nic.name == domain; });
+    if (!known) all.push_back({domain, std::move(info)});
+  }
+  if (options.nics.empty()) return all;
+  std::vector<Nic> nics;
+  for (const std::string& wanted : options.nics) {
+    const auto found = std::find_if(all.begin(), all.end(), [&](const Nic& nic) { return names_domain(wanted, nic.name); });
+    if (found == all.end()) {
+      std::string have;
+      for (const Nic& nic : all) have += (have.empty() ? "" : ", ") + nic.name;
+      throw FabricError("provider " + provider + " has no NIC '" + wanted + "'; it has " + have);
+    }
+    nics.push_back({found->name, Info(library.dupinfo(found->info.get()), FreeInfo{&library})});
+  }
+  return nics;
+}
+
+Choice open_choice(const Library& library, const std::string& provider, const Options& options) {
+  if (const std::string old = too_old(library, provider); !old.empty()) throw FabricError(old);
+  Choice choice{provider, is_socket_provider(provider) ? socket_nics(library, provider, options) : device_nics(library, provider, options)};
+  const std::size_t endpoints = options.endpoints > 0 ? static_cast<std::size_t>(options.endpoints) : std::max<std::size_t>(options.nics.size(), 1);
+  if (endpoints > kMaxEndpoints)
+    throw FabricError(std::to_string(endpoints) + " endpoints wanted, the most is " + std::to_string(kMaxEndpoints));
+  const std::size_t distinct = choice.nics.size();
+  while (choice.nics.size() < endpoints) {
+    const Nic& again = choice.nics[choice.nics.size() % distinct];
+    Info copy(library.dupinfo(again.info.get()), FreeInfo{&library});
+    choice.nics.push_back({again.name, std::move(copy)});
+  }
+  choice.nics.resize(endpoints);
+  return choice;
+}
+
+std::vector<std::string> preference(const Library& library, const Options& options) {
+  std::vector<std::string> order;
+  if (options.peers_on_this_host && shm_survives_dead_peers(library)) order.push_back("shm");
+  for (const char* provider : kProviders) {
+    if (std::strcmp(provider, "shm") != 0) order.push_back(provider);
+  }
+  return order;
+}
+
+}  // namespace
+
+Choice choose(const Library& library, const Options& options) {
+  std::string provider = options.provider;
+  if (provider == "verbs") provider = "verbs;ofi_rxm";
+  if (!provider.empty() && provider != "auto") {
+    if (std::find_if(std::begin(kProviders), std::end(kProviders), [&](const char* name) { return provider == name; }) == std::end(kProviders)) {
+      std::string known;
+      for (const char* name : kProviders) known += std::string(known.empty() ? "" : ", ") + name;
+      throw FabricError("unknown provider '" + provider + "'; known are " + known);
+    }
+    // libfabric before 1.18 has no tcp that can do this by itself, the name then means what its own `fi_info -p tcp` shows.
+    if (provider == "tcp" && library.version < version(1, 18)) provider = "tcp;ofi_rxm";
+    return open_choice(library, provider, options);
+  }
+  std::string reasons;
+  for (const std::string& candidate : preference(library, options)) {
+    try {
+      return open_choice(library, candidate, options);
+    } catch (const FabricError& error) {
+      reasons += std::string("\n  ") + error.what();
+    }
+  }
+  throw FabricError("libfabric " + version_text(library.version) + " (" + library.path + ") offers no usable provider:" + reasons);
+}
+
+std::vector<ProviderStatus> provider_status(const Library& library) {
+  std::vector<ProviderStatus> all;
+  for (const char* provider : kProviders) {
+    ProviderStatus status;
+    status.name = provider;
+    const Answer answer = ask(library, provider, nullptr);
+    status.why_not = too_old(library, provider);
+    status.available = status.why_not.empty() && !answer.infos.empty();
+    if (status.available) {
+      for (const Info& info : answer.infos) {
+        if (std::find(status.nics.begin(), status.nics.end(), domain_of(info)) == status.nics.end()) status.nics.push_back(domain_of(info));
+      }
+      // shm says yes to device memory also where it has no CUDA.
+      status.device_memory = status.name != "shm" && !ask(library, provider, nullptr, true).infos.empty();
+    } else {
+      status.why_not = why_not(library, provider, answer);
+    }
+    all.push_back(std::move(status));
+  }
+  return all;
+}
+
+}  // namespace pplx::libfabric
+
+#else
+
+#include "../fabric.h"
+
+namespace pplx::libfabric {
+
+Choice choose(const Library&, const Options&) { throw FabricError("built without libfabric headers: install libfabric-dev and rebuild"); }
+std::vector<ProviderStatus> provider_status(const Library&) { return {}; }
+
+}  // namespace pplx::libfabric
+
+#endif

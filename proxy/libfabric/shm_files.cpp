@@ -1,0 +1,110 @@
+#include "shm_files.h"
+
+#include <dirent.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <random>
+#include <sstream>
+
+namespace pplx::libfabric {
+namespace {
+
+constexpr const char* kFolder = "/dev/shm";
+constexpr const char* kPrefix = "pplx-fi.";
+
+struct Owner {
+  unsigned long long pid_namespace = 0;
+  unsigned pid = 0;
+  unsigned long long start_time = 0;
+};
+
+bool parse(const std::string& name, Owner& owner) {
+  int end = 0;
+  return std::sscanf(name.c_str(), "pplx-fi.%llu.%u.%llu.%n", &owner.pid_namespace, &owner.pid, &owner.start_time, &end) == 3 && end > 0;
+}
+
+bool is_gone(const Owner& owner) {
+  if (owner.pid_namespace != pid_namespace()) return false;
+  return process_start_time(owner.pid) != owner.start_time;
+}
+
+template <class Wanted>
+int remove_files(const Wanted& wanted) {
+  const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(kFolder), closedir);
+  if (folder == nullptr) return 0;
+  int removed = 0;
+  while (const dirent* entry = readdir(folder.get())) {
+    const std::string name = entry->d_name;
+    Owner owner;
+    if (name.rfind(kPrefix, 0) == 0 && parse(name, owner) && wanted(name) && is_gone(owner))
+      removed += unlink((std::string(kFolder) + "/" + name).c_str()) == 0;
+  }
+  return removed;
+}
+
+// `file` is the endpoint's own file, or "<name>_<digits>".
+bool belongs_to(const std::string& file, const std::string& name) {
+  if (file.rfind(name, 0) != 0) return false;
+  if (file.size() == name.size()) return true;
+  return file.size() > name.size() + 1 && file[name.size()] == '_' &&
+         std::all_of(file.begin() + static_cast<std::ptrdiff_t>(name.size()) + 1, file.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+}  // namespace
+
+std::string host_id() {
+  std::ifstream file("/proc/sys/kernel/random/boot_id");
+  std::string id;
+  std::getline(file, id);
+  return id;
+}
+
+std::uint64_t pid_namespace() {
+  struct stat status {};
+  return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+std::uint64_t process_start_time(std::uint32_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  if (!std::getline(file, line)) return 0;
+  const std::size_t end_of_name = line.rfind(')');
+  if (end_of_name == std::string::npos) return 0;
+  std::istringstream fields(line.substr(end_of_name + 1));
+  std::string state, skipped;
+  fields >> state;
+  if (state == "Z" || state == "X") return 0;   // killed, only its parent has not looked yet
+  for (int field = 4; field <= 21; ++field) fields >> skipped;
+  std::uint64_t start_time = 0;
+  fields >> start_time;                         // the 22nd of proc(5)
+  return start_time;
+}
+
+std::string new_shm_name(int endpoint) {
+  std::random_device random;
+  char name[160];
+  std::snprintf(name, sizeof(name), "%s%llu.%u.%llu.%08x%08x.%d", kPrefix, static_cast<unsigned long long>(pid_namespace()),
+                static_cast<unsigned>(getpid()), static_cast<unsigned long long>(process_start_time(static_cast<std::uint32_t>(getpid()))), random(),
+                random(), endpoint);
+  return name;
+}
+
+int cleanup_dead_peer(const Blob& blob) {
+  const Address address = decode_address(blob);
+  if (address.host != host_id() || address.shm_names.empty()) return 0;
+  return remove_files([&](const std::string& file) {
+    return std::any_of(address.shm_names.begin(), address.shm_names.end(), [&](const std::string& name) { return belongs_to(file, name); });
+  });
+}
+
+int cleanup_dead_processes() {
+  return remove_files([](const std::string&) { return true; });
+}
+
+}  // namespace pplx::libfabric

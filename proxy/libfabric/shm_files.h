@@ -1,0 +1,28 @@
+// The files that libfabric's shm provider keeps in /dev/shm, and what to do about those of a process that was killed.
+//
+// The provider removes them on close and on SIGTERM, SIGINT, SIGSEGV and SIGBUS, but not after SIGKILL. It makes one file per endpoint, named as we
+// say, and (1.17, large writes without CMA) "<name>_<number>" per write under way.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "blobs.h"
+
+namespace pplx::libfabric {
+
+std::string host_id();
+std::uint64_t pid_namespace();
+std::uint64_t process_start_time(std::uint32_t pid);   // 0: there is no such process
+
+// "pplx-fi.<pid namespace>.<pid>.<start time>.<random>.<endpoint>": nobody else's, also when a pid is used again.
+std::string new_shm_name(int endpoint);
+
+// Removes the files of that address if its process is of this host and gone; how many. A process that lives, or whose pid we cannot see
+// because it is of another pid namespace, keeps its files.
+int cleanup_dead_peer(const Blob& address);
+
+// The same for every process that ever named files as above.
+int cleanup_dead_processes();
+
+}  // namespace pplx::libfabric

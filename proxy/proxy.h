@@ -1,0 +1,102 @@
+// The proxy: carries finished blocks from this rank's mailboxes to remote peers, and raises this rank's arrival words when
+// a peer's block is complete. A state machine: step(), whose fabric comes from outside, does all that can be done now.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../src/protocol/heap.h"
+#include "arrivals.h"
+#include "fabric.h"
+
+namespace pplx {
+
+struct ProxyFailure {
+  std::uint32_t peer = kNoRank;
+  Op op = Op::Dispatch;
+  std::uint32_t step = 0;
+  std::string message;
+};
+
+// One AllToAll of this rank, as the proxy sees it.
+struct ProxyObject {
+  Config config;
+  std::uint32_t generation = 1;
+  char* memory = nullptr;                          // this rank's heap
+  LocalRegion region;                              // the same, registered
+  std::vector<std::unique_ptr<RemoteRegion>> peers;   // by rank: the heaps of remote peers; null: not carried by the proxy
+  std::function<void(const ProxyFailure&)> on_failure;
+  std::shared_ptr<void> owner;                     // keeps the memory while writes may read it
+};
+
+struct ProxyStats {
+  std::uint64_t writes = 0, bytes = 0;
+  std::uint64_t again = 0;         // posts that the fabric asked to repeat
+  std::uint64_t dropped = 0;       // immediates of no open step
+  std::uint64_t duplicates = 0;    // shards that had landed already
+};
+
+class Proxy {
+ public:
+  explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024) : fabric_(fabric), shard_bytes_(shard_bytes) {}
+
+  void attach(ProxyObject object);                 // at config.object, which must be free
+  void detach(std::uint32_t object);
+  bool step();                                     // true if anything moved
+  bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is under way
+  std::uint32_t outstanding(std::uint32_t object) const;
+  void fail_all(const std::string& message);
+  const ProxyStats& stats() const { return stats_; }
+
+ private:
+  // What goes from this rank to one peer by one op of one set.
+  struct Outgoing {
+    std::uint64_t mail = 0;          // the last word taken from the mailbox
+    std::uint32_t step = 0;
+    std::uint64_t source = 0, bytes = 0;
+    std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
+    bool begun = false;
+  };
+  struct Incoming {
+    ShardMask mask;
+    std::uint32_t next = 0;          // dispatch: the step that comes next
+  };
+  struct Object {
+    ProxyObject o;
+    Heap heap;
+    std::uint32_t life = 0;          // tells completions of an earlier object of the same number apart
+    std::vector<std::uint32_t> remote;
+    std::vector<Outgoing> out;       // by word_index
+    std::vector<Incoming> in;
+    std::uint32_t outstanding = 0;
+  };
+  struct Job {
+    std::uint32_t object, index, peer;
+    Op op;
+  };
+
+  bool take_completions();
+  bool take_mail();
+  bool post();
+  bool post_shards(Object& object, const Job& job);
+  void arrived(std::uint32_t immediate);
+  void sent(std::uint64_t context);
+  void failed(const Completion& completion);
+  Object* owner_of(std::uint64_t context);
+  static std::uint64_t* word(Object& object, std::uint64_t at) {
+    return reinterpret_cast<std::uint64_t*>(object.o.memory + at);
+  }
+
+  Fabric& fabric_;
+  const std::uint64_t shard_bytes_;
+  std::unique_ptr<Object> objects_[kMaxObjects];
+  std::vector<Job> queue_;           // blocks with shards still to post, oldest first
+  std::uint32_t life_ = 0;
+  std::uint32_t outstanding_ = 0;    // writes posted and not complete
+  std::uint32_t awaited_ = 0;        // combines owed to this rank's dispatches
+  ProxyStats stats_;
+};
+
+}  // namespace pplx

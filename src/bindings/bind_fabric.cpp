@@ -1,0 +1,146 @@
+// Python's view of the libfabric back end: what there is on this machine, and fabrics to give to a proxy or to time by themselves.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "proxy/fabric.h"
+#include "proxy/libfabric/bare_writes.h"
+#include "proxy/libfabric/libfabric_fabric.h"
+#include "proxy/libfabric/loader.h"
+#include "proxy/libfabric/providers.h"
+#include "proxy/libfabric/shm_files.h"
+
+namespace py = pybind11;
+
+namespace pplx {
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+py::bytes to_bytes(const Blob& blob) { return py::bytes(reinterpret_cast<const char*>(blob.data()), blob.size()); }
+
+Blob to_blob(const std::string& bytes) { return Blob(bytes.begin(), bytes.end()); }
+
+LibfabricFabric& libfabric_of(Fabric& fabric) {
+  auto* found = dynamic_cast<LibfabricFabric*>(&fabric);
+  if (found == nullptr) throw FabricError("this fabric (" + fabric.name() + ") is not libfabric's");
+  return *found;
+}
+
+libfabric::Options to_options(const std::string& provider, const py::dict& given) {
+  libfabric::Options options;
+  options.provider = provider;
+  for (const auto& [key, value] : given) {
+    const auto name = key.cast<std::string>();
+    if (name == "nics") options.nics = value.cast<std::vector<std::string>>();
+    else if (name == "endpoints") options.endpoints = value.cast<int>();
+    else if (name == "address") options.address = value.cast<std::string>();
+    else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
+    else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, address, peers_on_this_host, wheels");
+  }
+  return options;
+}
+
+std::shared_ptr<Fabric> make_fabric(const std::string& provider, const py::dict& given) {
+  const libfabric::Options options = to_options(provider, given);
+  const py::gil_scoped_release unlocked;
+  return std::make_shared<LibfabricFabric>(options);
+}
+
+py::dict libfabric_status(const std::vector<std::string>& wheels) {
+  py::dict status;
+  status["compiled_in"] = libfabric::compiled_in();
+  status["path"] = py::none();
+  status["version"] = py::none();
+  status["error"] = py::none();
+  py::dict providers;
+  try {
+    const libfabric::Library& library = libfabric::library(wheels);
+    status["path"] = library.path;
+    status["version"] = libfabric::version_text(library.version);
+    for (const libfabric::ProviderStatus& provider : libfabric::provider_status(library)) {
+      py::dict one;
+      one["available"] = provider.available;
+      one["nics"] = provider.nics;
+      one["device_memory"] = provider.device_memory;
+      one["why_not"] = provider.available ? py::object(py::none()) : py::object(py::str(provider.why_not));
+      providers[py::str(provider.name)] = one;
+    }
+  } catch (const FabricError& error) {
+    status["error"] = std::string(error.what());
+  }
+  status["providers"] = providers;
+  return status;
+}
+
+using WriteTuple = std::tuple<int, const RemoteRegion*, std::size_t, std::size_t, std::size_t>;
+
+std::pair<std::vector<double>, std::size_t> bare_writes(Fabric& fabric, const LocalRegion& source, const std::vector<WriteTuple>& tuples,
+                                                        std::size_t expected_arrivals, int rounds, double timeout, std::size_t early_arrivals) {
+  std::vector<BareWrite> writes;
+  for (const auto& [peer, target, bytes, source_offset, target_offset] : tuples) writes.push_back({peer, target, bytes, source_offset, target_offset});
+  const auto limit = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(timeout));
+  std::vector<double> seconds;
+  const py::gil_scoped_release unlocked;
+  for (int round = 0; round < rounds; ++round) {
+    const auto took = run_bare_writes(fabric, source, writes, expected_arrivals, early_arrivals, limit);
+    seconds.push_back(std::chrono::duration<double>(took).count());
+  }
+  return {std::move(seconds), early_arrivals};
+}
+
+}  // namespace
+
+void bind_fabric(py::module_& m) {
+  py::register_exception<FabricError>(m, "FabricError", PyExc_RuntimeError);
+
+  m.def("libfabric_status", &libfabric_status, py::arg("wheels") = std::vector<std::string>{},
+        "What libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.");
+  m.def(
+      "cleanup_dead_peer", [](const std::string& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
+      "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
+
+  py::class_<LocalRegion>(m, "LocalRegion")
+      .def_readonly("id", &LocalRegion::id)
+      .def_readonly("bytes", &LocalRegion::bytes)
+      .def_property_readonly("base", [](const LocalRegion& region) { return reinterpret_cast<std::uintptr_t>(region.base); })
+      .def_property_readonly("description", [](const LocalRegion& region) { return to_bytes(region.description); });
+  py::class_<RemoteRegion>(m, "RemoteRegion").def_readonly("bytes", &RemoteRegion::bytes);
+
+  py::class_<Fabric, std::shared_ptr<Fabric>>(m, "Fabric", "One-sided writes with immediates over libfabric. One thread at a time.")
+      .def(py::init(&make_fabric), py::arg("provider") = "auto", py::arg("options") = py::dict())
+      .def_property_readonly("name", &Fabric::name)
+      .def_property_readonly("provider", [](Fabric& fabric) { return libfabric_of(fabric).provider(); })
+      .def_property_readonly("endpoints", &Fabric::endpoints)
+      .def_property_readonly("max_write_bytes", [](Fabric& fabric) { return libfabric_of(fabric).max_write_bytes(); })
+      .def_property_readonly("shm_names", [](Fabric& fabric) { return libfabric_of(fabric).shm_names(); })
+      .def("endpoint_name", &Fabric::endpoint_name, py::arg("endpoint"))
+      .def("address", [](const Fabric& fabric) { return to_bytes(fabric.address()); })
+      .def(
+          "insert_peer", [](Fabric& fabric, int peer, const std::string& address) { fabric.insert_peer(peer, to_blob(address)); }, py::arg("peer"),
+          py::arg("address"), Unlocked())
+      .def("remove_peer", &Fabric::remove_peer, py::arg("peer"), Unlocked())
+      .def(
+          "register_memory",
+          [](Fabric& fabric, std::uintptr_t base, std::size_t bytes) { return fabric.register_memory(reinterpret_cast<void*>(base), bytes); },
+          py::arg("base"), py::arg("bytes"), Unlocked(), "The memory must stay until unregister_memory or close.")
+      .def("unregister_memory", &Fabric::unregister_memory, py::arg("region"), Unlocked())
+      .def(
+          "import_region", [](const Fabric& fabric, int peer, const std::string& description) { return fabric.import_region(peer, to_blob(description)); },
+          py::arg("peer"), py::arg("description"))
+      .def("bare_writes", &bare_writes, py::arg("source"), py::arg("writes"), py::arg("expected_arrivals"), py::kw_only(), py::arg("rounds") = 1,
+           py::arg("timeout") = 30.0, py::arg("early_arrivals") = 0,
+           "The floor. `writes` has (peer, remote region, bytes, source offset, target offset); returns the seconds of each round and the\n"
+           "arrivals that belong to the next call, to be given to it.")
+      .def(
+          "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.");
+}
+
+}  // namespace pplx

@@ -1,0 +1,166 @@
+// combine_send: one row back per row received, the weighted sum over the row's local experts. With weights= a rank first
+// sends its own tokens' weights to where the rows are, and waits for its peers'.
+#include <cstring>
+
+#include "exchange.h"
+
+namespace pplx::cpu {
+namespace {
+
+class CombineSend final : public PhaseRun {
+ public:
+  CombineSend(Exchange& exchange, std::uint32_t step, const CombineInput& input, std::uint32_t flags)
+      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(input), flags_(flags),
+        block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
+
+ private:
+  enum Stages { kWeights, kRows };
+
+  bool begin(int stage, std::vector<std::uint32_t>& units) override {
+    blocks_.clear();
+    std::uint64_t packed = 0;
+    const auto place = [&](Op op, const BlockLayout& layout, std::uint32_t peer, std::uint32_t rows) {
+      char* block = e_.send_area(set_, op) + packed;
+      if (e_.mapped(peer))
+        block = e_.slot_at_peer(set_, op, peer);
+      else
+        packed += align_up(layout.bytes(rows), 64);
+      blocks_.push_back(block);
+    };
+    switch (stage) {
+      case kWeights:
+        if (!in_.uses_weights) return true;
+        for (std::uint32_t peer : e_.peers()) {
+          place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
+          units.push_back(1);
+        }
+        return true;
+      case kRows:
+        for (std::uint32_t peer : e_.peers()) {
+          place(Op::Combine, block_, peer, rows(peer));
+          units.push_back(e_.units_of(rows(peer), block_.row_bytes, &rows_per_unit_));
+        }
+        return true;
+      default: return false;
+    }
+  }
+
+  bool ready(int stage, std::uint32_t group) override {
+    const std::uint32_t peer = e_.peers()[group];
+    if (!e_.mapped(peer) && !e_.send_area_free(set_, stage == kWeights ? Op::Weights : Op::Combine)) return false;
+    if (stage == kWeights || !in_.uses_weights) return true;
+    if (e_.has_arrived(step_, Signal::Weights, peer)) return true;
+    if (e_.has_arrived(step_, Signal::Combine, peer)) {
+      BlockHeader header;
+      std::memcpy(&header, e_.own_slot(set_, Op::Combine, peer), sizeof header);
+      if ((header.flags & kUsesWeights) == 0)
+        e_.protocol_error(Phase::Weights, step_, peer, "a combine without weights=, which this rank passed");
+    }
+    return false;
+  }
+
+  Waiting waiting(int stage, std::uint32_t group) const override {
+    const std::uint32_t peer = e_.peers()[group];
+    if (stage == kRows && in_.uses_weights && !e_.has_arrived(step_, Signal::Weights, peer))
+      return e_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
+    return e_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
+  }
+
+  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    const std::uint32_t peer = e_.peers()[group];
+    if (stage == kWeights) {
+      write_weights(peer, blocks_[group]);
+      return;
+    }
+    if (in_.uses_weights && unit == 0) check_weights(peer);
+    const std::uint32_t end = std::min(rows(peer), (unit + 1) * rows_per_unit_);
+    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row)
+      write_row(peer, row, blocks_[group] + block_.row_at(row));
+  }
+
+  void finished(int stage, std::uint32_t group) override {
+    const std::uint32_t peer = e_.peers()[group];
+    const bool weights = stage == kWeights;
+    const std::uint32_t n = weights ? in_.plan->rows(peer) : rows(peer);
+    const BlockHeader header = e_.header(step_, n, flags_);
+    std::memcpy(blocks_[group], &header, sizeof header);
+    e_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
+  }
+
+  std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
+
+  void write_weights(std::uint32_t peer, char* block) const {
+    const Plan& plan = *in_.plan;
+    for (std::uint32_t row = 0; row < plan.rows(peer); ++row) {
+      const std::size_t token = plan.row_token[plan.rows_begin[peer] + row];
+      float weights[kMaxTopK];
+      std::uint32_t n = 0;
+      for (std::size_t k = token * c_.top_k; k < (token + 1) * c_.top_k; ++k)
+        if (plan.ids[k] >= 0 && rank_of_expert(c_, static_cast<std::uint32_t>(plan.ids[k])) == peer) weights[n++] = in_.weights[k];
+      std::memcpy(block + weights_block_.row_at(row), weights, n * sizeof(float));
+    }
+  }
+
+  void check_weights(std::uint32_t peer) const {
+    BlockHeader header;
+    std::memcpy(&header, e_.own_slot(set_, Op::Weights, peer), sizeof header);
+    e_.check_header(header, Phase::Weights, step_, Op::Weights, peer);
+    if (header.rows != rows(peer))
+      e_.protocol_error(Phase::Weights, step_, peer, "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
+  }
+
+  void write_row(std::uint32_t peer, std::uint32_t row, char* to) const {
+    const Received& r = *in_.received;
+    const std::size_t at = r.rows_begin[peer] + row;
+    const std::uint64_t bytes = std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype);
+    if (c_.layout == LayoutKind::Compact) {
+      if (r.place[at] == Received::kNowhere)
+        std::memset(to, 0, bytes);
+      else
+        k_.copy(to, in_.expert_out.data + r.place[at] * in_.expert_out.stride, bytes);
+      return;
+    }
+    const void* rows[kMaxTopK];
+    float weights[kMaxTopK];
+    float sent[kMaxTopK];
+    const float* from = r.weight.data() + at * c_.top_k;
+    if (in_.uses_weights) {
+      std::memcpy(sent, e_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), r.choices[at] * sizeof(float));
+      from = sent;
+    }
+    std::uint32_t n = 0;
+    for (std::uint32_t i = 0; i < r.choices[at]; ++i) {
+      const std::uint32_t place = r.place[at * c_.top_k + i];
+      if (place == Received::kNowhere) continue;
+      rows[n] = in_.expert_out.data + place * in_.expert_out.stride;
+      weights[n++] = from[i];
+    }
+    k_.add_rows(c_.dtype, to, nullptr, rows, in_.weighted ? weights : nullptr, n, c_.hidden);
+  }
+
+  Exchange& e_;
+  const Config& c_;
+  const Kernels& k_;
+  const std::uint32_t step_, set_;
+  const CombineInput in_;
+  const std::uint32_t flags_;
+  const BlockLayout block_, weights_block_;
+  std::uint32_t rows_per_unit_ = 1;
+  std::vector<char*> blocks_;
+};
+
+}  // namespace
+
+std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const CombineInput& input) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Open& open = open_step(step, Progress::Received, input.release ? "release" : "combine_send");
+  if (!input.release && (!input.received || input.received->generation != generation_))
+    throw Misuse("combine: this handle is from before reset()");
+  if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
+  open.released = input.release;
+  const std::uint32_t flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
+                              (open.overflowed ? kOverflowed : 0u);
+  return std::make_unique<CombineSend>(*this, step, input, flags);
+}
+
+}  // namespace pplx::cpu

@@ -1,0 +1,232 @@
+// dispatch_recv: all headers give the experts' offsets; then each peer's rows go to their places as its block arrives.
+#include <cstring>
+
+#include "exchange.h"
+
+namespace pplx::cpu {
+namespace {
+
+class DispatchRecv final : public PhaseRun {
+ public:
+  DispatchRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const DispatchOutput& output,
+               std::shared_ptr<Received> received)
+      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), open_(open), out_(output),
+        received_(std::move(received)), block_(dispatch_block(c_)), experts_(local_experts(c_, c_.rank)) {}
+
+ private:
+  enum Stages { kHeaders, kRows };
+
+  bool begin(int stage, std::vector<std::uint32_t>& units) override {
+    switch (stage) {
+      case kHeaders:
+        rows_.assign(c_.world, 0);
+        base_.assign(std::size_t{c_.world} * experts_, 0);
+        units.assign(e_.peers().size(), 1);
+        return true;
+      case kRows:
+        place_experts();
+        for (std::uint32_t peer : e_.peers()) units.push_back(e_.units_of(rows_[peer], block_.row_bytes, &rows_per_unit_));
+        return true;
+      default: return false;
+    }
+  }
+
+  bool ready(int stage, std::uint32_t group) override {
+    const std::uint32_t peer = e_.peers()[group];
+    // The proxy raises one word for a whole block.
+    return e_.has_arrived(step_, stage == kHeaders && e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);
+  }
+
+  Waiting waiting(int stage, std::uint32_t group) const override {
+    const bool header = stage == kHeaders && e_.mapped(e_.peers()[group]);
+    return e_.waiting_for(step_, header ? Signal::Header : Signal::Dispatch, e_.peers()[group],
+                          header ? "the dispatch header" : "the dispatch block");
+  }
+
+  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    const std::uint32_t peer = e_.peers()[group];
+    if (stage == kHeaders)
+      read_header(peer);
+    else
+      place_rows(peer, unit);
+  }
+
+  void finished(int stage, std::uint32_t group) override {
+    if (stage != kRows) return;
+    const std::uint32_t peer = e_.peers()[group];
+    e_.count_block(peer, rows_[peer], block_.bytes(rows_[peer]), false);
+  }
+
+  void read_header(std::uint32_t peer) {
+    const char* block = e_.own_slot(set_, Op::Dispatch, peer);
+    BlockHeader header;
+    std::memcpy(&header, block, sizeof header);
+    e_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
+    std::uint32_t* counts = base_.data() + std::size_t{peer} * experts_;
+    if (experts_ > 0) std::memcpy(counts, block + sizeof header, 4ull * experts_);
+    const std::uint64_t most = std::uint64_t{header.rows} * c_.top_k;
+    std::uint64_t sum = 0;
+    for (std::uint32_t e = 0; e < experts_; ++e) sum += counts[e];
+    if (sum < header.rows || sum > most)
+      e_.protocol_error(Phase::DispatchRecv, step_, peer,
+                        "counts that add up to " + std::to_string(sum) + " for " + std::to_string(header.rows) + " rows");
+    rows_[peer] = header.rows;
+  }
+
+  // Counts by (source, expert) become the output row of each source's first row of each expert.
+  void place_experts() {
+    counts_ = base_;
+    Received& r = *received_;
+    r.generation = e_.generation();
+    r.top_k = c_.top_k;
+    r.rows_begin.assign(c_.world + 1, 0);
+    for (std::uint32_t s = 0; s < c_.world; ++s) r.rows_begin[s + 1] = r.rows_begin[s] + rows_[s];
+    const std::uint32_t total = r.rows_begin[c_.world];
+    r.choices.resize(total);
+    const std::size_t per_row = c_.layout == LayoutKind::Compact ? 1 : c_.top_k;
+    r.place.resize(total * per_row);
+    r.weight.resize(c_.layout == LayoutKind::Compact ? 0 : total * per_row);
+
+    std::uint64_t offset = 0, largest = 0;
+    for (std::uint32_t e = 0; e < experts_; ++e) {
+      const std::uint64_t start = c_.layout == LayoutKind::Padded ? std::uint64_t{e} * c_.max_per_expert : offset;
+      std::uint64_t count = 0;
+      for (std::uint32_t s = 0; s < c_.world; ++s) {
+        std::uint32_t& cell = base_[std::size_t{s} * experts_ + e];
+        const std::uint32_t n = cell;
+        cell = static_cast<std::uint32_t>(start + count);
+        count += n;
+      }
+      if (out_.counts != nullptr) out_.counts[e] = static_cast<std::int32_t>(count);
+      if (out_.offsets != nullptr) out_.offsets[e] = static_cast<std::int32_t>(offset);
+      if (c_.layout == LayoutKind::Ragged && c_.zero_pad) zero_rows(start + count, align_up(start + count, c_.align));
+      offset = align_up(offset + count, c_.align);
+      largest = std::max(largest, count);
+    }
+    if (out_.offsets != nullptr) out_.offsets[experts_] = static_cast<std::int32_t>(offset);
+    if (out_.num_rows != nullptr) *out_.num_rows = static_cast<std::int32_t>(total);
+    switch (c_.layout) {
+      case LayoutKind::Ragged: r.needed_rows = offset; r.overflowed = offset > c_.max_rows; break;
+      case LayoutKind::Padded: r.needed_rows = largest; r.overflowed = largest > c_.max_per_expert; break;
+      case LayoutKind::Compact: r.needed_rows = total; r.overflowed = total > c_.max_rows; break;
+    }
+    if (r.overflowed) e_.note_overflow(c_.rank);
+  }
+
+  void zero_rows(std::uint64_t begin, std::uint64_t end) {
+    end = std::min<std::uint64_t>(end, c_.max_rows);
+    for (std::uint64_t row = begin; row < end; ++row) {
+      std::memset(out_.x + row * payload_bytes(c_), 0, payload_bytes(c_));
+      const char zero[4] = {};
+      for (std::uint32_t i = 0; i < scales_per_row(c_); ++i)
+        std::memcpy(out_.scales + row * out_.scale_row_stride + i * out_.scale_stride, zero, scale_bytes_each(c_.wire));
+      out_.weights[row] = 0.0f;
+      out_.src_rank[row] = out_.src_token[row] = -1;
+    }
+  }
+
+  void place_rows(std::uint32_t peer, std::uint32_t unit) {
+    const std::uint32_t end = std::min(rows_[peer], (unit + 1) * rows_per_unit_);
+    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) place_row(peer, row);
+  }
+
+  void place_row(std::uint32_t peer, std::uint32_t row) {
+    const char* from = e_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(row);
+    RouteHead head;
+    std::memcpy(&head, from + block_.route_at, sizeof head);
+    const std::uint32_t n = count_choices(head.choices);
+    if (n == 0 || head.choices >> c_.top_k != 0)
+      e_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of choices " + std::to_string(head.choices));
+    const char* payload = from;
+    const char* scales = from + block_.scales_at;
+    if (peer == c_.rank && open_.own_rows_in_x) {
+      if (head.token >= open_.input.plan->tokens)
+        e_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of token " + std::to_string(head.token));
+      payload = open_.input.x.data + head.token * open_.input.x.stride;
+      if (quantised(c_.wire)) {
+        payload = e_.staging(set_) + std::uint64_t{head.token} * block_.route_at;
+        scales = payload + block_.scales_at;
+      }
+    }
+    const std::uint32_t at = received_->rows_begin[peer] + row;
+    received_->choices[at] = static_cast<std::uint8_t>(n);
+    RouteEntry entries[kMaxTopK];
+    std::memcpy(entries, from + block_.route_at + sizeof head, n * sizeof(RouteEntry));
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const std::uint32_t expert = route_expert(entries[i].place), index = route_index(entries[i].place);
+      if (expert >= experts_ || index >= counts_[std::size_t{peer} * experts_ + expert])
+        e_.protocol_error(Phase::DispatchRecv, step_, peer,
+                          "a route to place " + std::to_string(index) + " of its local expert " + std::to_string(expert));
+    }
+    if (c_.layout == LayoutKind::Compact)
+      place_compact(peer, at, head, entries, payload, scales);
+    else
+      place_by_expert(peer, at, head, entries, n, payload, scales);
+  }
+
+  void place_by_expert(std::uint32_t peer, std::uint32_t at, const RouteHead& head, const RouteEntry* entries, std::uint32_t n,
+                       const char* payload, const char* scales) {
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const std::uint32_t expert = route_expert(entries[i].place);
+      const std::uint32_t place = base_[std::size_t{peer} * experts_ + expert] + route_index(entries[i].place);
+      const bool fits = c_.layout == LayoutKind::Padded ? place - expert * c_.max_per_expert < c_.max_per_expert : place < c_.max_rows;
+      received_->place[std::size_t{at} * c_.top_k + i] = fits ? place : Received::kNowhere;
+      received_->weight[std::size_t{at} * c_.top_k + i] = entries[i].weight;
+      if (!fits) continue;
+      write_row(place, payload, scales);
+      out_.weights[place] = entries[i].weight;
+      out_.src_rank[place] = static_cast<std::int32_t>(peer);
+      out_.src_token[place] = static_cast<std::int32_t>(head.token);
+    }
+  }
+
+  void place_compact(std::uint32_t peer, std::uint32_t at, const RouteHead& head, const RouteEntry* entries,
+                     const char* payload, const char* scales) {
+    const bool fits = at < c_.max_rows;
+    received_->place[at] = fits ? at : Received::kNowhere;
+    if (!fits) return;
+    write_row(at, payload, scales);
+    out_.src_rank[at] = static_cast<std::int32_t>(peer);
+    out_.src_token[at] = static_cast<std::int32_t>(head.token);
+    for (std::uint32_t k = 0, i = 0; k < c_.top_k; ++k) {
+      const bool here = (head.choices >> k & 1) != 0;
+      out_.topk_ids[std::size_t{at} * c_.top_k + k] = here ? static_cast<std::int32_t>(route_expert(entries[i].place)) : -1;
+      out_.topk_weights[std::size_t{at} * c_.top_k + k] = here ? entries[i].weight : 0.0f;
+      i += here;
+    }
+  }
+
+  void write_row(std::uint64_t place, const char* payload, const char* scales) const {
+    k_.copy(out_.x + place * payload_bytes(c_), payload, payload_bytes(c_));
+    const std::uint32_t each = scale_bytes_each(c_.wire), n = scales_per_row(c_);
+    char* to = out_.scales + place * out_.scale_row_stride;
+    if (out_.scale_stride == each)
+      std::memcpy(to, scales, std::size_t{n} * each);
+    else
+      for (std::uint32_t i = 0; i < n; ++i) std::memcpy(to + i * out_.scale_stride, scales + i * each, each);
+  }
+
+  Exchange& e_;
+  const Config& c_;
+  const Kernels& k_;
+  const std::uint32_t step_, set_;
+  const Exchange::Open& open_;
+  const DispatchOutput out_;
+  const std::shared_ptr<Received> received_;
+  const BlockLayout block_;
+  const std::uint32_t experts_;
+  std::uint32_t rows_per_unit_ = 1;
+  std::vector<std::uint32_t> rows_;            // by source
+  std::vector<std::uint32_t> base_, counts_;   // [source, local expert]
+};
+
+}  // namespace
+
+std::unique_ptr<PhaseRun> Exchange::start_dispatch_recv(std::uint32_t step, const DispatchOutput& output,
+                                                        std::shared_ptr<Received> received) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const Open& open = open_step(step, Progress::Sent, "dispatch_recv");
+  return std::make_unique<DispatchRecv>(*this, step, open, output, std::move(received));
+}
+
+}  // namespace pplx::cpu

@@ -1,0 +1,159 @@
+// dispatch_send: headers first, then every peer's rows, peers from rank + 1 on, each block published when it is complete.
+#include <cstring>
+
+#include "exchange.h"
+
+namespace pplx::cpu {
+namespace {
+
+class DispatchSend final : public PhaseRun {
+ public:
+  DispatchSend(Exchange& exchange, std::uint32_t step, const Exchange::Open& open)
+      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
+        plan_(*open.input.plan), own_rows_in_x_(open.own_rows_in_x), block_(dispatch_block(c_)),
+        quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
+
+ private:
+  enum Stages { kQuantise, kRows };
+
+  bool begin(int stage, std::vector<std::uint32_t>& units) override {
+    switch (stage) {
+      case kQuantise:
+        for (std::uint32_t peer : e_.peers()) {
+          if (!e_.mapped(peer)) continue;
+          write_header(peer, e_.slot_at_peer(set_, Op::Dispatch, peer));
+          e_.raise_at_peer(step_, Signal::Header, peer);
+        }
+        if (quantises_ && plan_.tokens > 0)
+          units.push_back(e_.units_of(plan_.tokens, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
+        return true;
+      case kRows: {
+        std::uint64_t packed = 0;   // remote blocks lie back to back
+        for (std::uint32_t peer : e_.peers()) {
+          const std::uint32_t rows = plan_.rows(peer);
+          char* block = e_.send_area(set_, Op::Dispatch) + packed;
+          if (e_.mapped(peer))
+            block = e_.slot_at_peer(set_, Op::Dispatch, peer);
+          else
+            packed += align_up(block_.bytes(rows), 64);
+          blocks_.push_back(block);
+          units.push_back(e_.units_of(rows, block_.row_bytes, &rows_per_unit_));
+        }
+        return true;
+      }
+      default: return false;
+    }
+  }
+
+  bool ready(int stage, std::uint32_t group) override {
+    return stage == kQuantise || e_.mapped(e_.peers()[group]) || e_.send_area_free(set_, Op::Dispatch);
+  }
+
+  Waiting waiting(int, std::uint32_t group) const override {
+    return e_.waiting_for(step_, Signal::Dispatch, e_.peers()[group], "the network to take the last dispatch block");
+  }
+
+  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    if (stage == kQuantise)
+      quantise(unit);
+    else
+      write_rows(e_.peers()[group], blocks_[group], unit);
+  }
+
+  void finished(int stage, std::uint32_t group) override {
+    if (stage != kRows) return;
+    const std::uint32_t peer = e_.peers()[group];
+    if (!e_.mapped(peer)) write_header(peer, blocks_[group]);
+    e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
+  }
+
+  void write_header(std::uint32_t peer, char* block) const {
+    const BlockHeader header = e_.header(step_, plan_.rows(peer));
+    std::memcpy(block, &header, sizeof header);
+    std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));
+  }
+
+  void quantise(std::uint32_t unit) const {
+    const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
+    for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
+      char* row = e_.staging(set_) + std::uint64_t{t} * block_.route_at;
+      k_.quantise(c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
+                  reinterpret_cast<float*>(row + block_.scales_at));
+    }
+  }
+
+  void write_rows(std::uint32_t peer, char* block, std::uint32_t unit) const {
+    const std::uint32_t rows = plan_.rows(peer);
+    const std::uint32_t end = std::min(rows, (unit + 1) * rows_per_unit_);
+    const bool payload = peer != c_.rank || !own_rows_in_x_;
+    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
+      const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
+      char* to = block + block_.row_at(row);
+      if (payload) write_payload(to, token);
+      write_route(to + block_.route_at, peer, token);
+    }
+  }
+
+  void write_payload(char* to, std::uint32_t token) const {
+    if (quantises_) {
+      k_.copy(to, e_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
+      return;
+    }
+    k_.copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
+    if (in_.scales == nullptr) return;
+    const std::uint32_t each = scale_bytes_each(c_.wire);
+    const char* from = in_.scales + token * in_.scale_row_stride;
+    for (std::uint32_t i = 0; i < scales_per_row(c_); ++i)
+      std::memcpy(to + block_.scales_at + i * each, from + i * in_.scale_stride, each);
+  }
+
+  void write_route(char* to, std::uint32_t peer, std::uint32_t token) const {
+    RouteHead head;
+    head.token = token;
+    RouteEntry entries[kMaxTopK];
+    std::uint32_t n = 0;
+    const std::uint32_t first = first_expert(c_, peer), count = local_experts(c_, peer);
+    for (std::uint32_t k = 0; k < c_.top_k; ++k) {
+      const std::size_t at = std::size_t{token} * c_.top_k + k;
+      const std::uint32_t local = static_cast<std::uint32_t>(plan_.ids[at]) - first;   // a dropped choice wraps to a large one
+      if (plan_.ids[at] < 0 || local >= count) continue;
+      head.choices = static_cast<std::uint16_t>(head.choices | 1u << k);
+      entries[n++] = {route_place(local, plan_.index[at]), in_.weights != nullptr ? in_.weights[at] : 1.0f};
+    }
+    std::memcpy(to, &head, sizeof head);
+    std::memcpy(to + sizeof head, entries, n * sizeof(RouteEntry));
+  }
+
+  Exchange& e_;
+  const Config& c_;
+  const Kernels& k_;
+  const std::uint32_t step_, set_;
+  const DispatchInput& in_;
+  const Plan& plan_;
+  const bool own_rows_in_x_;
+  const BlockLayout block_;
+  const bool quantises_;
+  std::uint32_t tokens_per_unit_ = 1, rows_per_unit_ = 1;
+  std::vector<char*> blocks_;
+};
+
+}  // namespace
+
+std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& input, std::uint32_t* step) {
+  if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
+    throw Misuse("dispatch: the plan does not fit this AllToAll");
+  if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
+  std::lock_guard<std::mutex> lock(mutex_);
+  Open& open = open_[set_of(config_, next_step_)];
+  if (open.progress != Progress::Closed)
+    throw Misuse("dispatch: step " + std::to_string(open.step) + " is still open, and in_flight=" +
+                 std::to_string(config_.in_flight) + " allows no further one: combine it or call d.release() first");
+  open.progress = Progress::Sent;
+  open.step = *step = next_step_++;
+  open.input = input;
+  // What quantising leaves behind is not the caller's, so own rows can always be read from there.
+  open.own_rows_in_x = quantised(config_.wire) && input.scales == nullptr ? true : input.keep_own_rows && input.scales == nullptr;
+  return std::make_unique<DispatchSend>(*this, *step, open);
+}
+
+}  // namespace pplx::cpu

@@ -1,0 +1,360 @@
+#include "exchange.h"
+
+#include <chrono>
+#include <cstring>
+
+namespace pplx::cpu {
+namespace {
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// A peer that said goodbye has sent all it will send; what is still in the network gets this long.
+constexpr double kGoodbyeGrace = 1.0;
+
+std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
+
+std::string word_text(std::uint64_t word) {
+  if (word == 0) return "nothing yet";
+  return "step " + std::to_string(static_cast<std::uint32_t>(word)) + " (generation " + std::to_string(word >> 32) + ")";
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", seconds);
+  return text;
+}
+
+std::string abort_text(const Abort& a) {
+  const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
+  switch (a.reason) {
+    case AbortReason::Death: return rank_text(a.peer) + " died" + where;
+    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where;
+    case AbortReason::Fabric: return rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
+    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
+    case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
+    case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
+    case AbortReason::User:
+    case AbortReason::None: break;
+  }
+  return rank_text(a.origin) + " aborted" + where;
+}
+
+}  // namespace
+
+Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds)
+    : config_(config), heap_(heap_of(config)), memory_(std::move(memory)), pool_(threads > 0 ? threads - 1 : 0),
+      timeout_(timeout_seconds), next_step_(config.first_step), alive_(config.world, true), open_(config.in_flight),
+      staging_(config.in_flight), mailed_(std::size_t{config.in_flight} * kOps * config.world, 0),
+      left_at_(config.world) {
+  if (const char* what = invalid(config)) throw Misuse(what);
+  if (quantised(config_.wire)) {
+    const std::size_t row = dispatch_block(config_).route_at;
+    for (std::vector<char>& staging : staging_) staging.resize(row * config_.max_tokens);
+  }
+  for (std::atomic<double>& at : left_at_) at = -1.0;
+  rebuild_order();
+}
+
+void Exchange::rebuild_order() {
+  order_.clear();
+  for (std::uint32_t i = 1; i <= config_.world; ++i) {
+    const std::uint32_t peer = (config_.rank + i) % config_.world;
+    if (alive_[peer]) order_.push_back(peer);
+  }
+}
+
+// ---- what the phases use ---------------------------------------------------------------------------------------------
+
+Waiting Exchange::waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const {
+  Waiting w;
+  w.peer = peer;
+  w.signal = signal;
+  w.expected = arrival_word(generation_, step);
+  w.seen = arrival(set_of(config_, step), signal, peer);
+  w.what = what;
+  return w;
+}
+
+bool Exchange::send_area_free(std::uint32_t set, Op op) const {
+  for (std::uint32_t peer : order_) {
+    if (mapped(peer)) continue;
+    const std::uint64_t index = heap_.word_index(config_, set, op, peer);
+    if (mailed_[index] != 0 && load_acquire(own_word(heap_.sent + kWordBytes * index)) != mailed_[index]) return false;
+  }
+  return true;
+}
+
+void Exchange::raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer) {
+  const std::uint64_t at = heap_.arrival_at(config_, set_of(config_, step), signal, config_.rank);
+  store_release(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + at), arrival_word(generation_, step));
+}
+
+void Exchange::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block) {
+  count_block(peer, rows, block_layout(config_, op).bytes(rows), true);
+  if (mapped(peer)) {
+    raise_at_peer(step, signal_of(op), peer);
+    return;
+  }
+  const std::uint64_t index = heap_.word_index(config_, set_of(config_, step), op, peer);
+  *own_word(heap_.outgoing + kWordBytes * index) = static_cast<std::uint64_t>(block - memory_.own);
+  mailed_[index] = arrival_word(generation_, step);
+  store_release(own_word(heap_.mailbox + kWordBytes * index), mail_word(step, rows, true));
+}
+
+BlockHeader Exchange::header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags) const {
+  BlockHeader h;
+  h.step = step;
+  h.generation = generation_;
+  h.rows = rows;
+  h.flags = flags;
+  h.source = config_.rank;
+  return h;
+}
+
+void Exchange::protocol_error(Phase phase, std::uint32_t step, std::uint32_t peer, const std::string& what) const {
+  throw PeerFailure(rank_text(peer) + " sent what it must not: " + what + " (" + phase_name(phase) + ", step " +
+                        std::to_string(step) + "). Its memory or its program is damaged, or it runs another version.",
+                    AbortReason::Protocol, peer, phase, step);
+}
+
+void Exchange::check_header(const BlockHeader& h, Phase phase, std::uint32_t step, Op op, std::uint32_t peer) const {
+  const auto differs = [&](const char* field, std::uint64_t seen, std::uint64_t expected) {
+    protocol_error(phase, step, peer, std::string(op_name(op)) + " header says " + field + " " + std::to_string(seen) +
+                                          ", expected " + std::to_string(expected));
+  };
+  if (h.step != step) differs("step", h.step, step);
+  if (h.generation != generation_) differs("generation", h.generation, generation_);
+  if (h.source != peer) differs("source", h.source, peer);
+  if (h.pieces != 1) differs("pieces", h.pieces, 1);
+  if (h.rows > config_.max_tokens)
+    protocol_error(phase, step, peer, std::to_string(h.rows) + " rows, more than max_tokens_per_rank=" +
+                                          std::to_string(config_.max_tokens));
+}
+
+void Exchange::note_overflow(std::uint32_t peer) const {
+  std::lock_guard<std::mutex> lock(notice_mutex_);
+  if (!notice_.empty()) return;
+  const char* parameter = config_.layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows";
+  notice_ = "the output buffer of " + rank_text(peer) + " was too small in an earlier step: rows that did not fit counted as zero. " +
+            "Give the layout a larger " + parameter + " (d.counts holds the true counts).";
+}
+
+void Exchange::count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent) {
+  if (peer == config_.rank) return;
+  (sent ? rows_sent_ : rows_received_).fetch_add(rows, std::memory_order_relaxed);
+  (sent ? bytes_sent_ : bytes_received_).fetch_add(bytes, std::memory_order_relaxed);
+}
+
+std::uint32_t Exchange::units_of(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t* rows_per_unit) const {
+  *rows_per_unit = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, rows_per_unit_bytes_ / std::max<std::uint64_t>(1, row_bytes)));
+  return static_cast<std::uint32_t>((rows + *rows_per_unit - 1) / *rows_per_unit);
+}
+
+Exchange::Open& Exchange::open_step(std::uint32_t step, Progress expected, const char* call) {
+  Open& open = open_[set_of(config_, step)];
+  if (open.progress == Progress::Closed || open.step != step)
+    throw Misuse(std::string(call) + ": step " + std::to_string(step) + " is not open (it was combined or released already)");
+  if (open.progress != expected) {
+    const char* next = open.progress == Progress::Sent       ? "dispatch_recv"
+                       : open.progress == Progress::Received ? "combine_send (or release)"
+                                                             : "combine_recv";
+    throw Misuse(std::string(call) + ": out of order, step " + std::to_string(step) + " expects " + next + " next");
+  }
+  return open;
+}
+
+// ---- blocking calls ----------------------------------------------------------------------------------------------------
+
+void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const Interrupted& interrupted) {
+  const double begun = now();
+  const double limit = timeout_ * (first_step_ ? 3.0 : 1.0);
+  double ask = begun + 0.05;
+  Backoff backoff;
+  try {
+    const ThreadPool::Help help(pool_, phase_run);
+    while (!phase_run.poll()) {
+      backoff.pause();
+      const double at = now();
+      look_for_failure(phase_run, phase, step, limit - (at - begun));
+      if (at < ask) continue;
+      ask = at + 0.05;
+      if (interrupted) interrupted();
+    }
+  } catch (const PeerFailure& failure) {
+    latch(failure);
+  } catch (...) {
+    // A signal handler that threw, or no memory: this rank cannot finish the step, and the others must not wait for it.
+    fail({AbortReason::Interrupted, phase, config_.rank, config_.rank, step}, "");
+    throw;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  stats_.seconds[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1] += now() - begun;
+}
+
+void Exchange::look_for_failure(const PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
+  if (load_acquire(own_word(Heap::abort_at)) != 0) raise_failure();
+  const bool late = left <= 0;
+  if (!late && !someone_left_.load(std::memory_order_acquire)) return;
+  const Waiting w = phase_run.waiting();
+  if (w.peer == kNoRank) return;   // not blocked any more
+  const std::string waits = std::string("waiting for ") + w.what + " of " + rank_text(w.peer) + " in " + phase_name(phase) +
+                            ", step " + std::to_string(step);
+  const auto failure = [&](const std::string& message, AbortReason reason) {
+    PeerFailure f(message, reason, w.peer, phase, step);
+    f.expected = word_text(w.expected);
+    f.seen = word_text(w.seen);
+    throw f;
+  };
+  const double goodbye = left_at_[w.peer].load(std::memory_order_acquire);
+  if (goodbye >= 0 && now() - goodbye > kGoodbyeGrace)
+    failure(rank_text(w.peer) + " closed its Communicator while " + rank_text(config_.rank) + " is " + waits, AbortReason::Closed);
+  if (late)
+    failure(rank_text(config_.rank) + " gave up after " + seconds_text(timeout_ * (first_step_ ? 3.0 : 1.0)) + " " + waits +
+                ": expected " + word_text(w.expected) + ", saw " + word_text(w.seen) +
+                ". That rank is stopped, much slower, or not in the same step; timeout= allows more.",
+            AbortReason::Timeout);
+}
+
+void Exchange::latch(PeerFailure failure) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_) failure_ = std::make_unique<PeerFailure>(failure);
+    failure = *failure_;
+  }
+  const std::uint64_t word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
+  for (std::uint32_t peer = 0; peer < config_.world; ++peer)
+    if (memory_.peers[peer] != nullptr && alive_[peer])
+      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
+  throw failure;
+}
+
+void Exchange::fail(const Abort& abort, const std::string& message) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (message_.empty()) message_ = message;
+  }
+  const std::uint64_t word = abort_word(abort);
+  store_if_zero(own_word(Heap::abort_at), word);
+  if (abort.reason == AbortReason::Interrupted)
+    for (std::uint32_t peer = 0; peer < config_.world; ++peer)
+      if (memory_.peers[peer] != nullptr && alive_[peer])
+        store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
+}
+
+void Exchange::peer_left(std::uint32_t peer) {
+  if (left_at_[peer] >= 0) return;
+  left_at_[peer] = now();
+  someone_left_.store(true, std::memory_order_release);
+}
+
+void Exchange::raise_failure() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!failure_) {
+    const std::uint64_t word = load_acquire(own_word(Heap::abort_at));
+    if (word == 0) return;
+    const Abort a = read_abort(word);
+    failure_ = std::make_unique<PeerFailure>(message_.empty() ? abort_text(a) : message_, a.reason, a.peer, a.phase, a.step);
+  }
+  const PeerFailure failure = *failure_;
+  lock.unlock();
+  throw failure;
+}
+
+void Exchange::raise_notice() {
+  std::lock_guard<std::mutex> lock(notice_mutex_);
+  if (notice_.empty()) return;
+  const std::string text = std::move(notice_);
+  notice_.clear();
+  throw Misuse(text);
+}
+
+std::uint32_t Exchange::dispatch_send(const DispatchInput& input, const Interrupted& interrupted) {
+  raise_failure();
+  const std::lock_guard<std::mutex> one_at_a_time(send_mutex_);
+  std::uint32_t step = 0;
+  const std::unique_ptr<PhaseRun> phase = start_dispatch_send(input, &step);
+  run(*phase, Phase::DispatchSend, step, interrupted);
+  return step;
+}
+
+std::shared_ptr<const Received> Exchange::dispatch_recv(std::uint32_t step, const DispatchOutput& output,
+                                                        const Interrupted& interrupted) {
+  raise_failure();
+  const auto received = std::make_shared<Received>();
+  const std::unique_ptr<PhaseRun> phase = start_dispatch_recv(step, output, received);
+  run(*phase, Phase::DispatchRecv, step, interrupted);
+  finish_dispatch_recv(step, received);
+  return received;
+}
+
+void Exchange::combine_send(std::uint32_t step, const CombineInput& input, const Interrupted& interrupted) {
+  raise_failure();
+  const std::unique_ptr<PhaseRun> phase = start_combine_send(step, input);
+  run(*phase, input.uses_weights ? Phase::Weights : Phase::CombineSend, step, interrupted);
+  finish_combine_send(step);
+}
+
+void Exchange::combine_recv(std::uint32_t step, const CombineOutput& output, const Interrupted& interrupted) {
+  raise_failure();
+  const std::unique_ptr<PhaseRun> phase = start_combine_recv(step, output);
+  run(*phase, Phase::CombineRecv, step, interrupted);
+  finish_combine_recv(step);
+}
+
+void Exchange::finish_dispatch_recv(std::uint32_t step, const std::shared_ptr<Received>& received) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Open& open = open_[set_of(config_, step)];
+  open.progress = Progress::Received;
+  open.overflowed = received->overflowed;
+}
+
+void Exchange::finish_combine_send(std::uint32_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  open_[set_of(config_, step)].progress = Progress::Combining;
+}
+
+void Exchange::finish_combine_recv(std::uint32_t step) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  open_[set_of(config_, step)] = Open();
+  first_step_ = false;
+  ++stats_.steps;
+}
+
+// ---- life ----------------------------------------------------------------------------------------------------------------
+
+void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  generation_ = generation;
+  alive_ = alive;
+  rebuild_order();
+  next_step_ = config_.first_step;
+  first_step_ = true;
+  failure_.reset();
+  message_.clear();
+  for (Open& open : open_) open = Open();
+  for (std::uint64_t& word : mailed_) word = 0;
+  for (std::uint64_t at : {heap_.mailbox, heap_.sent})
+    std::memset(memory_.own + at, 0, mailed_.size() * kWordBytes);
+  store_release(own_word(Heap::abort_at), 0);
+}
+
+std::uint32_t Exchange::open_steps() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::uint32_t n = 0;
+  for (const Open& open : open_) n += open.progress != Progress::Closed;
+  return n;
+}
+
+Stats Exchange::stats() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Stats s = stats_;
+  s.rows_sent = rows_sent_;
+  s.rows_received = rows_received_;
+  s.bytes_sent = bytes_sent_;
+  s.bytes_received = bytes_received_;
+  return s;
+}
+
+}  // namespace pplx::cpu

@@ -1,0 +1,32 @@
+// The inner loops of the CPU device. kernels.cpp is compiled once per instruction set; kernels() picks the best at run time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../protocol/config.h"
+#include "../../protocol/number.h"
+
+namespace pplx::cpu {
+
+struct Kernels {
+  const char* isa;
+
+  // Plain copy; both sides 8-byte aligned or better run fast.
+  void (*copy)(void* to, const void* from, std::size_t bytes);
+
+  // The same, past the caches: for rows that nobody reads soon. `to` must be 16-byte aligned, as rows are.
+  void (*stream)(void* to, const void* from, std::size_t bytes);
+
+  // One row to e4m3 codes with a float scale per 128 elements.
+  void (*quantise)(Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, float* scales);
+
+  // to = round(from + sum of weight[i] * row[i]), fp32, in order; `weights` null means plain sums, `from` null means zero.
+  void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
+                   std::uint32_t hidden);
+};
+
+const Kernels& kernels();                       // the best that this processor runs
+const Kernels* kernels_named(const char* isa);  // "baseline", "avx2", "avx512": null where it does not run; for tests
+
+}  // namespace pplx::cpu

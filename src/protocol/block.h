@@ -1,0 +1,82 @@
+// A block: everything one rank sends to one peer in one operation of a step.
+//
+//   header (with the counts, in a dispatch) | row 0 | row 1 | ... | row n-1
+//
+// Dispatch row: payload | scales | route | arrival word.   Combine row: payload | room for the tail | arrival word.
+// Weights row: one float per choice of that dispatch row. Every part starts at a multiple of 16 bytes.
+#pragma once
+
+#include "route.h"
+#include "wire.h"
+
+namespace pplx {
+
+enum class Op : std::uint8_t { Dispatch, Combine, Weights };
+inline constexpr std::uint32_t kOps = 3;
+
+constexpr const char* op_name(Op op) {
+  return op == Op::Dispatch ? "dispatch" : op == Op::Combine ? "combine" : "weights";
+}
+
+enum BlockFlags : std::uint32_t {
+  kReleased = 1,       // combine: closed by release(), no rows
+  kUsesWeights = 2,    // combine: this rank passed weights=
+  kOverflowed = 4,     // combine: this rank's output buffer was too small, its missing rows came back as zero
+};
+
+struct BlockHeader {
+  std::uint32_t step = 0;
+  std::uint32_t generation = 0;
+  std::uint32_t rows = 0;
+  std::uint32_t flags = 0;
+  std::uint32_t source = 0;
+  std::uint32_t pieces = 1;        // room for steps larger than a slot
+  std::uint32_t reserved[10] = {};
+};
+static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
+
+inline constexpr std::uint32_t kWordBytes = 8;
+
+struct BlockLayout {
+  std::uint32_t header_bytes = 0;
+  std::uint32_t row_bytes = 0;
+  std::uint32_t scales_at = 0;     // dispatch: in the row
+  std::uint32_t route_at = 0;      // dispatch: in the row
+  std::uint32_t tail_at = 0;       // combine: in the row
+  std::uint32_t arrival_at = 0;    // in the row: never used for payload by any path
+
+  constexpr std::uint64_t bytes(std::uint64_t rows) const { return header_bytes + rows * row_bytes; }
+  constexpr std::uint64_t row_at(std::uint64_t row) const { return header_bytes + row * row_bytes; }
+};
+
+constexpr BlockLayout dispatch_block(const Config& c) {
+  BlockLayout b;
+  b.header_bytes = static_cast<std::uint32_t>(align_up(sizeof(BlockHeader) + 4ull * experts_per_rank(c), 64));
+  b.scales_at = static_cast<std::uint32_t>(align_up(payload_bytes(c), 16));
+  b.route_at = static_cast<std::uint32_t>(align_up(b.scales_at + scale_bytes(c), 16));
+  b.row_bytes = static_cast<std::uint32_t>(align_up(b.route_at + route_bytes(c) + kWordBytes, 16));
+  b.arrival_at = b.row_bytes - kWordBytes;
+  return b;
+}
+
+constexpr BlockLayout combine_block(const Config& c) {
+  BlockLayout b;
+  b.header_bytes = sizeof(BlockHeader);
+  b.tail_at = static_cast<std::uint32_t>(align_up(std::uint64_t{c.hidden} * dtype_bytes(c.dtype), 16));
+  b.row_bytes = static_cast<std::uint32_t>(align_up(b.tail_at + 4ull * c.top_k + kWordBytes, 16));
+  b.arrival_at = b.row_bytes - kWordBytes;
+  return b;
+}
+
+constexpr BlockLayout weights_block(const Config& c) {
+  BlockLayout b;
+  b.header_bytes = sizeof(BlockHeader);
+  b.row_bytes = static_cast<std::uint32_t>(align_up(4ull * c.top_k, 16));
+  return b;
+}
+
+constexpr BlockLayout block_layout(const Config& c, Op op) {
+  return op == Op::Dispatch ? dispatch_block(c) : op == Op::Combine ? combine_block(c) : weights_block(c);
+}
+
+}  // namespace pplx

@@ -1,0 +1,75 @@
+// What one AllToAll is: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it.
+// Every function here is constexpr, so that host and device share it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pplx {
+
+enum class Dtype : std::uint8_t { BFloat16, Float16, Float32 };
+enum class Wire : std::uint8_t { Native, FP8, FP8_UE8M0, MXFP8 };
+enum class LayoutKind : std::uint8_t { Ragged, Padded, Compact };
+
+inline constexpr std::uint32_t kMaxRanks = 1024;        // 10 bits of the immediate
+inline constexpr std::uint32_t kMaxObjects = 8;         // 3 bits of the immediate
+inline constexpr std::uint32_t kMaxTopK = 16;           // one bit a choice in a row's route
+inline constexpr std::uint32_t kMaxLocalExperts = 4096; // 12 bits of a route entry
+inline constexpr std::uint32_t kMaxTokens = 1u << 20;   // 20 bits of a route entry
+inline constexpr std::uint32_t kMaxInFlight = 8;
+
+struct Config {
+  std::uint32_t rank = 0;
+  std::uint32_t world = 1;
+  std::uint32_t num_experts = 1;
+  std::uint32_t top_k = 1;
+  std::uint32_t hidden = 16;           // elements
+  std::uint32_t max_tokens = 1;        // per rank and step
+  std::uint32_t in_flight = 1;         // a power of two, so that the set of a step survives the wrap of step numbers
+  std::uint32_t align = 1;             // Ragged: every expert's segment starts at a multiple of it
+  std::uint32_t max_rows = 0;          // Ragged, Compact: rows of the output
+  std::uint32_t max_per_expert = 0;    // Padded: rows of one expert in the output
+  std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
+  std::uint32_t first_step = 1;
+  std::uint32_t object = 0;            // which of the Communicator's AllToAlls, for the immediate
+  Dtype dtype = Dtype::BFloat16;
+  Wire wire = Wire::Native;
+  LayoutKind layout = LayoutKind::Ragged;
+  bool zero_pad = false;               // Ragged: zero the rows between segments
+  bool scale_tma = false;              // scales column-major, columns 16-byte aligned
+};
+
+constexpr std::uint32_t ceil_div(std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; }
+constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
+
+constexpr std::uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }
+
+// Experts are dealt in equal runs; the last ranks may own fewer, or none.
+constexpr std::uint32_t experts_per_rank(const Config& c) { return ceil_div(c.num_experts, c.world); }
+constexpr std::uint32_t rank_of_expert(const Config& c, std::uint32_t expert) { return expert / experts_per_rank(c); }
+constexpr std::uint32_t first_expert(const Config& c, std::uint32_t rank) { return rank * experts_per_rank(c); }
+constexpr std::uint32_t local_experts(const Config& c, std::uint32_t rank) {
+  const std::uint32_t first = first_expert(c, rank);
+  if (first >= c.num_experts) return 0;
+  const std::uint32_t left = c.num_experts - first;
+  return left < experts_per_rank(c) ? left : experts_per_rank(c);
+}
+
+// Null if the configuration can work, else what is wrong with it. Python checks first and says more; this is the last line.
+constexpr const char* invalid(const Config& c) {
+  if (c.world < 1 || c.world > kMaxRanks) return "world size must be 1 to 1024";
+  if (c.rank >= c.world) return "rank must be below the world size";
+  if (c.num_experts < 1) return "num_experts must be at least 1";
+  if (experts_per_rank(c) > kMaxLocalExperts) return "at most 4096 experts per rank";
+  if (c.top_k < 1 || c.top_k > kMaxTopK) return "top_k must be 1 to 16";
+  if (c.hidden < 1 || (std::uint64_t{c.hidden} * dtype_bytes(c.dtype)) % 16 != 0)
+    return "hidden must be a multiple of 16 bytes";
+  if (c.max_tokens < 1 || c.max_tokens > kMaxTokens) return "max_tokens_per_rank must be 1 to 1048576";
+  if (c.in_flight < 1 || c.in_flight > kMaxInFlight || (c.in_flight & (c.in_flight - 1)) != 0)
+    return "in_flight must be 1, 2, 4 or 8";
+  if (c.align < 1) return "align must be at least 1";
+  if (c.object >= kMaxObjects) return "at most 8 live AllToAlls per Communicator";
+  return nullptr;
+}
+
+}  // namespace pplx

@@ -1,0 +1,68 @@
+// Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
+// what only this rank and its proxy touch follows.
+//
+//   abort | arrival[set][signal][peer] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
+#pragma once
+
+#include "words.h"
+
+namespace pplx {
+
+struct Heap {
+  std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
+  std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
+  std::uint64_t slot_bytes[kOps] = {};
+  std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]
+  std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
+  std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
+  std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
+  std::uint64_t send_bytes[kOps] = {};  // of one set
+  std::uint64_t bytes = 0;
+
+  static constexpr std::uint64_t abort_at = 0;
+
+  constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
+    return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
+  }
+  constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
+  }
+  constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;
+  }
+  constexpr std::uint64_t send_at(std::uint32_t set, Op op) const {
+    return send[std::uint32_t(op)] + send_bytes[std::uint32_t(op)] * set;
+  }
+};
+
+constexpr Heap heap_of(const Config& c) {
+  constexpr std::uint64_t page = 4096;
+  Heap h;
+  std::uint64_t at = 64;
+  h.arrival = at;
+  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
+  for (std::uint32_t op = 0; op < kOps; ++op) {
+    h.slots[op] = at;
+    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(c.max_tokens), 64);
+    at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
+  }
+  const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
+  h.mailbox = at;
+  h.outgoing = h.mailbox + align_up(words, 64);
+  h.sent = h.outgoing + align_up(words, 64);
+  at = align_up(h.sent + words, page);
+  // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
+  // return every row of every remote peer.
+  const std::uint64_t rows_out = std::uint64_t{c.max_tokens} * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
+  const std::uint64_t rows[kOps] = {rows_out, std::uint64_t{c.max_tokens} * c.remote_peers, rows_out};
+  for (std::uint32_t op = 0; op < kOps; ++op) {
+    const BlockLayout block = block_layout(c, Op(op));
+    h.send[op] = at;
+    h.send_bytes[op] = align_up(c.remote_peers * align_up(block.header_bytes, 64) + rows[op] * block.row_bytes + 64ull * c.remote_peers, 64);
+    at = align_up(at + h.send_bytes[op] * c.in_flight, page);
+  }
+  h.bytes = at;
+  return h;
+}
+
+}  // namespace pplx

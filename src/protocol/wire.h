@@ -1,0 +1,19 @@
+// Wire formats: how many bytes a token's payload and scales take in a row.
+#pragma once
+
+#include "config.h"
+
+namespace pplx {
+
+constexpr bool quantised(Wire wire) { return wire != Wire::Native; }
+constexpr std::uint32_t scale_block(Wire wire) { return wire == Wire::MXFP8 ? 32 : 128; }  // elements that share a scale
+constexpr std::uint32_t scale_bytes_each(Wire wire) { return wire == Wire::MXFP8 ? 1 : 4; }
+
+constexpr std::uint32_t payload_element_bytes(const Config& c) { return quantised(c.wire) ? 1 : dtype_bytes(c.dtype); }
+constexpr std::uint32_t payload_bytes(const Config& c) { return c.hidden * payload_element_bytes(c); }
+constexpr std::uint32_t scales_per_row(const Config& c) {
+  return quantised(c.wire) ? ceil_div(c.hidden, scale_block(c.wire)) : 0;
+}
+constexpr std::uint32_t scale_bytes(const Config& c) { return scales_per_row(c) * scale_bytes_each(c.wire); }
+
+}  // namespace pplx

@@ -1,0 +1,64 @@
+// Several ranks in one process and one thread, polled in random order: mapped inside a node, the proxy between nodes.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "../../proxy/proxy.h"
+#include "../../src/cpu/exchange.h"
+#include "shuffle_fabric.h"
+
+namespace pplx::test {
+
+struct LocalRank {
+  Config config;
+  std::unique_ptr<std::uint64_t[]> heap;
+  std::unique_ptr<cpu::Exchange> exchange;
+  std::unique_ptr<ShuffleFabric> fabric;
+  std::unique_ptr<Proxy> proxy;
+  std::vector<ProxyFailure> failures;
+
+  char* memory() const { return reinterpret_cast<char*>(heap.get()); }
+};
+
+class LocalRanks {
+ public:
+  LocalRanks(Config config, std::uint32_t node_size, int endpoints, std::uint64_t shard_bytes, std::uint64_t seed)
+      : net(seed), ranks(config.world) {
+    const auto same_node = [&](std::uint32_t a, std::uint32_t b) { return a / node_size == b / node_size; };
+    for (std::uint32_t r = 0; r < config.world; ++r) {
+      LocalRank& rank = ranks[r];
+      rank.config = config;
+      rank.config.rank = r;
+      for (std::uint32_t p = 0; p < config.world; ++p) rank.config.remote_peers += !same_node(r, p);
+      rank.heap = std::make_unique<std::uint64_t[]>(heap_of(rank.config).bytes / 8 + 8);
+    }
+    for (LocalRank& rank : ranks) {
+      cpu::Exchange::Memory memory;
+      memory.own = rank.memory();
+      for (std::uint32_t p = 0; p < config.world; ++p)
+        memory.peers.push_back(same_node(rank.config.rank, p) ? ranks[p].memory() : nullptr);
+      rank.exchange = std::make_unique<cpu::Exchange>(rank.config, memory, 1, 10.0);
+      if (rank.config.remote_peers == 0) continue;
+      rank.fabric = std::make_unique<ShuffleFabric>(net, static_cast<int>(rank.config.rank), endpoints);
+      rank.proxy = std::make_unique<Proxy>(*rank.fabric, shard_bytes);
+      ProxyObject object;
+      object.config = rank.config;
+      object.memory = rank.memory();
+      object.region = rank.fabric->register_memory(rank.memory(), heap_of(rank.config).bytes);
+      object.peers.resize(config.world);
+      for (std::uint32_t p = 0; p < config.world; ++p) {
+        if (same_node(rank.config.rank, p)) continue;
+        object.peers[p] = std::make_unique<RemoteRegion>();
+        object.peers[p]->base = reinterpret_cast<std::uint64_t>(ranks[p].memory());
+      }
+      object.on_failure = [&rank](const ProxyFailure& f) { rank.failures.push_back(f); };
+      rank.proxy->attach(std::move(object));
+    }
+  }
+
+  ShuffleNet net;
+  std::vector<LocalRank> ranks;
+};
+
+}  // namespace pplx::test

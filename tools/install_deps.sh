@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Makes the development environment: a venv with everything that constraints.txt pins, and what only a host can give.
+# Usage: [PYTHON=python3] [TORCH_INDEX=url] tools/install_deps.sh VENV
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=$1
+
+have_libfabric_headers() {
+    echo '#include <rdma/fabric.h>' |
+        cc -E -x c ${PPLX_LIBFABRIC_INCLUDE:+-I"$PPLX_LIBFABRIC_INCLUDE"} -I/opt/amazon/efa/include - >/dev/null 2>&1
+}
+
+# Packages of the system, where we may; without libfabric there is no network transport, but everything else works.
+if ! have_libfabric_headers; then
+    sudo=()
+    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
+    export DEBIAN_FRONTEND=noninteractive
+    install=("${sudo[@]}" apt-get install -y -qq --no-install-recommends libfabric-dev libfabric1)
+    if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; } &&
+        { "${install[@]}" || { "${sudo[@]}" apt-get update -qq && "${install[@]}"; }; }; then
+        echo "installed libfabric-dev"
+    else
+        echo "NOTE: no libfabric headers, and no way to install them from here. Going on without libfabric transports." >&2
+        echo "      Install libfabric-dev (or libfabric-devel), or set PPLX_LIBFABRIC_INCLUDE, and build again." >&2
+    fi
+fi
+
+[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+
+# torch alone first, and from its own index where one is given: that index has little else.
+"${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+
+tools=()
+command -v cmake >/dev/null || tools+=(cmake)
+command -v ninja >/dev/null || tools+=(ninja)
+# The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
+"${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
+    pytest pytest-timeout hypothesis matplotlib ruff mypy "${tools[@]}"
