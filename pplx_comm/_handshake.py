@@ -61,17 +61,29 @@ class Identity:
         return hashlib.sha256(self.job.encode()).hexdigest()
 
     def proof(self, role: str, client: int, server: int, nonces: tuple[str, str]) -> str:
-        parts = ("pplx_comm", self.purpose, role, self.job_digest, str(self.world_size), str(client), str(server), *nonces)
+        parts = (
+            "pplx_comm",
+            self.purpose,
+            role,
+            self.job_digest,
+            str(self.world_size),
+            str(client),
+            str(server),
+            *nonces,
+        )
         return hmac.new(self.key, "\0".join(parts).encode(), "sha256").hexdigest()
 
 
 def derive_key(key: bytes, nonce: str) -> bytes:
-    """The session's key. Over TCP the nonce is public and the key secret; over AF_UNIX and MPI it is the other way round."""
+    """The session's key. Over TCP the nonce is public and the key secret; over AF_UNIX and MPI it is the other way
+    round.
+    """
     return hmac.digest(key, b"pplx_comm session " + nonce.encode(), "sha256")
 
 
-def greet(sock: socket.socket, me: Identity, server: int, deadline: float) -> None:
-    """The client's side, blocking until `deadline`. Leaves `sock` blocking with no timeout."""
+def greet(sock: socket.socket, me: Identity, server: int, seconds: float) -> None:
+    """The client's side, blocking for at most `seconds`. Leaves `sock` blocking with no timeout."""
+    deadline = time.monotonic() + seconds
     watch_for_loss(sock)
     problem = wrong_user(sock)
     if problem:
@@ -126,8 +138,8 @@ class Rejected(Exception):
 class Door:
     """Accepts connections on a selector, and hands over those that have proved which rank they are.
 
-    Nothing that a stranger sends or fails to send disturbs anybody else: each guest has its own small reader and its own
-    deadline, and when too many wait, the one that waited longest is dropped.
+    Nothing that a stranger sends or fails to send disturbs anybody else: each guest has its own small reader and its
+    own deadline, and when too many wait, the one that waited longest is dropped.
     """
 
     def __init__(
@@ -181,7 +193,9 @@ class Door:
                 sock, _ = listener.accept()
             except OSError as problem:
                 if problem.errno in (errno.EMFILE, errno.ENFILE):
-                    log.warning("cannot accept a control connection: %s (raise `ulimit -n`)", os.strerror(problem.errno))
+                    log.warning(
+                        "cannot accept a control connection: %s (raise `ulimit -n`)", os.strerror(problem.errno)
+                    )
                     time.sleep(0.05)  # the listener stays readable: without this the loop would spin
                 return
             sock.setblocking(False)
@@ -251,7 +265,10 @@ class _Guest:
                 raise Rejected("another job listens here", final=False)
             world_size = field(value, "world", int)
             if world_size != me.world_size:
-                raise Rejected(f"rank {me.rank} was started with world size {me.world_size}, this rank with {world_size}", final=True)
+                raise Rejected(
+                    f"rank {me.rank} was started with world size {me.world_size}, this rank with {world_size}",
+                    final=True,
+                )
             rank = rank_field(value, "rank", me.world_size)
             nonces = (_nonce(value), secrets.token_hex(16))
             self._hello = rank, nonces

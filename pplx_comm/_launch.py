@@ -37,10 +37,28 @@ class _Launcher:
 
 
 LAUNCHERS = (
-    _Launcher("RANK", ("WORLD_SIZE",), ("LOCAL_WORLD_SIZE",), ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"), ("MASTER_ADDR", "MASTER_PORT")),
-    _Launcher("OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE",), ("PMIX_NAMESPACE",)),
+    _Launcher(
+        "RANK",
+        ("WORLD_SIZE",),
+        ("LOCAL_WORLD_SIZE",),
+        ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"),
+        ("MASTER_ADDR", "MASTER_PORT"),
+    ),
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        ("PMIX_NAMESPACE",),
+        ("PMIX_NAMESPACE",),
+    ),
     _Launcher("PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), (), ()),
-    _Launcher("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), (), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    _Launcher(
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        (),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
 )
 
 
@@ -61,7 +79,9 @@ def _read(environ: Mapping[str, str], launcher: _Launcher, size_name: str) -> La
     local_job = None
     if world_size == _local_size(environ, launcher, world_size):
         # Without an id from the launcher, the launcher's own process is the id.
-        enough = environ.get("PPLX_COMM_JOB") or (launcher.unique and all(environ.get(name) for name in launcher.unique))
+        enough = environ.get("PPLX_COMM_JOB") or (
+            launcher.unique and all(environ.get(name) for name in launcher.unique)
+        )
         local_job = job if enough else f"{job};{_launcher_process(launcher.rank)}"
     address, address_source = _address(environ)
     return Launch(rank, world_size, f"{launcher.rank} and {size_name}", job, local_job, address, address_source)
@@ -118,7 +138,9 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 
 def _launcher_process(rank_name: str) -> str:
-    """The nearest ancestor that was not itself started as a rank. Wrapper scripts carry the rank's variables, launchers do not."""
+    """The nearest ancestor that was not itself started as a rank. Wrapper scripts carry the rank's variables, launchers
+    do not.
+    """
     marker = f"{rank_name}=".encode()
     pid = os.getppid()
     while pid > 1:

@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from pplx_comm._frames import FrameError, FrameReader, Kind
+from pplx_comm._inbox import close_fds
 
 FDS_PER_FRAME = 128  # the kernel takes 253 in one message
+READS_IN_A_ROW = 16  # then the other links get their turn
 ON_THE_MESH = frozenset({Kind.GOODBYE, Kind.ABORT, Kind.EXCHANGE, Kind.FDS, Kind.PROPOSE, Kind.DECIDE})
 
 
@@ -24,7 +26,7 @@ class Link:
         self.rank = rank
         self.sock = sock
         self._want_write = want_write
-        self._unix = sock.family == socket.AF_UNIX
+        self.is_tcp = sock.family != socket.AF_UNIX
         self._lock = threading.RLock()
         self._queue: collections.deque[tuple[memoryview, list[int]]] = collections.deque()
         self._reader = FrameReader(ON_THE_MESH)
@@ -32,7 +34,9 @@ class Link:
         self._broken = False
 
     def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Never blocks and never fails: what does not fit now follows later, and a broken link shows on the reading side."""
+        """Never blocks and never fails: what does not fit now follows later, and a broken link shows on the reading
+        side.
+        """
         copies = [os.dup(fd) for fd in fds]  # the caller may close its own as soon as this returns
         with self._lock:
             self._queue.append((memoryview(data), copies))
@@ -51,49 +55,58 @@ class Link:
                     if self._broken:
                         raise BrokenPipeError
                     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-                    sent = self.sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL) if self._unix else self.sock.send(data, socket.MSG_NOSIGNAL)
+                    sent = (
+                        self.sock.sendmsg([data], ancillary, socket.MSG_NOSIGNAL)
+                        if not self.is_tcp
+                        else self.sock.send(data, socket.MSG_NOSIGNAL)
+                    )
                 except (BlockingIOError, InterruptedError):
                     return True
                 except OSError as problem:
-                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors on their way; the peer is about to read them
+                    if (
+                        problem.errno == errno.ETOOMANYREFS
+                    ):  # too many descriptors on their way; the peer is about to read them
                         time.sleep(0.001)
                         return True
                     self._broken = True
                     self._drop_queue()
                     return False
-                _close(fds)
+                close_fds(fds)
                 if sent == len(data):
                     self._queue.popleft()
                 else:
                     self._queue[0] = data[sent:], []
             return False
 
-    def receive(self) -> tuple[list[tuple[Kind, bytes, list[int] | None]], bool]:
-        """What can be read now, and whether the link goes on. FDS frames carry their descriptors.
+    def receive(self) -> tuple[list[tuple[Kind, bytes, list[int]]], str | None]:
+        """What can be read now, and why the link ended, if it did. FDS frames carry their descriptors.
 
         One read brings the descriptors of at most one message, and an FDS frame is one message: so when the frame is
         complete, the descriptors that have come are its own.
         """
-        frames: list[tuple[Kind, bytes, list[int] | None]] = []
-        while True:
+        frames: list[tuple[Kind, bytes, list[int]]] = []
+        for _ in range(READS_IN_A_ROW):
             try:
                 data = self._read()
+                if not data:
+                    return frames, "its connection closed without a goodbye"
+                for kind, payload in self._reader.feed(data):
+                    fds: list[int] = []
+                    if kind == Kind.FDS:
+                        fds, self._received_fds = self._received_fds, []
+                    frames.append((kind, payload, fds))
             except (BlockingIOError, InterruptedError):
-                return frames, True
-            except OSError:
-                return frames, False
-            if not data:
-                return frames, False
-            for kind, payload in self._reader.feed(data):
-                fds: list[int] | None = None
-                if kind == Kind.FDS:
-                    fds, self._received_fds = self._received_fds, []
-                frames.append((kind, payload, fds))
-            if len(data) < 1 << 16:
-                return frames, True
+                break
+            except TimeoutError:
+                return frames, "its host has not acknowledged anything for 5 s"
+            except OSError as problem:
+                return frames, f"its connection broke without a goodbye ({problem.strerror})"
+            except FrameError as problem:
+                return frames, f"it sent what it should not ({problem})"
+        return frames, None
 
     def _read(self) -> bytes:
-        if not self._unix:
+        if self.is_tcp:
             return self.sock.recv(1 << 16)
         space = socket.CMSG_SPACE(FDS_PER_FRAME * 4)
         data, ancillary, _, _ = self.sock.recvmsg(1 << 16, space, socket.MSG_CMSG_CLOEXEC)
@@ -114,7 +127,7 @@ class Link:
         with self._lock:
             self._broken = True
             self._drop_queue()
-            _close(self._received_fds)
+            close_fds(self._received_fds)
             self._received_fds = []
             self.sock.close()
 
@@ -122,16 +135,10 @@ class Link:
         """After fork, without the lock, which a thread that does not exist here may hold."""
         self.sock.close()
         for _, fds in self._queue:
-            _close(fds)
-        _close(self._received_fds)
+            close_fds(fds)
+        close_fds(self._received_fds)
 
     def _drop_queue(self) -> None:
         for _, fds in self._queue:
-            _close(fds)
+            close_fds(fds)
         self._queue.clear()
-
-
-def _close(fds: Sequence[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

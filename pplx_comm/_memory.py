@@ -31,7 +31,9 @@ def allocate(nbytes: int, what: str) -> int:
     except OSError as problem:
         os.close(fd)
         if problem.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise Error(f"{what} needs {nbytes} bytes of shared memory: {problem.strerror}. {_ADVICE.capitalize()}") from None
+            raise Error(
+                f"{what} needs {nbytes} bytes of shared memory: {problem.strerror}. {_ADVICE.capitalize()}"
+            ) from None
         raise
     except BaseException:
         os.close(fd)
@@ -50,10 +52,10 @@ def available_bytes() -> tuple[int, str]:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers == "":
-                best = min(best, *_cgroup_limits(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current"), best)
+                best = min([best, *_cgroup_limits(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current")])
             elif "memory" in controllers.split(","):
                 names = "memory.limit_in_bytes", "memory.usage_in_bytes"
-                best = min(best, *_cgroup_limits(Path("/sys/fs/cgroup/memory"), path, *names), best)
+                best = min([best, *_cgroup_limits(Path("/sys/fs/cgroup/memory"), path, *names)])
     return best
 
 

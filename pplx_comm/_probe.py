@@ -1,4 +1,6 @@
-"""Who shares a node: ranks with one kernel, one network and one IPC namespace, that have read each other's memory to prove it."""
+"""Who shares a node: ranks with one kernel, one network and one IPC namespace, that have read each other's memory to
+prove it.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,19 @@ class Place:
 
 
 def candidates(places: Sequence[Place], node_size: int | None) -> list[int]:
-    """A node number for each rank, before anything is proved: by `node_size` if given, else by place. Numbered by first rank."""
+    """A node number for each rank, before anything is proved: by `node_size` if given, else by place. Numbered by first
+    rank.
+    """
     if node_size is not None:
         claimed = [rank // node_size for rank in range(len(places))]
         for rank, node in enumerate(claimed):
             first = node * node_size
             why = places[first].difference(places[rank])
             if why:
-                raise Error(f"node_size={node_size} puts ranks {first} and {rank} on one node, but {why}. Use a smaller node_size, or none")
+                raise Error(
+                    f"node_size={node_size} puts ranks {first} and {rank} on one node, but {why}. Use a smaller "
+                    "node_size, or none"
+                )
         return claimed
     numbers: dict[Place, int] = {}
     return [numbers.setdefault(place, len(numbers)) for place in places]
@@ -65,20 +72,24 @@ def candidates(places: Sequence[Place], node_size: int | None) -> list[int]:
 def partition(claimed: Sequence[int], shares: Sequence[set[int]], node_size: int | None) -> list[int]:
     """The final node of each rank. `shares[r]`: the ranks whose memory r has read and who have read r's.
 
-    A rank joins the first node in which it and every member have proved it both ways; so nodes are cliques, and the same everywhere.
+    A rank joins the first node in which it and every member have proved it both ways; so nodes are cliques, and the
+    same everywhere.
     """
     nodes: list[list[int]] = []
     node_of = []
     for rank, claim in enumerate(claimed):
         for number, members in enumerate(nodes):
-            if claimed[members[0]] == claim and all(rank in shares[member] and member in shares[rank] for member in members):
+            if claimed[members[0]] == claim and all(
+                rank in shares[member] and member in shares[rank] for member in members
+            ):
                 members.append(rank)
                 node_of.append(number)
                 break
         else:
             if node_size is not None and rank % node_size:
                 raise Error(
-                    f"node_size={node_size} puts ranks {rank - rank % node_size} to {rank} on one node, but rank {rank} "
+                    f"node_size={node_size} puts ranks {rank - rank % node_size} to {rank} on one node, but rank "
+                    f"{rank} "
                     "cannot map the memory of all of them. Use a smaller node_size, or none"
                 )
             nodes.append([rank])
@@ -106,7 +117,8 @@ def probe(mesh: Mesh, neighbours: Sequence[int], timeout: float) -> list[set[int
         proved = [
             peer
             for peer in pages
-            if _claims(answers[peer], rank) == token.hex() and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
+            if _claims(answers[peer], rank) == token.hex()
+            and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
         ]
     verdicts = mesh.exchange({"proved": proved}, "node probe verdict", timeout)
     return [set(verdict["proved"]) if verdict else set() for verdict in verdicts]
@@ -114,7 +126,7 @@ def probe(mesh: Mesh, neighbours: Sequence[int], timeout: float) -> list[set[int
 
 def _pages(mesh: Mesh, fd: int, neighbours: Sequence[int], timeout: float) -> dict[int, list[int]]:
     try:
-        return mesh.share_fds([fd], "node probe", [*neighbours, mesh.rank], timeout)
+        return mesh.share_fds([fd], "node probe", neighbours, timeout)
     except PeerError:
         raise
     except Error:  # raised by all of them together: file descriptors do not pass here, so nobody shares memory

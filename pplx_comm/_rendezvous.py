@@ -1,9 +1,12 @@
-"""How the ranks of one job first find each other: a star around rank 0 that gathers to all, and is gone once the mesh stands."""
+"""How the ranks of one job first find each other: a star around rank 0 that gathers to all, and is gone once the mesh
+stands.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -59,18 +62,23 @@ def _where(launch: Launch, environ: Mapping[str, str]) -> tuple[list[Address], b
         return [f"pplx_comm-{name}"], secret or b"one user, one host"
     if launch.address is None:
         raise Error(
-            f"{launch.source} say rank {launch.rank} of {launch.world_size}, but not where rank 0 is, nor that all ranks are on one host. "
+            f"{launch.source} say rank {launch.rank} of {launch.world_size}, but not where rank 0 is, nor that all "
+            "ranks are on one host. "
             f"On every rank: export PPLX_COMM_ADDR=<host of rank 0>:<port>; {_secret.HOW_TO_SET} (one value for all)"
         )
     host, port = launch.address
     try:
         hosts = resolve(host)
     except OSError as problem:
-        raise Error(f"cannot resolve {host!r} ({launch.address_source}): {problem.strerror}. Set PPLX_COMM_ADDR=<host of rank 0>:<port>") from None
+        raise Error(
+            f"cannot resolve {host!r} ({launch.address_source}): {problem.strerror}. Set PPLX_COMM_ADDR=<host of rank "
+            "0>:<port>"
+        ) from None
     if secret is None:
         if not all(is_loopback(found) for found in hosts):
             raise Error(
-                f"{launch.address_source} gives {host}:{port}, which other hosts can reach, and PPLX_COMM_SECRET is not set. "
+                f"{launch.address_source} gives {host}:{port}, which other hosts can reach, and PPLX_COMM_SECRET is "
+                "not set. "
                 f"Make one secret and give the same one to every rank: {_secret.HOW_TO_SET}"
             )
         secret = _secret.user_key(environ)
@@ -81,7 +89,8 @@ class _Host:
     """Rank 0."""
 
     def __init__(self, me: Identity, addresses: list[Address], deadline: float) -> None:
-        self.rank, self.world_size, self.key, self.here = me.rank, me.world_size, me.key, None
+        self.rank, self.world_size, self.key = me.rank, me.world_size, me.key
+        self.here: str | None = None
         self._me = me
         self._deadline = deadline
         self._visitors: dict[int, tuple[socket.socket, FrameReader]] = {}
@@ -106,7 +115,13 @@ class _Host:
             if not remaining(self._deadline):
                 self._fail_missing()
         if self._gone is not None:
-            self._fail(PeerError(f"rank {self._gone} went away during start-up: see its own error", peer=self._gone, phase="rendezvous"))
+            self._fail(
+                PeerError(
+                    f"rank {self._gone} went away during start-up: see its own error",
+                    peer=self._gone,
+                    phase="rendezvous",
+                )
+            )
         values = [self._values[rank] for rank in range(self.world_size)]
         self._values = {}
         self._tell(json_frame(Kind.GATHERED, values))
@@ -123,7 +138,9 @@ class _Host:
         if rank == self.rank:
             return "rank 0 is here already: two processes were started as rank 0"
         if rank in self._visitors:
-            return f"rank {rank} is here already: two processes were started as this rank, or two jobs share one address"
+            return (
+                f"rank {rank} is here already: two processes were started as this rank, or two jobs share one address"
+            )
         return None
 
     def _came(self, sock: socket.socket, rank: int) -> None:
@@ -196,8 +213,7 @@ class _Visitor:
         while True:
             try:
                 seconds = max(0.05, min(remaining(self._deadline), HANDSHAKE_SECONDS))
-                sock, _ = connect_any(addresses, seconds, lambda sock: greet(sock, me, 0, time.monotonic() + seconds))
-                return sock
+                return connect_any(addresses, seconds, functools.partial(greet, me=me, server=0, seconds=seconds))[0]
             except WrongKey as problem:
                 raise Error(
                     f"rank {self.rank} and rank 0 at {self._where} do not belong together: {problem}. "
@@ -209,10 +225,12 @@ class _Visitor:
                         "Is rank 0 running, in this network namespace, under this user, started by the same launcher? "
                         "If not: export PPLX_COMM_ADDR=<host>:<port> on every rank"
                         if launch.local_job is not None
-                        else f"Is rank 0 running there? The address comes from {launch.address_source}; PPLX_COMM_ADDR overrides it"
+                        else f"Is rank 0 running there? The address comes from {launch.address_source}; "
+                        "PPLX_COMM_ADDR overrides it"
                     )
                     raise StepTimeout(
-                        f"start-up: rank {self.rank} could not reach rank 0 within {timeout:g} s ({problem.strerror or problem}). {hint}",
+                        f"start-up: rank {self.rank} could not reach rank 0 within {timeout:g} s "
+                        f"({problem.strerror or problem}). {hint}",
                         peer=0,
                         phase="rendezvous",
                     ) from None
@@ -232,9 +250,15 @@ class _Visitor:
                 for kind, payload in self._reader.feed(data):
                     return self._answer(kind, payload)
         except TimeoutError:
-            raise StepTimeout(f"start-up: rank 0 at {self._where} has not answered in time: is it stopped?", peer=0, phase="rendezvous") from None
+            raise StepTimeout(
+                f"start-up: rank 0 at {self._where} has not answered in time: is it stopped?",
+                peer=0,
+                phase="rendezvous",
+            ) from None
         except FrameError as problem:
-            raise PeerError(f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous") from None
+            raise PeerError(
+                f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous"
+            ) from None
         except OSError:
             raise gone from None
 
@@ -244,7 +268,11 @@ class _Visitor:
             kind_of_error = StepTimeout if failure.get("timeout") is True else PeerError
             raise kind_of_error(str(failure.get("message")), phase="rendezvous")
         values = decode(payload)
-        if not isinstance(values, list) or len(values) != self.world_size or not all(isinstance(value, dict) for value in values):
+        if (
+            not isinstance(values, list)
+            or len(values) != self.world_size
+            or not all(isinstance(value, dict) for value in values)
+        ):
             raise FrameError("a gathered list of the wrong shape")
         return values
 
@@ -292,9 +320,15 @@ def _listen(addresses: list[Address], deadline: float) -> list[socket.socket]:
             except OSError as problem:
                 problems.append(f"{describe(address)}: {problem.strerror}")
                 if problem.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
-                    raise Error(f"rank 0 cannot listen at {describe(address)}: {problem.strerror}. Set PPLX_COMM_ADDR to another host:port") from None
+                    raise Error(
+                        f"rank 0 cannot listen at {describe(address)}: {problem.strerror}. Set PPLX_COMM_ADDR to "
+                        "another host:port"
+                    ) from None
         if not remaining(deadline):
-            raise Error(f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR to a free one")
+            raise Error(
+                f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR "
+                "to a free one"
+            )
         time.sleep(0.05)
 
 
@@ -317,5 +351,3 @@ def _own_address(sock: socket.socket) -> str | None:
 def _ranks(ranks: list[int]) -> str:
     shown = ", ".join(str(rank) for rank in ranks[:32]) + (", ..." if len(ranks) > 32 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-

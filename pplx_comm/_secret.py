@@ -1,4 +1,6 @@
-"""The key that ranks of one job share before they have spoken: PPLX_COMM_SECRET, or on loopback a private file of this user."""
+"""The key that ranks of one job share before they have spoken: PPLX_COMM_SECRET, or on loopback a private file of this
+user.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ def from_environment(environ: Mapping[str, str]) -> bytes | None:
     if secret is None:
         return None
     if len(secret) < 16:
-        raise Error(f"PPLX_COMM_SECRET has {len(secret)} characters; at least 16 are needed. On one host, then copied to all: {HOW_TO_SET}")
+        raise Error(
+            f"PPLX_COMM_SECRET has {len(secret)} characters; at least 16 are needed. On one host, then copied to all: "
+            f"{HOW_TO_SET}"
+        )
     return secret.encode()
 
 
@@ -32,7 +37,10 @@ def user_key(environ: Mapping[str, str]) -> bytes:
             return _read_or_make(folder / "key")
         except OSError as problem:
             problems.append(f"{folder}: {problem.strerror or problem}")
-    raise Error(f"no private place for this user's key ({'; '.join(problems)}). Set it by hand, the same on every rank: {HOW_TO_SET}")
+    raise Error(
+        f"no private place for this user's key ({'; '.join(problems)}). Set it by hand, the same on every rank: "
+        f"{HOW_TO_SET}"
+    )
 
 
 def _folders(environ: Mapping[str, str]) -> list[Path]:
@@ -52,7 +60,10 @@ def _check_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise Error(f"{folder} must be a directory that belongs to uid {os.geteuid()} and that only it can write: remove it, or {HOW_TO_SET}")
+        raise Error(
+            f"{folder} must be a directory that belongs to uid {os.geteuid()} and that only it can write: remove it, "
+            f"or {HOW_TO_SET}"
+        )
 
 
 def _read_or_make(path: Path) -> bytes:

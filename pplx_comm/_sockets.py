@@ -54,8 +54,8 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 def watch_for_loss(sock: socket.socket) -> None:
     """TCP only. The kernel probes an idle link every second, and gives up 5 s after the last acknowledgement.
 
-    Keepalive and not messages of our own: the peer's kernel answers for a process that is slow or stopped, nothing piles up in
-    that process's receive buffer (a full one would trip TCP_USER_TIMEOUT), and no thread wakes up for it.
+    Keepalive and not messages of our own: the peer's kernel answers for a process that is slow or stopped, nothing
+    piles up in that process's receive buffer (a full one would trip TCP_USER_TIMEOUT), and no thread wakes up for it.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -80,7 +80,9 @@ def wrong_user(sock: socket.socket) -> str | None:
 def resolve(host: str) -> list[str]:
     """Literal addresses of `host`, IPv4 first (gethostbyname-style clusters often have half-configured IPv6)."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)))
+    return list(
+        dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET))
+    )
 
 
 def is_loopback(address: str) -> bool:
@@ -114,31 +116,37 @@ def describe(address: Address) -> str:
     return f"unix:@{address}" if isinstance(address, str) else f"{address[0]}:{address[1]}"
 
 
-def connect_any(addresses: Sequence[Address], seconds: float, greet: Callable[[socket.socket], None]) -> tuple[socket.socket, Address]:
-    """Try all addresses at once; the first whose `greet` succeeds wins. OSError if none does within `seconds`.
+def connect_any(
+    addresses: Sequence[Address], seconds: float, greet: Callable[[socket.socket], None]
+) -> tuple[socket.socket, Address]:
+    """Try all addresses at once; the first whose `greet` succeeds wins. OSError if none does within `seconds`:
+    ECONNREFUSED if every one was refused, else EHOSTUNREACH.
 
     All at once, because a host advertises interfaces that only some peers can reach, and those that drop packets
     would cost a full timeout each, for every peer.
     """
     deadline = time.monotonic() + seconds
     problems: list[str] = []
+    refused = 0
     pending: dict[socket.socket, Address] = {}
     opened: list[socket.socket] = []
     winner: socket.socket | None = None
     try:
         with selectors.DefaultSelector() as selector:
             for address in addresses:
-                sock, problem = _start_connect(address)
-                if sock is None:
-                    problems.append(f"{describe(address)}: {problem}")
+                try:
+                    sock = _start_connect(address)
+                except OSError as failure:
+                    refused += failure.errno == errno.ECONNREFUSED
+                    problems.append(f"{describe(address)}: {failure.strerror}")
                     continue
                 opened.append(sock)
                 pending[sock] = address
                 selector.register(sock, selectors.EVENT_WRITE)
             while pending and remaining(deadline):
                 for key, _ in selector.select(remaining(deadline)):
+                    assert isinstance(key.fileobj, socket.socket)
                     sock = key.fileobj
-                    assert isinstance(sock, socket.socket)
                     address = pending.pop(sock)
                     selector.unregister(sock)
                     try:
@@ -147,6 +155,7 @@ def connect_any(addresses: Sequence[Address], seconds: float, greet: Callable[[s
                             raise OSError(code, os.strerror(code))
                         greet(sock)
                     except OSError as failure:
+                        refused += failure.errno == errno.ECONNREFUSED
                         problems.append(f"{describe(address)}: {failure.strerror or failure}")
                         continue
                     winner = sock
@@ -154,21 +163,19 @@ def connect_any(addresses: Sequence[Address], seconds: float, greet: Callable[[s
             problems += [f"{describe(address)}: no answer" for address in pending.values()]
     finally:
         close_all(sock for sock in opened if sock is not winner)
-    raise OSError(errno.EHOSTUNREACH, "; ".join(problems) or "no address to connect to")
+    code = errno.ECONNREFUSED if refused == len(addresses) else errno.EHOSTUNREACH
+    raise OSError(code, "; ".join(problems) or "no address to connect to")
 
 
-def _start_connect(address: Address) -> tuple[socket.socket | None, str]:
+def _start_connect(address: Address) -> socket.socket:
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-    try:
-        sock = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as problem:
-        return None, problem.strerror or str(problem)
+    sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     code = sock.connect_ex(b"\0" + address.encode() if isinstance(address, str) else address)
     if code in (0, errno.EINPROGRESS):
-        return sock, ""
+        return sock
     sock.close()
-    return None, os.strerror(code)
+    raise OSError(code, os.strerror(code))
 
 
 def close_all(sockets: Iterable[socket.socket]) -> None:

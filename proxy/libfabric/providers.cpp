@@ -29,9 +29,12 @@ bool shm_survives_dead_peers(const Library& library) { return library.version >=
 std::string text(const char* pointer) { return pointer == nullptr ? std::string() : std::string(pointer); }
 
 // Empty when this library may be asked for `provider`.
-std::string too_old(const Library& library, const std::string& provider) {
+std::string refusal(const Library& library, const std::string& provider) {
   if (provider == "tcp" && library.version < version(1, 18))
     return "libfabric " + version_text(library.version) + " has no tcp for this: there it is called tcp;ofi_rxm, and net";
+  // rxm of 2.5.1 looks for a state behind the null context of a write that a dying peer left half done, and crashes the process.
+  if (provider == "tcp;ofi_rxm" && library.version >= version(1, 18))
+    return "libfabric " + version_text(library.version) + " has a tcp of its own: use that, rxm over it crashes when a peer is killed";
   const std::string have = "libfabric " + version_text(library.version) + " (" + library.path + ") is too old for " + provider;
   if (provider == "efa" && library.version < version(1, 18)) return have + ": its RDMA writes need 1.18 or newer (the EFA installer has it)";
   if (provider == "efa-direct" && library.version < version(2, 1)) return have + ": needs 2.1 or newer (the EFA installer has it)";
@@ -92,7 +95,7 @@ Answer ask(const Library& library, const std::string& provider, const char* addr
 }
 
 std::string why_not(const Library& library, const std::string& provider, const Answer& answer) {
-  if (const std::string old = too_old(library, provider); !old.empty()) return old;
+  if (const std::string refused = refusal(library, provider); !refused.empty()) return refused;
   std::string why = answer.error != 0 ? library.strerror(answer.error) : "the library has no such provider";
   if (answer.error == FI_ENODATA && (provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0)) {
     if (access("/sys/class/infiniband", F_OK) != 0) why = "no RDMA device on this machine (/sys/class/infiniband does not exist)";
@@ -154,7 +157,7 @@ std::vector<Nic> device_nics(const Library& library, const std::string& provider
 }
 
 Choice open_choice(const Library& library, const std::string& provider, const Options& options) {
-  if (const std::string old = too_old(library, provider); !old.empty()) throw FabricError(old);
+  if (const std::string refused = refusal(library, provider); !refused.empty()) throw FabricError(refused);
   Choice choice{provider, is_socket_provider(provider) ? socket_nics(library, provider, options) : device_nics(library, provider, options)};
   const std::size_t endpoints = options.endpoints > 0 ? static_cast<std::size_t>(options.endpoints) : std::max<std::size_t>(options.nics.size(), 1);
   if (endpoints > kMaxEndpoints)
@@ -210,7 +213,7 @@ std::vector<ProviderStatus> provider_status(const Library& library) {
     ProviderStatus status;
     status.name = provider;
     const Answer answer = ask(library, provider, nullptr);
-    status.why_not = too_old(library, provider);
+    status.why_not = refusal(library, provider);
     status.available = status.why_not.empty() && !answer.infos.empty();
     if (status.available) {
       for (const Info& info : answer.infos) {

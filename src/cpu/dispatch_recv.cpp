@@ -173,7 +173,7 @@ class DispatchRecv final : public PhaseRun {
       received_->place[std::size_t{at} * c_.top_k + i] = fits ? place : Received::kNowhere;
       received_->weight[std::size_t{at} * c_.top_k + i] = entries[i].weight;
       if (!fits) continue;
-      write_row(place, payload, scales);
+      write_row(place, expert, payload, scales);
       out_.weights[place] = entries[i].weight;
       out_.src_rank[place] = static_cast<std::int32_t>(peer);
       out_.src_token[place] = static_cast<std::int32_t>(head.token);
@@ -185,7 +185,7 @@ class DispatchRecv final : public PhaseRun {
     const bool fits = at < c_.max_rows;
     received_->place[at] = fits ? at : Received::kNowhere;
     if (!fits) return;
-    write_row(at, payload, scales);
+    write_row(at, 0, payload, scales);
     out_.src_rank[at] = static_cast<std::int32_t>(peer);
     out_.src_token[at] = static_cast<std::int32_t>(head.token);
     for (std::uint32_t k = 0, i = 0; k < c_.top_k; ++k) {
@@ -196,10 +196,12 @@ class DispatchRecv final : public PhaseRun {
     }
   }
 
-  void write_row(std::uint64_t place, const char* payload, const char* scales) const {
+  void write_row(std::uint64_t place, std::uint32_t expert, const char* payload, const char* scales) const {
     k_.copy(out_.x + place * payload_bytes(c_), payload, payload_bytes(c_));
     const std::uint32_t each = scale_bytes_each(c_.wire), n = scales_per_row(c_);
-    char* to = out_.scales + place * out_.scale_row_stride;
+    if (n == 0) return;
+    const std::uint64_t group = c_.layout == LayoutKind::Padded ? expert : 0;
+    char* to = out_.scales + group * out_.scale_group_stride + (place - group * c_.max_per_expert) * out_.scale_row_stride;
     if (out_.scale_stride == each)
       std::memcpy(to, scales, std::size_t{n} * each);
     else

@@ -38,6 +38,7 @@ struct DispatchOutput {
   char* x = nullptr;
   char* scales = nullptr;
   std::uint64_t scale_row_stride = 0, scale_stride = 0;   // bytes
+  std::uint64_t scale_group_stride = 0;  // bytes from one expert's scales to the next; Padded
   std::int32_t* counts = nullptr;        // [local experts]
   std::int32_t* offsets = nullptr;       // [local experts + 1]; Ragged
   float* weights = nullptr;              // [rows]; Ragged, Padded

@@ -327,19 +327,23 @@ int child_exchange(Pipe& pipe, const std::string& provider, int endpoints, std::
   return 0;
 }
 
-// Meets the parent and never stops: polls, and writes too when `busy`.
+// Meets the parent and never stops: polls, and writes too when `busy`, one more for each write of the parent's: shm of 2.5.1 does not return from
+// fi_cq_read while a peer keeps its queue filled.
 int child_victim(Pipe& pipe, const std::string& provider, bool busy) {
   Side side(options(provider), kMiB, kMiB);
   introduce(side, 0, pipe);
   Completion completions[16];
   bool said = false;
-  for (std::uint64_t posted = 0;;) {
-    if (busy && side.write(0, posted % 3 == 0 ? 65536 : 1000, 0, 0, static_cast<std::uint32_t>(posted), posted) == Post::Accepted) ++posted;
+  std::uint64_t posted = 0, arrived = 0;
+  for (;;) {
+    if (busy && posted < 64 + arrived && side.write(0, posted % 3 == 0 ? 65536 : 1000, 0, 0, static_cast<std::uint32_t>(posted), posted) == Post::Accepted) ++posted;
     if (!said && (!busy || posted >= 50)) {
       pipe.send({1});
       said = true;
     }
-    if (side.fabric().poll(completions, 16) == 0) sched_yield();
+    const int count = side.fabric().poll(completions, 16);
+    for (int i = 0; i < count; ++i) arrived += completions[i].kind == Completion::Kind::Arrived ? 1 : 0;
+    if (count == 0) sched_yield();
   }
 }
 
@@ -536,8 +540,8 @@ void test_killed_peer(const std::string& provider, bool busy) {
   const std::set<std::string> before = shm_files();
   Child child = spawn({busy ? "busy-victim" : "victim", provider});
   double closing = 0;
-  std::string error;
-  int failed = 0;
+  std::string error, stray;
+  int failed = 0, strays = 0;   // of writes of ours; of the connection, or of the peer's writes
   {
     Side side(options(provider), kMiB, kMiB);
     introduce(side, 0, child.pipe);
@@ -550,8 +554,8 @@ void test_killed_peer(const std::string& provider, bool busy) {
         if (completions[i].kind == Completion::Kind::Arrived) continue;
         ended += completions[i].has_context ? 1 : 0;
         if (completions[i].kind != Completion::Kind::Failed) continue;
-        ++failed;
-        if (completions[i].has_context) error = side.fabric().describe_error(completions[i]);
+        ++(completions[i].has_context ? failed : strays);
+        (completions[i].has_context ? error : stray) = side.fabric().describe_error(completions[i]);
       }
     };
     until("traffic with the peer that will die", [&] {
@@ -561,13 +565,14 @@ void test_killed_peer(const std::string& provider, bool busy) {
     CHECK_EQ(kill(child.pid, SIGKILL), 0);
     CHECK_EQ(child.wait(), SIGKILL);
     const Clock::time_point death = Clock::now();
-    // Sockets notice. Shared memory does not, and completes nothing more.
-    const bool notices = provider != "shm";
-    until("the death to be seen or the fabric to be full", [&] {
+    // Shared memory completes nothing more; tcp and net fail what is under way, and when nothing was they connect again for ever.
+    const bool notices = provider == "tcp;ofi_rxm" || provider == "sockets";
+    until("the death to be seen", [&] {
       step();
-      return notices ? failed > 0 : seconds_since(death) > 0.2;
+      return failed + strays > 0 || (!notices && seconds_since(death) > 0.2);
     });
-    std::printf("    %s: first failure after %.1f ms; ", provider.c_str(), seconds_since(death) * 1e3);
+    if (failed + strays > 0) std::printf("    %s: first failure after %.1f ms; ", provider.c_str(), seconds_since(death) * 1e3);
+    else std::printf("    %s: no failure seen; ", provider.c_str());
     side.fabric().remove_peer(0);
     until("every write to come back", [&] {
       const int count = side.fabric().poll(completions, 16);
@@ -584,13 +589,14 @@ void test_killed_peer(const std::string& provider, bool busy) {
       const int count = side.fabric().poll(completions, 16);
       for (int entry = 0; entry < count; ++entry) CHECK(completions[entry].kind == Completion::Kind::Arrived || !completions[entry].has_context);
     }
-    CHECK(failed > 0);
-    CHECK(error.find("peer 0") != std::string::npos);
+    CHECK(failed + strays > 0 || !notices);
+    CHECK(failed > 0 || provider != "shm");
+    CHECK(failed == 0 || error.find("peer 0") != std::string::npos);
     const Clock::time_point start = Clock::now();
     side.close();
     closing = seconds_since(start);
   }
-  std::printf("%d writes failed, closed in %.2f ms: %s\n", failed, closing * 1e3, error.c_str());
+  std::printf("%d writes failed, closed in %.2f ms: %s%s%s\n", failed, closing * 1e3, error.c_str(), strays > 0 ? "; without a write: " : "", stray.c_str());
   CHECK(closing < 1.0);
   CHECK(shm_files() == before);
 }
@@ -599,21 +605,27 @@ void test_killed_peer(const std::string& provider, bool busy) {
 void test_killed_at_any_moment(const std::string& provider, std::uint64_t seed) {
   check::Random random(seed);
   const std::set<std::string> before = shm_files();
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < (provider == "shm" ? 30 : 5); ++round) {
     Child child = spawn({"busy-victim", provider});
     Side side(options(provider), kMiB, kMiB);
     introduce(side, 0, child.pipe);
     Completion completions[16];
+    std::size_t owed = 0;
+    const auto step = [&] {
+      const int count = side.fabric().poll(completions, 16);
+      for (int i = 0; i < count; ++i) owed += completions[i].kind == Completion::Kind::Arrived ? 1 : 0;
+      while (owed > 0 && side.write(0, 100, 0, 0, 6, 6) == Post::Accepted) --owed;
+    };
     until("traffic from the peer that will die", [&] {
-      side.fabric().poll(completions, 16);
+      step();
       return child.pipe.ready();
     });
     const Clock::time_point start = Clock::now();
     const double delay = random.real(0.0f, 0.004f);
-    while (seconds_since(start) < delay) side.fabric().poll(completions, 16);
+    while (seconds_since(start) < delay) step();
     CHECK_EQ(kill(child.pid, SIGKILL), 0);
     CHECK_EQ(child.wait(), SIGKILL);
-    for (int i = 0; i < 200; ++i) side.fabric().poll(completions, 16);
+    for (int i = 0; i < 200; ++i) step();
     side.fabric().remove_peer(0);
     for (int i = 0; i < 200; ++i) side.fabric().poll(completions, 16);
   }
@@ -768,7 +780,6 @@ int run_all(bool times) {
   for (const std::string& provider : providers) {
     const Clock::time_point start = Clock::now();
     std::printf("  %s\n", provider.c_str());
-    std::fflush(stdout);
     test_two_in_one_process(provider, 1, 1, seed);
     test_two_in_one_process(provider, 2, 2, seed + 10);
     test_two_in_one_process(provider, 3, 2, seed + 20);

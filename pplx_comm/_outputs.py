@@ -1,0 +1,88 @@
+"""The tensors that dispatch_recv fills, from a pool: fresh memory would cost more in page faults than the copy itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import _core
+from .handles import Dispatched
+from .layouts import Compact, Padded, Ragged
+
+_ALIGN = 64
+
+
+def _round_up(value: int, to: int) -> int:
+    return (value + to - 1) // to * to
+
+
+class Outputs:
+    """Allocates the outputs of one AllToAll's dispatches."""
+
+    def __init__(self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool) -> None:
+        self._layout = layout
+        self._hidden = config.hidden
+        self._top_k = config.top_k
+        self._experts = config.local_experts
+        self._dtype = torch.float8_e4m3fn if quantised else dtype
+        self._scales = config.scales_per_row
+        self._tma = config.scale_tma
+        padded = isinstance(layout, Padded)
+        self._group = config.max_per_expert if padded else 0
+        self._rows = self._experts * self._group if padded else config.max_rows
+        self._shape = (self._experts, self._group) if padded else (self._rows,)
+        self._pool = _core.OutputPool()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised; its memory returns to the pool with its last reference."""
+        elements = 1
+        for n in shape:
+            elements *= n
+        if elements == 0:
+            return torch.empty(shape, dtype=dtype)
+        buffer = self._pool.take(elements * dtype.itemsize)
+        return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)
+
+    def _scale(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
+        """The scales and their strides in bytes: from row to row, from scale to scale, from expert to expert."""
+        n = self._scales
+        if not self._tma:
+            return self.tensor((*self._shape, n), torch.float32), (4 * n, 4, 4 * n * self._group)
+        # Columns start at multiples of 16 bytes, which is what tensor memory access wants.
+        rows = _round_up(self._group or self._rows, 4)
+        if self._group:
+            whole = self.tensor((self._experts, n, rows), torch.float32)
+            return whole.transpose(1, 2)[:, : self._group], (4, 4 * rows, 4 * rows * n)
+        return self.tensor((n, rows), torch.float32).t()[: self._rows], (4, 4 * rows, 0)
+
+    def allocate(self, d: Dispatched) -> dict[str, Any]:
+        """Gives d its tensors; returns the addresses, as the core wants them."""
+        d.x = self.tensor((*self._shape, self._hidden), self._dtype)
+        arguments: dict[str, Any] = {"x": d.x.data_ptr()}
+        if self._scales:
+            d.scale, strides = self._scale()
+            arguments.update(scales=d.scale.data_ptr())
+            arguments.update(zip(("scale_row_stride", "scale_stride", "scale_group_stride"), strides, strict=True))
+        names = ["src_rank", "src_token", *([] if isinstance(self._layout, Compact) else ["weights"])]
+        small = [(name, self._shape) for name in names]
+        small.append(("counts", (self._experts,)))
+        if isinstance(self._layout, Ragged):
+            small.append(("offsets", (self._experts + 1,)))
+        if isinstance(self._layout, Compact):
+            small += [("topk_ids", (self._rows, self._top_k)), ("topk_weights", (self._rows, self._top_k)), ("num_rows", (1,))]
+        sizes = [torch.Size(shape).numel() for _, shape in small]
+        # One buffer for all that is small.
+        whole = self.tensor((sum(_round_up(4 * size, _ALIGN) for size in sizes) // 4,), torch.int32)
+        at = 0
+        for (name, shape), size in zip(small, sizes, strict=True):
+            tensor = whole[at : at + size].view(shape)
+            if name in ("weights", "topk_weights"):
+                tensor = tensor.view(torch.float32)
+            setattr(d, name, tensor)
+            arguments[name] = tensor.data_ptr()
+            at += _round_up(4 * size, _ALIGN) // 4
+        return arguments

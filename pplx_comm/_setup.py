@@ -1,0 +1,245 @@
+"""The collective part of an AllToAll's construction: every rank agrees on everything, or every rank raises."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import _core, _memory
+from ._carriers import Carriers, ProxyCarrier, host_key, positive_setting
+from ._version import __version__
+from .errors import Error, PeerError
+
+if TYPE_CHECKING:
+    from .communicator import Communicator
+
+T = TypeVar("T")
+
+
+@dataclass
+class Wiring:
+    """What carries to whom, once it stands."""
+
+    exchange: _core.Exchange
+    mapped: list[int]
+    remote: list[int]
+    hosts: dict[int, str]                # by rank, see host_key
+    carrier: ProxyCarrier | None = None
+    region: _core.LocalRegion | None = None
+
+    def detach(self, timeout: float) -> None:
+        """Takes the AllToAll off its proxy, waiting that long for writes under way."""
+        if self.carrier is not None and self.region is not None:
+            self.carrier.detach(self.exchange, self.region, timeout)
+        self.carrier = self.region = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the constructor asked for."""
+
+    config: _core.Config                 # rank, world and object are filled in here
+    compared: dict[str, Any]             # must be equal on all ranks
+    transport: str
+    provider: str | None
+    node_size: int | None
+    timeout: float                       # of a step
+    error: str | None = None             # what this rank found wrong with its arguments
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other ranks' constructors: they may come as late as a first step."""
+        return max(3 * self.timeout, 30.0)
+
+
+def _name_ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _agree(comm: Communicator, tag: str, payload: dict[str, Any], timeout: float) -> list[dict[str, Any] | None]:
+    """Exchanges payloads; if any rank reports an error, all raise it."""
+    answers = comm._exchange(payload, tag, timeout)
+    for rank, answer in enumerate(answers):
+        if answer is not None and answer.get("error"):
+            text = answer["error"]
+            if rank == comm.rank:
+                raise Error(text)
+            raise PeerError(f"rank {rank} could not make its AllToAll: {text}", peer=rank, phase="AllToAll()")
+    return answers
+
+
+def _attempt(error_of: list[str], what: Callable[[], T]) -> T | None:
+    """Runs what may fail on one rank only; the error is told to all at the next agreement."""
+    try:
+        return what()
+    except Exception as error:   # whatever it is, the other ranks must hear of it rather than wait
+        error_of.append(f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}")
+        return None
+
+
+def _compare(answers: list[dict[str, Any] | None]) -> None:
+    alive = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
+    fields = dict.fromkeys(key for _, answer in alive for key in answer["compared"])
+    differing = []
+    for name in fields:
+        by_value: dict[str, list[int]] = {}
+        for rank, answer in alive:
+            by_value.setdefault(repr(answer["compared"].get(name)), []).append(rank)
+        if len(by_value) > 1:
+            differing.append(f"{name} is " + ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in by_value.items()))
+    if differing:
+        raise Error("AllToAll() must be called alike on all ranks, but " + "; ".join(differing))
+
+
+def _node(request: Request, comm: Communicator, rank: int) -> int:
+    """Which node a rank belongs to for this AllToAll."""
+    if request.node_size is not None:
+        return rank // request.node_size
+    return rank if request.transport == "proxy" else comm._node_of[rank]
+
+
+def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list[int], list[int]]:
+    """Mapped and remote peers, oneself left out."""
+    mapped, remote = [], []
+    for peer in alive:
+        if peer == comm.rank:
+            continue
+        together = _node(request, comm, peer) == _node(request, comm, comm.rank)
+        if together and not comm._same_node(peer):
+            raise Error(
+                f"node_size={request.node_size} puts ranks {comm.rank} and {peer} on one node, but they cannot map each "
+                "other's memory: they run on different hosts, or in different network or IPC namespaces"
+            )
+        (mapped if together else remote).append(peer)
+    if request.transport == "mapped" and remote:
+        raise Error(
+            f"transport='mapped' reaches only ranks of one node, and {_name_ranks(remote)} cannot share memory with rank "
+            f"{comm.rank}: use transport='auto'"
+        )
+    return mapped, remote
+
+
+def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tuple[Wiring, int]:
+    """Builds everything that needs the other ranks. Returns it with the AllToAll's number."""
+    config, timeout = request.config, request.patience
+    errors: list[str] = [request.error] if request.error else []
+    sides = _attempt(errors, lambda: _peers(request, comm, [r for r in range(comm.world_size) if comm._peek_alive[r]]))
+    answers = _agree(
+        comm,
+        "AllToAll: arguments",
+        {
+            "error": errors[0] if errors else None,
+            "compared": {"version": __version__, **request.compared},
+            "used": sorted(used_objects),
+            "host": host_key(),
+            "remote": len(sides[1]) if sides else 0,
+        },
+        timeout,
+    )
+    _compare(answers)
+    assert sides is not None
+    mapped, remote = sides
+    alive = [rank for rank, answer in enumerate(answers) if answer is not None]
+    taken = {number for answer in answers if answer is not None for number in answer["used"]}
+    free = [number for number in range(8) if number not in taken]
+    if not free:
+        raise Error("8 AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all layers of a shape")
+    config.object = free[0]
+    config.remote_peers = len(remote)
+    hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
+    ranks_here = list(hosts.values()).count(host_key())
+
+    # Memory that peers of this node map.
+    errors.clear()
+    fd = _attempt(errors, lambda: _memory.allocate(config.heap_bytes, f"the blocks of an AllToAll on rank {comm.rank}"))
+    try:
+        _agree(comm, "AllToAll: memory", {"error": errors[0] if errors else None}, timeout)
+        assert fd is not None
+        exchange = _attempt(errors, lambda: _map(comm, request, fd, mapped, ranks_here))
+    finally:
+        if fd is not None:
+            os.close(fd)
+    _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
+    assert exchange is not None
+
+    wiring = Wiring(exchange, mapped, remote, hosts)
+    if any(answer is not None and answer["remote"] for answer in answers):
+        _connect(comm, request, wiring, alive)
+    # Nobody writes before everybody can receive.
+    _agree(comm, "AllToAll: ready", {}, timeout)
+    return wiring, config.object
+
+
+def rewire(comm: Communicator, request: Request, wiring: Wiring, survivors: list[int]) -> None:
+    """After a failure: the mappings stay, the proxy is made anew, for a dead peer may have left the old one in any state."""
+    wiring.mapped = [rank for rank in wiring.mapped if rank in survivors]
+    wiring.remote = [rank for rank in wiring.remote if rank in survivors]
+    answers = _agree(comm, "reset: survivors", {"remote": len(wiring.remote)}, request.patience)
+    if any(answer is not None and answer["remote"] for answer in answers):
+        _connect(comm, request, wiring, survivors)
+    _agree(comm, "reset: ready", {}, request.patience)
+
+
+def threads_of_a_rank(ranks_here: int) -> int:
+    """PPLX_COMM_THREADS, or this rank's share of the cores."""
+    share = max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
+    return positive_setting("PPLX_COMM_THREADS", min(share, 8))
+
+
+def _map(comm: Communicator, request: Request, fd: int, mapped: list[int], ranks_here: int) -> _core.Exchange:
+    config = request.config
+    received = comm._share_fds([fd], "AllToAll: memory")
+    try:
+        own = _core.Mapping(fd, config.heap_bytes)
+        peers = {rank: _core.Mapping(received[rank][0], os.fstat(received[rank][0]).st_size) for rank in mapped}
+    finally:
+        for fds in received.values():
+            for other in fds:
+                if other != fd:
+                    os.close(other)
+    return _core.Exchange(config, own, peers, threads_of_a_rank(ranks_here), request.timeout)
+
+
+def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[int]) -> None:
+    """The proxy: one per provider for all AllToAlls of the Communicator."""
+    timeout = request.patience
+    hosts = [wiring.hosts[rank] for rank in alive]
+    carriers = Carriers.of(comm)
+    provider = request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
+    key = (provider, comm._generation)
+    errors: list[str] = []
+    carrier = carriers.proxies.get(key)
+    fresh = carrier is None
+    if carrier is None:
+        carrier = _attempt(errors, lambda: ProxyCarrier(comm, provider, len(set(hosts)) == 1, hosts.count(host_key())))
+    answers = _agree(
+        comm,
+        "AllToAll: fabric",
+        {
+            "error": errors[0] if errors else None,
+            "address": carrier.address.hex() if carrier else None,
+            "fabric": carrier.name if carrier else None,
+        },
+        timeout,
+    )
+    assert carrier is not None
+    if fresh:
+        addresses = {r: bytes.fromhex(answers[r]["address"]) for r in alive if r != comm.rank}   # type: ignore[index]
+        _attempt(errors, lambda: carrier.connect(addresses))
+        if not errors:
+            carriers.proxies[key] = carrier
+    region = None if errors else _attempt(errors, lambda: carrier.proxy.register_memory(wiring.exchange))
+    answers = _agree(
+        comm,
+        "AllToAll: regions",
+        {"error": errors[0] if errors else None, "region": region.description.hex() if region else None},
+        timeout,
+    )
+    assert region is not None
+    descriptions = {r: bytes.fromhex(answers[r]["region"]) for r in wiring.remote}   # type: ignore[index]
+    _attempt(errors, lambda: carrier.attach(wiring.exchange, region, descriptions))
+    if not errors:
+        wiring.carrier, wiring.region = carrier, region
+    _agree(comm, "AllToAll: proxy", {"error": errors[0] if errors else None}, timeout)

@@ -1,0 +1,54 @@
+"""How the rows that a rank receives lie in its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import Error
+
+
+def _at_least_one(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise Error(f"{name} must be a positive integer, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows by expert, one after the other: ``d.x`` is [rows, hidden], and ``d.offsets`` says where each expert's rows start.
+
+    align: every expert's segment starts at a multiple of it (128 is what grouped GEMMs want).
+    zero_pad: the rows between segments are zero; otherwise they are undefined.
+    max_rows: rows of ``d.x``. None takes the worst case, all tokens to this rank, as long as that is at most 1 GiB.
+    """
+
+    align: int = 128
+    zero_pad: bool = False
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one("Ragged(align=)", self.align)
+        _at_least_one("Ragged(max_rows=)", self.max_rows)
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden], and ``d.counts`` says how many rows are valid.
+
+    max_tokens_per_expert: None takes world_size * max_tokens_per_rank, which no expert can exceed unless a token names it twice.
+    """
+
+    max_tokens_per_expert: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least_one("Padded(max_tokens_per_expert=)", self.max_tokens_per_expert)
+
+
+@dataclass(frozen=True)
+class Compact:
+    """Each token once, however many local experts want it: ``d.x`` is [rows, hidden], with ``d.topk_ids`` and ``d.topk_weights``.
+
+    What ``combine`` takes is one row per received row: the caller adds its experts' outputs, weighted.
+    """
+
+
+Layout = Ragged | Padded | Compact

@@ -1,0 +1,149 @@
+#include "proxy_thread.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <time.h>
+
+#include <chrono>
+#include <thread>
+
+namespace pplx {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// A poll of a provider takes about as long as a short spin, so few tries are enough before others get the core.
+constexpr unsigned kSpins = 16;
+constexpr auto kAwake = std::chrono::seconds(1);
+constexpr long kNapNanoseconds = 50'000;
+
+void nap() {
+  const timespec t{0, kNapNanoseconds};
+  nanosleep(&t, nullptr);
+}
+
+}  // namespace
+
+ProxyThread::ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes, int cpu)
+    : shared_(std::make_shared<Shared>(std::move(fabric), shard_bytes)) {
+  // Signals belong to the program's own threads.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  std::thread thread([shared = shared_] { serve(shared); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  pthread_setname_np(thread.native_handle(), "pplx-proxy");
+  if (cpu >= 0) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(cpu, &set);
+    if (pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0) shared_->stats.cpu = cpu;
+  }
+  thread.detach();   // close() waits for `stopped`, and no longer than it is allowed to
+}
+
+ProxyThread::~ProxyThread() { close(); }
+
+bool ProxyThread::call(std::function<void(Proxy&, Fabric&)> f, double timeout_seconds) {
+  const auto command = std::make_shared<Command>();
+  command->f = std::move(f);
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (shared_->stopped) throw FabricError("the proxy thread has stopped");
+  shared_->commands.push_back(command);
+  shared_->commanded.store(true, std::memory_order_release);
+  const bool in_time = shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds),
+                                                 [&] { return command->done || shared_->stopped; });
+  if (command->error) std::rethrow_exception(command->error);
+  return in_time && command->done;
+}
+
+bool ProxyThread::close(double timeout_seconds) {
+  std::unique_lock<std::mutex> lock(shared_->mutex);
+  if (closed_) return shared_->stopped;
+  closed_ = true;
+  shared_->stop.store(true, std::memory_order_release);
+  return shared_->changed.wait_for(lock, std::chrono::duration<double>(timeout_seconds), [&] { return shared_->stopped; });
+}
+
+void ProxyThread::keep(std::shared_ptr<void> owner) {
+  std::lock_guard<std::mutex> lock(shared_->mutex);
+  shared_->kept.push_back(std::move(owner));
+}
+
+ProxyThreadStats ProxyThread::stats() const {
+  std::lock_guard<std::mutex> lock(shared_->mutex);
+  return shared_->stats;
+}
+
+void ProxyThread::run_commands(Shared& shared) {
+  std::vector<std::shared_ptr<Command>> commands;
+  {
+    std::lock_guard<std::mutex> lock(shared.mutex);
+    commands.swap(shared.commands);
+    shared.commanded.store(false, std::memory_order_release);
+  }
+  for (const std::shared_ptr<Command>& command : commands) {
+    try {
+      command->f(shared.proxy, *shared.fabric);
+    } catch (...) {
+      command->error = std::current_exception();
+    }
+    std::lock_guard<std::mutex> lock(shared.mutex);
+    command->done = true;
+    shared.stats.proxy = shared.proxy.stats();
+    shared.changed.notify_all();
+  }
+}
+
+void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
+  Shared& shared = *s;
+  Clock::time_point last_moved = Clock::now();
+  unsigned empty = 0;
+  bool broken = false;
+  std::uint64_t loops = 0, naps = 0;
+  while (!shared.stop.load(std::memory_order_acquire)) {
+    ++loops;
+    if (shared.commanded.load(std::memory_order_acquire)) run_commands(shared);
+    bool moved = false;
+    try {
+      moved = !broken && shared.proxy.step();
+    } catch (const std::exception& error) {
+      broken = true;   // the fabric is beyond use: say so once, then only take commands
+      shared.proxy.fail_all(error.what());
+    }
+    if (moved) {
+      empty = 0;
+      continue;
+    }
+    if (++empty < kSpins) continue;
+    sched_yield();
+    // The clock is read only now and then, for the nap is not urgent.
+    if (empty % 64 != 0) continue;
+    if (shared.proxy.waiting() && !broken) {
+      last_moved = Clock::now();
+      continue;
+    }
+    if (empty == 64) last_moved = Clock::now();
+    if (Clock::now() - last_moved < kAwake) continue;
+    while (!shared.stop.load(std::memory_order_acquire) && !shared.commanded.load(std::memory_order_acquire)) {
+      nap();
+      ++naps;
+      try {
+        if (!broken && shared.proxy.step()) break;
+      } catch (const std::exception&) {
+        break;   // the next turn meets it again and reports it
+      }
+    }
+    empty = 0;
+  }
+  run_commands(shared);
+  std::lock_guard<std::mutex> lock(shared.mutex);
+  shared.stats.loops = loops;
+  shared.stats.naps = naps;
+  shared.stats.proxy = shared.proxy.stats();
+  shared.stopped = true;
+  shared.changed.notify_all();
+}
+
+}  // namespace pplx

@@ -1,0 +1,70 @@
+// The thread that runs a Proxy: one per Communicator. It owns the fabric; everything else reaches it through call().
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "proxy.h"
+
+namespace pplx {
+
+struct ProxyThreadStats {
+  ProxyStats proxy;
+  std::uint64_t loops = 0, naps = 0;
+  int cpu = -1;                    // pinned to; -1: not pinned
+};
+
+class ProxyThread {
+ public:
+  // `cpu` -1 leaves the thread where the scheduler puts it. Pinning pays only where cores outnumber ranks' threads.
+  ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes, int cpu);
+  ~ProxyThread();                  // close()
+  ProxyThread(const ProxyThread&) = delete;
+  ProxyThread& operator=(const ProxyThread&) = delete;
+
+  // Runs `f` on the thread, between two steps, and returns when it has; what it throws is thrown here.
+  // False if the thread did not get to it in time: then it is stuck inside the provider, and `f` may still run later.
+  bool call(std::function<void(Proxy&, Fabric&)> f, double timeout_seconds = 30.0);
+
+  // Stops promptly. A thread that is stuck inside a provider (a peer that died with a lock held) is left behind, with
+  // everything that it might touch.
+  bool close(double timeout_seconds = 1.0);
+
+  // Keeps something until the fabric is gone.
+  void keep(std::shared_ptr<void> owner);
+
+  ProxyThreadStats stats() const;
+
+ private:
+  struct Command {
+    std::function<void(Proxy&, Fabric&)> f;
+    std::exception_ptr error;
+    bool done = false;
+  };
+  // What the thread touches: it shares the ownership, so that it can outlive this object.
+  struct Shared {
+    Shared(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes) : fabric(std::move(fabric)), proxy(*this->fabric, shard_bytes) {}
+    std::vector<std::shared_ptr<void>> kept;   // outlives the fabric
+    std::shared_ptr<Fabric> fabric;
+    Proxy proxy;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<std::shared_ptr<Command>> commands;
+    std::atomic<bool> commanded{false}, stop{false};
+    bool stopped = false;
+    ProxyThreadStats stats;        // published now and then, under the mutex
+  };
+
+  static void serve(const std::shared_ptr<Shared>& shared);
+  static void run_commands(Shared& shared);
+
+  std::shared_ptr<Shared> shared_;
+  bool closed_ = false;
+};
+
+}  // namespace pplx

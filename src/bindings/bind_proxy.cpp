@@ -1,0 +1,124 @@
+// Python's view of the proxy thread.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "proxy/proxy_thread.h"
+#include "shared_exchange.h"
+
+namespace py = pybind11;
+
+namespace pplx {
+namespace {
+
+constexpr double kCallTimeout = 30.0;
+
+// Throws if the thread does not answer: it hangs inside the provider. `f` may still run later, so it captures no references.
+void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabric&)> f) {
+  if (!thread.call(std::move(f), kCallTimeout))
+    throw FabricError(std::string("the proxy thread did not answer within 30 s to: ") + what + ". It hangs inside the provider.");
+}
+
+Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
+
+LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared) {
+  const auto region = std::make_shared<LocalRegion>();
+  call(thread, "register memory", [region, shared](Proxy&, Fabric& fabric) {
+    *region = fabric.register_memory(shared->own, shared->mappings.front()->bytes());
+  });
+  return *region;
+}
+
+void attach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, const LocalRegion& region,
+            const std::map<std::uint32_t, std::string>& descriptions) {
+  const auto object = std::make_shared<ProxyObject>();
+  object->config = shared->exchange.config();
+  object->generation = shared->exchange.generation();
+  object->memory = shared->own;
+  object->region = region;
+  object->peers.resize(object->config.world);
+  object->owner = shared;
+  const std::weak_ptr<SharedExchange> weak = shared;
+  const std::uint32_t rank = object->config.rank;
+  call(thread, "attach an AllToAll", [object, descriptions, weak, rank](Proxy& proxy, Fabric& fabric) {
+    for (const auto& [peer, text] : descriptions)
+      object->peers.at(peer) =
+          std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), Blob(text.begin(), text.end())));
+    object->on_failure = [weak, rank](const ProxyFailure& f) {
+      const std::shared_ptr<SharedExchange> e = weak.lock();
+      if (!e) return;
+      std::string message = "rank " + std::to_string(rank) + " lost the network";
+      if (f.peer != kNoRank)
+        message += " to rank " + std::to_string(f.peer) + " (" + op_name(f.op) + " of step " + std::to_string(f.step) + ")";
+      e->exchange.fail({AbortReason::Fabric, phase_of(f.op), rank, f.peer, f.step}, message + ": " + f.message);
+    };
+    proxy.attach(std::move(*object));
+  });
+}
+
+// Waits for the writes that still read this object's memory, but no longer than `timeout`.
+void detach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, const LocalRegion& region, double timeout) {
+  const std::uint32_t number = shared->exchange.config().object;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
+  const auto quiet = std::make_shared<std::atomic<bool>>(false);
+  do {
+    if (!thread.call([=](Proxy& proxy, Fabric&) { *quiet = proxy.outstanding(number) == 0; }, timeout)) break;
+    if (*quiet) break;
+    sched_yield();
+  } while (std::chrono::steady_clock::now() < end);
+  const bool safe = *quiet;
+  if (!safe) thread.keep(shared);   // the provider may still read it
+  thread.call(
+      [=](Proxy& proxy, Fabric& fabric) {
+        proxy.detach(number);
+        if (safe) fabric.unregister_memory(region);
+      },
+      timeout);
+}
+
+py::dict stats(const ProxyThread& thread) {
+  const ProxyThreadStats s = thread.stats();
+  py::dict d;
+  d["writes"] = s.proxy.writes;
+  d["bytes"] = s.proxy.bytes;
+  d["again"] = s.proxy.again;
+  d["dropped"] = s.proxy.dropped;
+  d["duplicates"] = s.proxy.duplicates;
+  d["cpu"] = s.cpu;
+  return d;
+}
+
+}  // namespace
+
+void bind_proxy(py::module_& m) {
+  using Unlocked = py::call_guard<py::gil_scoped_release>;
+  py::class_<ProxyThread, std::shared_ptr<ProxyThread>>(m, "Proxy", "The thread that drives the fabric, one per Communicator and provider.")
+      .def(py::init<std::shared_ptr<Fabric>, std::uint64_t, int>(), py::arg("fabric"), py::arg("shard_bytes"), py::arg("cpu"), Unlocked())
+      .def(
+          "insert_peer",
+          [](ProxyThread& thread, int peer, const std::string& address) {
+            call(thread, "insert a peer", [peer, address](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, Blob(address.begin(), address.end())); });
+          },
+          py::arg("peer"), py::arg("address"), Unlocked())
+      .def("register_memory", &register_memory, py::arg("exchange"), Unlocked())
+      .def("attach", &attach, py::arg("exchange"), py::arg("region"), py::arg("descriptions"), Unlocked())
+      .def("detach", &detach, py::arg("exchange"), py::arg("region"), py::arg("timeout"), Unlocked())
+      .def(
+          "stats",
+          [](ProxyThread& thread) {
+            {
+              const py::gil_scoped_release unlocked;
+              thread.call([](Proxy&, Fabric&) {}, 1.0);   // publishes what it has counted so far
+            }
+            return stats(thread);
+          })
+      .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(), "False if the thread hangs in the provider and was left behind.");
+}
+
+}  // namespace pplx

@@ -1,0 +1,164 @@
+// The plan and the arithmetic of who owns what, against plain loops that share nothing with them.
+#include <map>
+#include <set>
+#include <vector>
+
+#include "../../src/protocol/heap.h"
+#include "../../src/protocol/plan.h"
+#include "check.h"
+
+using namespace pplx;
+
+namespace {
+
+Config random_config(check::Random& random) {
+  Config c;
+  c.world = static_cast<std::uint32_t>(random.integer(1, random.chance(0.1) ? 70 : 9));
+  c.num_experts = static_cast<std::uint32_t>(random.integer(1, random.chance(0.3) ? 3 : 40));
+  c.top_k = static_cast<std::uint32_t>(random.integer(1, kMaxTopK));
+  c.hidden = static_cast<std::uint32_t>(random.integer(1, 60)) * 8;
+  c.max_tokens = static_cast<std::uint32_t>(random.integer(1, 40));
+  c.in_flight = 1u << random.integer(0, 3);
+  c.dtype = static_cast<Dtype>(random.integer(0, 2));
+  c.wire = static_cast<Wire>(random.integer(0, 3));
+  return c;
+}
+
+// Every expert has one owner, owners own runs in order, and the last ranks may own fewer or none.
+void check_ownership(const Config& c) {
+  std::uint32_t next = 0;
+  for (std::uint32_t r = 0; r < c.world; ++r) {
+    const std::uint32_t n = local_experts(c, r);
+    CHECK(n <= experts_per_rank(c));
+    if (n > 0) CHECK_EQ(first_expert(c, r), next);
+    for (std::uint32_t e = next; e < next + n; ++e) CHECK_EQ(rank_of_expert(c, e), r);
+    next += n;
+  }
+  CHECK_EQ(next, c.num_experts);
+  CHECK_EQ(experts_per_rank(c), (c.num_experts + c.world - 1) / c.world);
+}
+
+template <typename Id>
+void check_plan(const Config& c, check::Random& random) {
+  const auto tokens = static_cast<std::uint32_t>(random.chance(0.1) ? 0 : random.integer(0, c.max_tokens));
+  std::vector<Id> ids;
+  const double dropped = random.chance(0.2) ? 0.9 : 0.1;
+  const bool one_hot = random.chance(0.15);
+  for (std::uint32_t i = 0; i < tokens * c.top_k; ++i) {
+    const std::int64_t id = one_hot ? c.num_experts - 1 : random.integer(0, c.num_experts - 1);
+    ids.push_back(static_cast<Id>(random.chance(dropped) ? (random.chance(0.5) ? -1 : -random.integer(1, 1 << 30)) : id));
+  }
+  std::vector<bool> alive(c.world, true);
+  const bool deaths = random.chance(0.3);
+  if (deaths)
+    for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = !random.chance(0.3);
+  const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr);
+
+  CHECK_EQ(plan.tokens, tokens);
+  CHECK_EQ(plan.top_k, c.top_k);
+  // Choices: dropped ones are marked, the others are numbered per expert in (token, k) order.
+  std::map<std::uint32_t, std::uint32_t> seen;
+  std::vector<std::set<std::uint32_t>> wants(tokens);   // ranks of each token
+  for (std::uint32_t t = 0; t < tokens; ++t)
+    for (std::uint32_t k = 0; k < c.top_k; ++k) {
+      const std::size_t at = std::size_t{t} * c.top_k + k;
+      const std::int64_t id = ids[at];
+      std::uint32_t owner = 0;
+      if (id >= 0)
+        while (id >= static_cast<std::int64_t>(first_expert(c, owner)) + local_experts(c, owner)) ++owner;
+      if (id < 0 || !alive[owner]) {
+        CHECK_EQ(plan.ids[at], Plan::kDropped);
+        continue;
+      }
+      CHECK_EQ(plan.ids[at], static_cast<std::int32_t>(id));
+      CHECK_EQ(plan.index[at], seen[static_cast<std::uint32_t>(id)]);
+      ++seen[static_cast<std::uint32_t>(id)];
+      wants[t].insert(owner);
+    }
+  CHECK_EQ(plan.counts.size(), std::size_t{c.num_experts});
+  for (std::uint32_t e = 0; e < c.num_experts; ++e) CHECK_EQ(plan.counts[e], seen[e]);
+
+  // Rows: one for each (token, rank that wants it), tokens ascending; and where each token's partial sums come back.
+  std::uint32_t total = 0;
+  for (std::uint32_t r = 0; r < c.world; ++r) {
+    CHECK_EQ(plan.rows_begin[r], total);
+    std::uint32_t row = 0;
+    for (std::uint32_t t = 0; t < tokens; ++t) {
+      if (wants[t].count(r) == 0) continue;
+      CHECK_EQ(plan.row_token[total + row], t);
+      bool found = false;
+      for (std::uint32_t i = plan.token_begin[t]; i < plan.token_begin[t + 1]; ++i)
+        if (plan.token_rows[i].rank == r) {
+          CHECK(!found);
+          found = true;
+          CHECK_EQ(plan.token_rows[i].row, row);
+        }
+      CHECK(found);
+      ++row;
+    }
+    CHECK_EQ(plan.rows(r), row);
+    total += row;
+  }
+  CHECK_EQ(plan.row_token.size(), std::size_t{total});
+  CHECK_EQ(plan.token_rows.size(), std::size_t{total});
+  CHECK_EQ(plan.token_begin[0], 0u);
+  for (std::uint32_t t = 0; t < tokens; ++t) {
+    CHECK_EQ(plan.token_begin[t + 1] - plan.token_begin[t], static_cast<std::uint32_t>(wants[t].size()));
+    for (std::uint32_t i = plan.token_begin[t] + 1; i < plan.token_begin[t + 1]; ++i)
+      CHECK(plan.token_rows[i - 1].rank < plan.token_rows[i].rank);
+  }
+
+  // What goes to remote peers fits the send area, whichever peers are remote.
+  Config with = c;
+  const auto node = static_cast<std::uint32_t>(random.integer(1, c.world));
+  std::vector<std::uint32_t> remote;
+  for (std::uint32_t r = node; r < c.world; ++r) remote.push_back(r);   // of rank 0
+  with.remote_peers = static_cast<std::uint32_t>(remote.size());
+  const Heap heap = heap_of(with);
+  std::uint64_t packed = 0;
+  for (std::uint32_t r : remote) {
+    CHECK(dispatch_block(with).bytes(plan.rows(r)) <= heap.slot_bytes[0]);
+    packed += align_up(dispatch_block(with).bytes(plan.rows(r)), 64);
+  }
+  CHECK(packed <= heap.send_bytes[0]);
+  packed = 0;
+  for (std::uint32_t r : remote) packed += align_up(weights_block(with).bytes(plan.rows(r)), 64);
+  CHECK(packed <= heap.send_bytes[2]);
+  packed = remote.size() * align_up(combine_block(with).bytes(with.max_tokens), 64);   // every row of every remote peer
+  CHECK(packed <= heap.send_bytes[1]);
+}
+
+// An id may be repeated, so one source can send one expert top_k choices of every token.
+void check_largest_step() {
+  Config c;
+  c.num_experts = 3;
+  c.top_k = kMaxTopK;
+  c.hidden = 8;
+  c.max_tokens = 1u << 17;
+  if (invalid(c) != nullptr) return;   // refused when it was made: fine too
+  const std::vector<std::int32_t> ids(std::size_t{c.max_tokens} * c.top_k, 1);
+  const Plan plan = make_plan(c, ids.data(), c.max_tokens);
+  CHECK_EQ(plan.counts[1], c.max_tokens * c.top_k);
+  for (std::size_t i : {std::size_t{0}, ids.size() / 2, ids.size() - 1}) {
+    CHECK_EQ(plan.index[i], static_cast<std::uint32_t>(i));
+    // The route must carry what the plan says.
+    CHECK_EQ(route_expert(route_place(1, plan.index[i])), 1u);
+    CHECK_EQ(route_index(route_place(1, plan.index[i])), plan.index[i]);
+  }
+}
+
+}  // namespace
+
+int main() {
+  check::Random random(check::seed());
+  for (int i = 0; i < 4000; ++i) {
+    const Config c = random_config(random);
+    CHECK(invalid(c) == nullptr);
+    check_ownership(c);
+    if (random.chance(0.5))
+      check_plan<std::int32_t>(c, random);
+    else
+      check_plan<std::int64_t>(c, random);
+  }
+  check_largest_step();
+}

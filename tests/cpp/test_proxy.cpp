@@ -1,0 +1,470 @@
+// The proxy alone, over a fabric whose every answer the test writes: what it posts, when it raises a word, and what it ignores.
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../proxy/proxy.h"
+#include "../../src/cpu/atomic.h"
+#include "check.h"
+
+using namespace pplx;
+
+namespace {
+
+class ScriptedFabric final : public Fabric {
+ public:
+  explicit ScriptedFabric(int endpoints) : endpoints_(endpoints) {}
+
+  std::string name() const override { return "scripted"; }
+  int endpoints() const override { return endpoints_; }
+  std::string endpoint_name(int endpoint) const override { return "nic" + std::to_string(endpoint); }
+  Blob address() const override { return {}; }
+  void insert_peer(int, const Blob&) override {}
+  void remove_peer(int) override {}
+  LocalRegion register_memory(void*, std::size_t) override { return {}; }
+  void unregister_memory(const LocalRegion&) override {}
+  RemoteRegion import_region(int, const Blob&) const override { return {}; }
+  std::string describe_error(const Completion& c) const override { return "error " + std::to_string(c.error); }
+
+  Post write(const Write& w) override {
+    if (broken.count(w.peer) != 0) throw FabricError("no route to peer " + std::to_string(w.peer));
+    if (busy.count(w.peer) != 0) {
+      ++refused;
+      return Post::Again;
+    }
+    writes.push_back(w);
+    return Post::Accepted;
+  }
+  int poll(Completion* out, int capacity) override {
+    int n = 0;
+    for (; n < capacity && !completions.empty(); completions.pop_front()) out[n++] = completions.front();
+    return n;
+  }
+
+  void arrive(std::uint32_t immediate) {
+    Completion c;
+    c.kind = Completion::Kind::Arrived;
+    c.immediate = immediate;
+    completions.push_back(c);
+  }
+  void finish(const Write& w, int error = 0) {
+    Completion c;
+    c.kind = error == 0 ? Completion::Kind::Sent : Completion::Kind::Failed;
+    c.context = w.context;
+    c.error = error;
+    c.endpoint = w.endpoint;
+    completions.push_back(c);
+  }
+
+  std::set<int> busy, broken;
+  std::vector<Write> writes;
+  std::deque<Completion> completions;
+  int refused = 0;
+
+ private:
+  int endpoints_;
+};
+
+constexpr std::uint64_t kShardBytes = 1024;
+constexpr std::uint64_t kBase = 0x1000000;   // of every peer's heap
+
+// Rank 0 of five. Rank 1 is on its node; 2, 3 and 4 are remote.
+struct World {
+  explicit World(int endpoints = 4, std::uint32_t first_step = 1, std::uint32_t in_flight = 2) : fabric(endpoints), proxy(fabric, kShardBytes) {
+    config.world = 5;
+    config.num_experts = 10;
+    config.top_k = 2;
+    config.hidden = 64;
+    config.max_tokens = 64;
+    config.in_flight = in_flight;
+    config.first_step = first_step;
+    config.remote_peers = 3;
+    attach(config);
+  }
+
+  void attach(const Config& c) {
+    config = c;
+    heap = heap_of(c);
+    memory = std::make_unique<std::uint64_t[]>(heap.bytes / 8);
+    ProxyObject o;
+    o.config = c;
+    o.generation = generation;
+    o.memory = reinterpret_cast<char*>(memory.get());
+    o.peers.resize(c.world);
+    for (std::uint32_t peer = 2; peer < c.world; ++peer) {
+      o.peers[peer] = std::make_unique<RemoteRegion>();
+      o.peers[peer]->base = kBase * peer;
+    }
+    o.on_failure = [this](const ProxyFailure& f) { failures.push_back(f); };
+    proxy.attach(std::move(o));
+  }
+
+  std::uint64_t& word(std::uint64_t at) { return memory[at / 8]; }
+  // What the device does: the block is written, then announced.
+  void mail(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint64_t at, bool final = true) {
+    const std::uint64_t index = heap.word_index(config, set_of(config, step), op, peer);
+    word(heap.outgoing + 8 * index) = at;
+    word(heap.mailbox + 8 * index) = mail_word(step, rows, final);
+  }
+  bool sent(std::uint32_t step, Op op, std::uint32_t peer) {
+    return word(heap.sent + 8 * heap.word_index(config, set_of(config, step), op, peer)) == arrival_word(generation, step);
+  }
+  bool has(std::uint32_t step, Op op, std::uint32_t peer) {
+    return word(heap.arrival_at(config, set_of(config, step), signal_of(op), peer)) == arrival_word(generation, step);
+  }
+  std::uint32_t immediate(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t shard = 0, std::uint32_t shards = 1) {
+    return pack({op, config.object, source, step, shard, shards});
+  }
+  void run() {
+    while (proxy.step()) {}
+  }
+  std::vector<Write> take_writes() {
+    run();
+    return std::exchange(fabric.writes, {});
+  }
+
+  std::uint32_t generation = 1;
+  Config config;
+  Heap heap;
+  std::unique_ptr<std::uint64_t[]> memory;
+  ScriptedFabric fabric;
+  Proxy proxy;
+  std::vector<ProxyFailure> failures;
+};
+
+// A block becomes one write, to the place that belongs to this rank at the peer.
+void one_write() {
+  World w;
+  CHECK(!w.proxy.step());
+  CHECK(!w.proxy.waiting());
+  w.mail(1, Op::Dispatch, 3, 0, 4096);   // no rows: the header travels all the same
+  const std::vector<Write> writes = w.take_writes();
+  CHECK_EQ(writes.size(), std::size_t{1});
+  const Write& x = writes[0];
+  CHECK_EQ(x.peer, 3);
+  CHECK_EQ(x.source_offset, std::size_t{4096});
+  CHECK_EQ(x.bytes, std::size_t{dispatch_block(w.config).header_bytes});
+  CHECK_EQ(x.target->base, kBase * 3);
+  CHECK_EQ(x.target_offset, static_cast<std::size_t>(w.heap.slot_at(w.config, 1, Op::Dispatch, 0)));
+  CHECK_EQ(x.immediate, w.immediate(Op::Dispatch, 0, 1));
+  CHECK(w.proxy.waiting());
+  CHECK_EQ(w.proxy.outstanding(0), 1u);
+  CHECK(!w.sent(1, Op::Dispatch, 3));
+  w.fabric.finish(x);
+  w.run();
+  CHECK(w.sent(1, Op::Dispatch, 3));
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+  CHECK(w.proxy.waiting());   // for the combine
+  w.fabric.arrive(w.immediate(Op::Combine, 3, 1));
+  w.run();
+  CHECK(w.has(1, Op::Combine, 3));
+  CHECK(!w.proxy.waiting());
+  CHECK(w.take_writes().empty());   // a word that was taken is not taken again
+}
+
+// Shards cover the block exactly, one endpoint each, and only the last completion frees the memory, whatever the order.
+void shards_of_a_block() {
+  for (int endpoints : {1, 2, 3, 16})
+    for (std::uint32_t rows : {0u, 1u, 4u, 5u, 9u, 64u}) {
+      World w(endpoints);
+      w.mail(1, Op::Combine, 2, rows, 8192);
+      std::vector<Write> writes = w.take_writes();
+      const std::uint64_t bytes = combine_block(w.config).bytes(rows);
+      const std::uint64_t most = std::min<std::uint64_t>((bytes + kShardBytes - 1) / kShardBytes, static_cast<std::uint64_t>(endpoints));
+      CHECK_EQ(writes.size(), static_cast<std::size_t>(most));
+      std::uint64_t at = 0;
+      std::set<int> used;
+      std::uint32_t mask = 0;
+      for (const Write& x : writes) {
+        CHECK_EQ(x.source_offset, static_cast<std::size_t>(8192 + at));
+        CHECK_EQ(x.target_offset, static_cast<std::size_t>(w.heap.slot_at(w.config, 1, Op::Combine, 0) + at));
+        at += x.bytes;
+        used.insert(x.endpoint);
+        const Immediate i = unpack(x.immediate);
+        CHECK_EQ(i.shards, static_cast<std::uint32_t>(writes.size()));
+        mask |= 1u << i.shard;
+      }
+      CHECK_EQ(at, bytes);
+      CHECK_EQ(used.size(), writes.size());
+      CHECK_EQ(mask, full_mask(static_cast<std::uint32_t>(writes.size())));
+      std::reverse(writes.begin(), writes.end());
+      for (const Write& x : writes) {
+        CHECK(!w.sent(1, Op::Combine, 2));
+        w.fabric.finish(x);
+        w.run();
+      }
+      CHECK(w.sent(1, Op::Combine, 2));
+    }
+}
+
+// The arrival word rises when every shard is in, in each of their orders, and with each of them repeated.
+void shards_in_any_order() {
+  std::vector<std::uint32_t> order{0, 1, 2, 3};
+  do {
+    World w;
+    w.mail(1, Op::Dispatch, 2, 1, 0);
+    w.run();
+    for (Op op : {Op::Dispatch, Op::Weights, Op::Combine}) {
+      for (std::size_t i = 0; i < order.size(); ++i) {
+        CHECK(!w.has(1, op, 2));
+        for (int twice = 0; twice < 2; ++twice) w.fabric.arrive(w.immediate(op, 2, 1, order[i], 4));
+        w.fabric.arrive(w.immediate(op, 2, 1, order[0], 4));
+        w.run();
+      }
+      CHECK(w.has(1, op, 2));
+    }
+    CHECK(!w.has(1, Op::Dispatch, 3) && !w.has(1, Op::Dispatch, 4));
+    CHECK(w.proxy.stats().duplicates >= 12);
+  } while (std::next_permutation(order.begin(), order.end()));
+}
+
+// What belongs to no open step, to nobody, or contradicts itself changes nothing.
+void stray_immediates() {
+  World w;
+  const std::vector<std::uint64_t> before(w.memory.get(), w.memory.get() + w.heap.bytes / 8);
+  std::vector<std::uint32_t> stray{
+      w.immediate(Op::Combine, 2, 1),             // answers a dispatch that was never sent
+      w.immediate(Op::Weights, 2, 1),
+      w.immediate(Op::Dispatch, 2, 0),            // before the first step
+      w.immediate(Op::Dispatch, 2, 5),            // two turns ahead of its set
+      w.immediate(Op::Dispatch, 2, 255),
+      w.immediate(Op::Dispatch, 1, 1),            // from a rank of this node, which never uses the network
+      w.immediate(Op::Dispatch, 0, 1),            // from oneself
+      w.immediate(Op::Dispatch, 5, 1),            // from nobody
+      w.immediate(Op::Dispatch, 1023, 1),
+      pack({Op::Dispatch, 1, 2, 1, 0, 1}),        // of another AllToAll
+      w.immediate(Op::Dispatch, 3, 1, 2, 2),      // the third of two shards
+      0x60010100u, 0xe0020100u, 0xffffffffu,      // ops that do not exist
+  };
+  for (std::uint32_t bits : stray) w.fabric.arrive(bits);
+  w.run();
+  CHECK_EQ(w.proxy.stats().dropped, static_cast<std::uint64_t>(stray.size()));
+  for (std::size_t i = 0; i < before.size(); ++i) CHECK_EQ(w.memory[i], before[i]);
+  CHECK(w.failures.empty());
+
+  // All of it again, between the shards of real blocks.
+  for (std::uint32_t shard = 0; shard < 3; ++shard) {
+    CHECK(!w.has(1, Op::Dispatch, 2));
+    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, shard, 3));
+    for (std::uint32_t bits : stray) w.fabric.arrive(bits);
+    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, 3, 4));   // says four where three are under way
+    w.run();
+  }
+  CHECK(w.has(1, Op::Dispatch, 2));
+}
+
+// Steps follow each other, over the wrap of step numbers too; an old step's immediate is nobody's.
+void many_steps() {
+  for (std::uint32_t first : {1u, 0u - 300u}) {
+    World w(2, first, 2);
+    check::Random random(7);
+    for (std::uint32_t i = 0; i < 700; ++i) {
+      const std::uint32_t step = first + i;
+      if (i > 2) {
+        // Too old or too new, but by less than what eight bits can tell apart.
+        const auto off = static_cast<std::uint32_t>(random.integer(1, 100)) * 2;
+        w.fabric.arrive(w.immediate(Op::Dispatch, 2, step - off));
+        w.fabric.arrive(w.immediate(Op::Dispatch, 2, step + off));
+        w.fabric.arrive(w.immediate(Op::Combine, 2, step - off));
+      }
+      // The peer may dispatch before this rank has.
+      const bool peer_first = random.chance(0.5);
+      if (peer_first) w.fabric.arrive(w.immediate(Op::Dispatch, 2, step));
+      w.run();
+      CHECK_EQ(w.has(step, Op::Dispatch, 2), peer_first);
+      for (std::uint32_t peer = 2; peer < 5; ++peer) w.mail(step, Op::Dispatch, peer, 1, 0);
+      if (!peer_first) w.fabric.arrive(w.immediate(Op::Dispatch, 2, step));
+      for (const Write& x : w.take_writes()) w.fabric.finish(x);
+      w.run();
+      CHECK(w.has(step, Op::Dispatch, 2));
+      CHECK(!w.has(step, Op::Combine, 2));
+      for (std::uint32_t peer = 2; peer < 5; ++peer) {
+        CHECK(w.sent(step, Op::Dispatch, peer));
+        CHECK(w.proxy.waiting());
+        w.fabric.arrive(w.immediate(Op::Combine, peer, step));
+        if (peer != 2) w.fabric.arrive(w.immediate(Op::Dispatch, peer, step));
+        w.run();
+        CHECK(w.has(step, Op::Combine, peer));
+      }
+      CHECK(!w.proxy.waiting());
+    }
+    CHECK_EQ(w.proxy.stats().dropped + w.proxy.stats().duplicates, 3u * 697u);
+  }
+}
+
+// A peer whose queue is full holds up nobody else; what was refused goes out later, once, and in whole.
+void busy_peer() {
+  World w;
+  w.fabric.busy = {2, 4};
+  for (std::uint32_t peer = 2; peer < 5; ++peer) w.mail(1, Op::Dispatch, peer, 20, 64 * peer);
+  for (int i = 0; i < 10; ++i) w.proxy.step();
+  CHECK(!w.fabric.writes.empty());
+  for (const Write& x : w.fabric.writes) CHECK_EQ(x.peer, 3);
+  CHECK(w.fabric.refused >= 2);
+  CHECK_EQ(w.proxy.stats().again, static_cast<std::uint64_t>(w.fabric.refused));
+  w.fabric.busy = {4};
+  w.fabric.writes.clear();
+  w.mail(1, Op::Combine, 3, 20, 0);   // a later block of a peer that is free overtakes
+  for (const Write& x : w.take_writes()) CHECK(x.peer != 4);
+  w.fabric.busy = {};
+  std::map<int, std::uint64_t> bytes;
+  for (const Write& x : w.take_writes()) bytes[x.peer] += x.bytes;
+  CHECK_EQ(bytes.size(), std::size_t{1});
+  CHECK_EQ(bytes[4], dispatch_block(w.config).bytes(20));
+}
+
+// Rows that are announced before they are all there wait for the rest.
+void unfinished_mail() {
+  World w;
+  w.mail(1, Op::Dispatch, 2, 3, 0, false);
+  CHECK(w.take_writes().empty());
+  w.mail(1, Op::Dispatch, 2, 9, 0, true);
+  std::uint64_t bytes = 0;
+  for (const Write& x : w.take_writes()) bytes += x.bytes;
+  CHECK_EQ(bytes, dispatch_block(w.config).bytes(9));
+}
+
+// Sets and operations are apart.
+void steps_in_flight() {
+  World w;
+  for (std::uint32_t step : {1u, 2u}) w.mail(step, Op::Dispatch, 2, 1, step * 4096);
+  std::vector<Write> writes = w.take_writes();
+  CHECK_EQ(writes.size(), std::size_t{2});
+  std::sort(writes.begin(), writes.end(), [](const Write& a, const Write& b) { return a.source_offset < b.source_offset; });
+  for (std::uint32_t i : {0u, 1u})
+    CHECK_EQ(writes[i].target_offset, static_cast<std::size_t>(w.heap.slot_at(w.config, set_of(w.config, i + 1), Op::Dispatch, 0)));
+  w.fabric.finish(writes[1]);
+  w.fabric.arrive(w.immediate(Op::Combine, 2, 2));
+  w.run();
+  CHECK(w.sent(2, Op::Dispatch, 2) && !w.sent(1, Op::Dispatch, 2));
+  CHECK(w.has(2, Op::Combine, 2) && !w.has(1, Op::Combine, 2));
+  w.fabric.arrive(w.immediate(Op::Combine, 2, 1));
+  w.run();
+  CHECK(w.has(1, Op::Combine, 2));
+}
+
+// A failed write names the peer, what it carried and the NIC; so does one that cannot even be posted.
+void failures() {
+  World w;
+  w.mail(1, Op::Dispatch, 2, 1, 0);
+  w.mail(1, Op::Dispatch, 3, 1, 0);
+  for (const Write& x : w.take_writes()) w.fabric.finish(x, x.peer == 3 ? 113 : 0);
+  w.run();
+  CHECK_EQ(w.failures.size(), std::size_t{1});
+  CHECK_EQ(w.failures[0].peer, 3u);
+  CHECK(w.failures[0].op == Op::Dispatch);
+  CHECK_EQ(w.failures[0].step, 1u);
+  CHECK(w.failures[0].message.find("113") != std::string::npos && w.failures[0].message.find("nic") != std::string::npos);
+  CHECK(!w.sent(1, Op::Dispatch, 3));
+  CHECK(w.sent(1, Op::Dispatch, 2));
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+
+  w.fabric.broken = {4};
+  w.mail(1, Op::Combine, 4, 1, 0);
+  CHECK(w.take_writes().empty());
+  CHECK_EQ(w.failures.size(), std::size_t{2});
+  CHECK_EQ(w.failures[1].peer, 4u);
+  CHECK(w.failures[1].op == Op::Combine);
+
+  Completion lost;
+  lost.kind = Completion::Kind::Failed;
+  lost.has_context = false;
+  w.fabric.completions.push_back(lost);
+  w.run();
+  CHECK_EQ(w.failures.size(), std::size_t{3});
+  CHECK_EQ(w.failures[2].peer, kNoRank);
+}
+
+// Completions of an AllToAll that is gone say nothing to the one that took its number.
+void another_life() {
+  World w;
+  w.mail(1, Op::Dispatch, 2, 1, 0);
+  w.fabric.busy = {3};
+  w.mail(1, Op::Dispatch, 3, 1, 0);
+  const std::vector<Write> old = [&] {
+    for (int i = 0; i < 5; ++i) w.proxy.step();
+    return std::exchange(w.fabric.writes, {});
+  }();
+  CHECK_EQ(old.size(), std::size_t{1});
+  const std::unique_ptr<std::uint64_t[]> kept = std::move(w.memory);   // writes may still read it
+  w.proxy.detach(0);
+  CHECK(!w.proxy.waiting());
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+  w.proxy.detach(0);   // nothing there: nothing happens
+  w.fabric.busy = {};
+  CHECK(w.take_writes().empty());   // what waited went with it
+
+  w.generation = 2;
+  w.attach(w.config);
+  w.mail(1, Op::Dispatch, 2, 1, 0);
+  const std::vector<Write> writes = w.take_writes();
+  CHECK_EQ(writes.size(), std::size_t{1});
+  w.fabric.finish(old[0]);
+  w.fabric.finish(old[0], 5);
+  w.run();
+  CHECK(!w.sent(1, Op::Dispatch, 2));
+  CHECK(w.failures.empty());
+  CHECK_EQ(w.proxy.outstanding(0), 1u);
+  w.fabric.finish(writes[0]);
+  w.run();
+  CHECK(w.sent(1, Op::Dispatch, 2));
+}
+
+// Detached in the middle of a step, attached again: waiting() neither sticks nor goes below zero.
+void waiting_is_balanced() {
+  World w;
+  for (int round = 0; round < 5; ++round) {
+    for (std::uint32_t peer = 2; peer < 5; ++peer) w.mail(1, Op::Dispatch, peer, 1, 0);
+    for (const Write& x : w.take_writes()) w.fabric.finish(x);
+    w.fabric.arrive(w.immediate(Op::Combine, 3, 1));
+    w.run();
+    CHECK(w.proxy.waiting());
+    w.proxy.detach(0);
+    CHECK(!w.proxy.waiting());
+    w.attach(w.config);
+    CHECK(!w.proxy.waiting());
+  }
+}
+
+// Eight AllToAlls share one proxy.
+void many_objects() {
+  World w;
+  std::vector<std::unique_ptr<std::uint64_t[]>> memories;
+  for (std::uint32_t n = 1; n < kMaxObjects; ++n) {
+    memories.push_back(std::move(w.memory));
+    Config c = w.config;
+    c.object = n;
+    w.attach(c);
+  }
+  w.mail(1, Op::Dispatch, 2, 1, 0);   // of the last
+  const std::vector<Write> writes = w.take_writes();
+  CHECK_EQ(writes.size(), std::size_t{1});
+  CHECK_EQ(unpack(writes[0].immediate).object, kMaxObjects - 1);
+  w.fabric.arrive(pack({Op::Dispatch, 3, 2, 1, 0, 1}));
+  w.run();
+  CHECK(!w.has(1, Op::Dispatch, 2));
+  const std::uint64_t at = w.heap.arrival_at(w.config, 1, Signal::Dispatch, 2);
+  for (std::size_t n = 0; n < memories.size(); ++n) CHECK_EQ(memories[n][at / 8] != 0, n == 3);
+}
+
+}  // namespace
+
+int main() {
+  one_write();
+  shards_of_a_block();
+  shards_in_any_order();
+  stray_immediates();
+  many_steps();
+  busy_peer();
+  unfinished_mail();
+  steps_in_flight();
+  failures();
+  another_life();
+  waiting_is_balanced();
+  many_objects();
+}

@@ -1,0 +1,244 @@
+// Words, steps, immediates and the places of everything in the heap.
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../proxy/arrivals.h"
+#include "../../src/protocol/heap.h"
+#include "../../src/protocol/immediate.h"
+#include "check.h"
+
+using namespace pplx;
+
+namespace {
+
+constexpr std::uint32_t kAroundZero[] = {0, 1, 2, 5, 0x7fffffffu, 0x80000000u, 0u - 5u, 0u - 2u, 0u - 1u};
+
+void check_steps(check::Random& random) {
+  CHECK(step_reached(5, 5) && step_reached(6, 5) && !step_reached(4, 5));
+  CHECK(step_reached(2, 0u - 3u) && !step_reached(0u - 3u, 2));   // across the wrap
+  for (std::uint32_t in_flight : {1u, 2u, 4u, 8u})
+    for (std::uint32_t first : kAroundZero) {
+      Config c;
+      c.in_flight = in_flight;
+      c.first_step = first;
+      // Consecutive steps take the sets in turn, across the wrap too.
+      for (std::uint32_t i = 0; i < 20; ++i) CHECK_EQ(set_of(c, first + i + 1), (set_of(c, first + i) + 1) % in_flight);
+      for (std::uint32_t set = 0; set < in_flight; ++set) {
+        const std::uint32_t step = first_step_of_set(c, set);
+        CHECK_EQ(set_of(c, step), set);
+        CHECK(step - first < in_flight);
+      }
+    }
+  for (int i = 0; i < 100000; ++i) {
+    const auto a = static_cast<std::uint32_t>(random.bits());
+    const auto d = static_cast<std::uint32_t>(random.integer(0, 0x7fffffff));
+    CHECK(step_reached(a + d, a));
+    if (d != 0) CHECK(!step_reached(a, a + d));
+  }
+}
+
+void check_arrivals(check::Random& random) {
+  CHECK(!arrived(0, 1, 0) && !arrived(0, 1, 1) && !arrived(0, 1, 0u - 5u));   // fresh memory has reached nothing
+  for (int i = 0; i < 100000; ++i) {
+    const auto generation = static_cast<std::uint32_t>(random.integer(1, 5));
+    const std::uint32_t step = random.chance(0.5) ? kAroundZero[random.integer(0, 8)] : static_cast<std::uint32_t>(random.bits());
+    const auto ahead = static_cast<std::uint32_t>(random.integer(0, 100));
+    const std::uint64_t word = arrival_word(generation, step + ahead);
+    CHECK(arrived(word, generation, step));
+    CHECK(!arrived(word, generation + 1, step));   // of before a reset
+    CHECK(!arrived(word, generation, step + ahead + 1));
+    const auto rows = static_cast<std::uint32_t>(random.integer(0, 0x7fffffff));
+    const bool final = random.chance(0.5);
+    const Mail m = read_mail(mail_word(step, rows, final));
+    CHECK_EQ(m.step, step);
+    CHECK_EQ(m.rows, rows);
+    CHECK_EQ(m.final, final);
+  }
+}
+
+void check_aborts() {
+  for (auto reason : {AbortReason::Death, AbortReason::Timeout, AbortReason::Fabric, AbortReason::Protocol,
+                      AbortReason::Interrupted, AbortReason::Closed, AbortReason::User})
+    for (auto phase : {Phase::None, Phase::DispatchSend, Phase::DispatchRecv, Phase::CombineSend, Phase::CombineRecv, Phase::Weights})
+      for (std::uint32_t rank : {0u, 1u, 1023u, kNoRank})
+        for (std::uint32_t step : kAroundZero) {
+          const std::uint64_t word = abort_word({reason, phase, rank, kMaxRanks - 1, step});
+          CHECK(word != 0);
+          const Abort a = read_abort(word);
+          CHECK(a.reason == reason && a.phase == phase);
+          CHECK_EQ(a.origin, rank);
+          CHECK_EQ(a.peer, kMaxRanks - 1);
+          CHECK_EQ(a.step, step);
+        }
+}
+
+void check_immediates() {
+  for (auto op : {Op::Dispatch, Op::Combine, Op::Weights})
+    for (std::uint32_t object = 0; object < kMaxObjects; ++object)
+      for (std::uint32_t source : {0u, 1u, 511u, kMaxRanks - 1})
+        for (std::uint32_t step : {0u, 1u, 255u, 256u, 0xffffffffu})
+          for (std::uint32_t shards = 1; shards <= kMaxShards; ++shards)
+            for (std::uint32_t shard = 0; shard < shards; ++shard) {
+              const Immediate i = unpack(pack({op, object, source, step, shard, shards}));
+              CHECK(i.op == op);
+              CHECK_EQ(i.object, object);
+              CHECK_EQ(i.source, source);
+              CHECK_EQ(i.step, step & 0xff);
+              CHECK_EQ(i.shard, shard);
+              CHECK_EQ(i.shards, shards);
+            }
+}
+
+// A block is complete exactly when each of its shards has come, in any order and any number of times.
+void check_masks(check::Random& random) {
+  for (int i = 0; i < 20000; ++i) {
+    ShardMask mask;
+    for (std::uint32_t step : {0u - 1u, 0u, 1u}) {
+      const auto shards = static_cast<std::uint32_t>(random.integer(1, kMaxShards));
+      std::vector<bool> come(shards, false);
+      std::uint32_t missing = shards;
+      while (missing > 0) {
+        CHECK(!mask.complete(step));
+        const auto shard = static_cast<std::uint32_t>(random.integer(0, shards - 1));
+        const ShardMask::Outcome outcome = mask.add(step, shard, shards);
+        if (come[shard]) {
+          CHECK(outcome == ShardMask::Outcome::Duplicate);
+          continue;
+        }
+        come[shard] = true;
+        CHECK(outcome == (--missing == 0 ? ShardMask::Outcome::Complete : ShardMask::Outcome::Pending));
+      }
+      CHECK(mask.complete(step));
+      CHECK(mask.add(step, 0, shards) == ShardMask::Outcome::Duplicate);
+      if (shards < kMaxShards) CHECK(mask.add(step, 0, shards + 1) == ShardMask::Outcome::Inconsistent);
+      CHECK(mask.complete(step));
+    }
+  }
+}
+
+struct Span {
+  std::uint64_t begin, end;
+  std::string what;
+};
+
+void apart(std::vector<Span> spans, std::uint64_t bytes) {
+  std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    if (spans[i].end > bytes) check::fail(__FILE__, __LINE__, spans[i].what + " ends after the heap");
+    if (i > 0 && spans[i].begin < spans[i - 1].end) check::fail(__FILE__, __LINE__, spans[i].what + " overlaps " + spans[i - 1].what);
+  }
+}
+
+void check_block(const Config& c) {
+  for (auto op : {Op::Dispatch, Op::Combine, Op::Weights}) {
+    const BlockLayout b = block_layout(c, op);
+    CHECK_EQ(b.header_bytes % 16, 0u);
+    CHECK_EQ(b.row_bytes % 16, 0u);
+    CHECK(b.header_bytes >= sizeof(BlockHeader));
+    CHECK_EQ(b.row_at(3), b.header_bytes + 3ull * b.row_bytes);
+    CHECK_EQ(b.bytes(0), b.header_bytes);
+  }
+  const std::uint64_t x = std::uint64_t{c.hidden} * (quantised(c.wire) ? 1 : dtype_bytes(c.dtype));
+  const std::uint64_t blocks = c.wire == Wire::Native ? 0 : (c.hidden + (c.wire == Wire::MXFP8 ? 31 : 127)) / (c.wire == Wire::MXFP8 ? 32 : 128);
+  const BlockLayout d = dispatch_block(c);
+  CHECK(d.header_bytes >= sizeof(BlockHeader) + 4 * experts_per_rank(c));
+  CHECK(d.scales_at >= x && d.scales_at % 16 == 0);
+  CHECK(d.route_at >= d.scales_at + blocks * (c.wire == Wire::MXFP8 ? 1 : 4) && d.route_at % 16 == 0);
+  CHECK(d.arrival_at >= d.route_at + 8 + 8 * c.top_k && d.arrival_at % 8 == 0 && d.arrival_at + 8 <= d.row_bytes);
+  const BlockLayout back = combine_block(c);
+  CHECK(back.tail_at >= std::uint64_t{c.hidden} * dtype_bytes(c.dtype));
+  CHECK(back.arrival_at >= back.tail_at + 4 * c.top_k && back.arrival_at + 8 <= back.row_bytes);
+  CHECK(weights_block(c).row_bytes >= 4 * c.top_k);
+}
+
+// Nothing overlaps, and what peers write into lies at the same place on ranks that differ in their number of remote peers.
+void check_heap(const Config& c) {
+  const Heap h = heap_of(c);
+  std::vector<Span> spans{{Heap::abort_at, 8, "abort"}};
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (std::uint32_t peer = 0; peer < c.world; ++peer) {
+      for (std::uint32_t s = 0; s < kSignals; ++s) {
+        const std::uint64_t at = h.arrival_at(c, set, Signal(s), peer);
+        CHECK_EQ(at % 8, 0u);
+        spans.push_back({at, at + 8, "arrival"});
+      }
+      for (std::uint32_t op = 0; op < kOps; ++op) {
+        const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
+        CHECK_EQ(at % 64, 0u);
+        spans.push_back({at, at + block_layout(c, Op(op)).bytes(c.max_tokens), "slot"});
+        for (std::uint64_t words : {h.mailbox, h.outgoing, h.sent}) {
+          const std::uint64_t word = words + 8 * h.word_index(c, set, Op(op), peer);
+          spans.push_back({word, word + 8, "word"});
+        }
+      }
+    }
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (std::uint32_t op = 0; op < kOps; ++op) {
+      CHECK_EQ(h.send_at(set, Op(op)) % 64, 0u);
+      spans.push_back({h.send_at(set, Op(op)), h.send_at(set, Op(op)) + h.send_bytes[op], "send area"});
+    }
+  apart(spans, h.bytes);
+
+  Config other = c;
+  other.remote_peers = (c.remote_peers + 1) % c.world;
+  other.rank = c.world - 1;
+  const Heap theirs = heap_of(other);
+  for (std::uint32_t op = 0; op < kOps; ++op) CHECK_EQ(h.slot_at(c, c.in_flight - 1, Op(op), 0), theirs.slot_at(other, c.in_flight - 1, Op(op), 0));
+  CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
+}
+
+// A name for each thing that is wrong, and null for what can work.
+void check_validation() {
+  const auto says = [](auto change, const char* what) {
+    Config c;
+    change(c);
+    const char* seen = invalid(c);
+    CHECK_EQ(std::string(seen != nullptr ? seen : "").find(what) != std::string::npos, true);
+  };
+  CHECK(invalid(Config{}) == nullptr);
+  says([](Config& c) { c.world = 0; }, "world");
+  says([](Config& c) { c.world = 1025; }, "world");
+  says([](Config& c) { c.rank = 1; }, "rank");
+  says([](Config& c) { c.num_experts = 0; }, "num_experts");
+  says([](Config& c) { c.num_experts = 4097; }, "experts");
+  says([](Config& c) { c.top_k = 0; }, "top_k");
+  says([](Config& c) { c.top_k = 17; }, "top_k");
+  says([](Config& c) { c.hidden = 0; }, "hidden");
+  says([](Config& c) { c.hidden = 9; }, "hidden");
+  says([](Config& c) { c.hidden = 12; }, "hidden");
+  says([](Config& c) { c.max_tokens = 0; }, "max_tokens");
+  says([](Config& c) { c.max_tokens = kMaxTokens + 1; }, "max_tokens");
+  says([](Config& c) { c.in_flight = 3; }, "in_flight");
+  says([](Config& c) { c.in_flight = 0; }, "in_flight");
+  says([](Config& c) { c.align = 0; }, "align");
+  says([](Config& c) { c.object = 8; }, "8");
+}
+
+}  // namespace
+
+int main() {
+  check::Random random(check::seed());
+  check_steps(random);
+  check_arrivals(random);
+  check_aborts();
+  check_immediates();
+  check_masks(random);
+  check_validation();
+  for (int i = 0; i < 2000; ++i) {
+    Config c;
+    c.world = static_cast<std::uint32_t>(random.integer(1, 9));
+    c.num_experts = static_cast<std::uint32_t>(random.integer(1, 300));
+    c.top_k = static_cast<std::uint32_t>(random.integer(1, kMaxTopK));
+    c.hidden = static_cast<std::uint32_t>(random.integer(1, 60)) * 8;
+    c.max_tokens = static_cast<std::uint32_t>(random.integer(1, 100));
+    c.in_flight = 1u << random.integer(0, 3);
+    c.dtype = static_cast<Dtype>(random.integer(0, 2));
+    c.wire = static_cast<Wire>(random.integer(0, 3));
+    c.remote_peers = static_cast<std::uint32_t>(random.integer(0, c.world - 1));
+    CHECK(invalid(c) == nullptr);
+    check_block(c);
+    check_heap(c);
+  }
+}
