@@ -108,6 +108,13 @@ class FrameReader:
         self.allowed = allowed
         self._data = bytearray()
 
+    @property
+    def missing(self) -> int:
+        """Bytes to the end of this header or frame: who reads no more than that leaves what follows to the next reader."""
+        if len(self._data) < HEADER.size:
+            return HEADER.size - len(self._data)
+        return HEADER.size + int(HEADER.unpack_from(self._data)[4]) - len(self._data)
+
     def feed(self, data: bytes) -> Iterator[tuple[Kind, bytes]]:
         """The frames that `data` completes. Checked one by one, so that `allowed` may change between two of them."""
         self._data += data

@@ -114,7 +114,8 @@ def _send(sock: socket.socket, data: bytes, deadline: float) -> None:
 def _expect(sock: socket.socket, reader: FrameReader, wanted: Kind, deadline: float) -> dict[str, object]:
     while True:
         sock.settimeout(remaining(deadline) or 1e-3)
-        data = sock.recv(4096)
+        # Not a byte more: right behind the welcome may come the mesh's first frame, with file descriptors.
+        data = sock.recv(reader.missing)
         if not data:
             raise Refused("it closed the connection during the handshake")
         for kind, payload in reader.feed(data):

@@ -1,4 +1,4 @@
-"""Sockets as the control plane wants them: how they listen, connect, notice a lost host, and who is at the other end."""
+"""Sockets as the control plane wants them: how they listen, connect, notice a lost host, who is at the other end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a job and what they need of each other besides data: who is who, who shares a node, who is still alive."""
+"""The ranks of a job and what they need of each other besides data: who is who, who shares a node, who is alive."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ class Communicator:
         self._mesh.close("close() was called" if kind is None else f"{kind.__name__}: {problem}")
 
     def __repr__(self) -> str:
-        return f"Communicator(rank={self.rank}, world_size={self.world_size}, node_rank={self.node_rank}, node_size={self.node_size})"
+        return (
+            f"Communicator(rank={self.rank}, world_size={self.world_size}, "
+            f"node_rank={self.node_rank}, node_size={self.node_size})"
+        )
 
     # For AllToAll
 

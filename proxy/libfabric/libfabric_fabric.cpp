@@ -92,6 +92,7 @@ struct Endpoint {
   std::size_t under_way = 0;
   std::size_t most_under_way = 0;
   std::vector<fi_context2> receives;
+  void* scratch_descriptor = nullptr;
   Handle<fid_fabric> fabric;
   Handle<fid_domain> domain;
   Handle<fid_cq> cq;
@@ -225,7 +226,6 @@ void LibfabricFabric::State::open_endpoint(Endpoint& endpoint, int index) {
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)", object);
   check(fi_enable(ep), "fi_enable", object);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
-  if (((info->mode | info->rx_attr->mode) & FI_RX_CQ_DATA) != 0) post_receives(endpoint);
 }
 
 void LibfabricFabric::State::name_shm_endpoint(Endpoint& endpoint, int index) {
@@ -235,12 +235,14 @@ void LibfabricFabric::State::name_shm_endpoint(Endpoint& endpoint, int index) {
 }
 
 void LibfabricFabric::State::post_receives(Endpoint& endpoint) {
+  if (((endpoint.info->mode | endpoint.info->rx_attr->mode) & FI_RX_CQ_DATA) == 0) return;
   endpoint.receives.resize(std::min(kPostedReceives, endpoint.info->rx_attr->size));
   for (fi_context2& context : endpoint.receives) post_receive(endpoint, &context);
 }
 
 void LibfabricFabric::State::post_receive(Endpoint& endpoint, void* context) {
-  const ssize_t result = fi_recv(endpoint.ep.get(), nullptr, 0, nullptr, FI_ADDR_UNSPEC, context);
+  // Nobody sends to it; efa-direct wants it registered all the same.
+  const ssize_t result = fi_recv(endpoint.ep.get(), scratch, sizeof(scratch), endpoint.scratch_descriptor, FI_ADDR_UNSPEC, context);
   if (result != 0) fail("fi_recv", endpoint.name, result);
 }
 
@@ -263,8 +265,10 @@ RegionDescription LibfabricFabric::State::register_everywhere(void* base, std::s
   for (Endpoint& endpoint : endpoints) {
     const std::string object = std::to_string(bytes) + " bytes on " + endpoint.name;
     fid_mr* registration = nullptr;
-    constexpr std::uint64_t kAccess = FI_WRITE | FI_REMOTE_WRITE;
-    check(fi_mr_reg(endpoint.domain.get(), base, bytes, kAccess, 0, wanted_key, 0, &registration, nullptr), "fi_mr_reg", object);
+    constexpr std::uint64_t kAccess = FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+    const int result = fi_mr_reg(endpoint.domain.get(), base, bytes, kAccess, 0, wanted_key, 0, &registration, nullptr);
+    if (result == -FI_ENOMEM) fail("fi_mr_reg", object + " (is `ulimit -l`, the memory that may be locked, large enough?)", result);
+    check(result, "fi_mr_reg", object);
     region.registrations.emplace_back(registration);
     if ((endpoint.info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0) {
       check(fi_mr_bind(registration, &endpoint.ep->fid, 0), "fi_mr_bind", object);
@@ -381,6 +385,10 @@ LibfabricFabric::LibfabricFabric(const libfabric::Options& options) : state_(std
   }
   state.offsets_are_addresses = (state.endpoints.front().info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
   state.scratch_description = state.register_everywhere(state.scratch, sizeof(state.scratch), state.scratch_region);
+  for (std::size_t index = 0; index < state.endpoints.size(); ++index) {
+    state.endpoints[index].scratch_descriptor = fi_mr_desc(state.regions.front().registrations[index].get());
+    state.post_receives(state.endpoints[index]);
+  }
 }
 
 LibfabricFabric::~LibfabricFabric() = default;
@@ -519,6 +527,9 @@ Post LibfabricFabric::write(const Write& write) {
   Endpoint& endpoint = state.endpoints[static_cast<std::size_t>(write.endpoint)];
   if (endpoint.under_way >= endpoint.most_under_way) return Post::Again;
   if (write.bytes != 0 && (write.source == nullptr || write.target == nullptr)) throw FabricError("write: bytes without a source or a target");
+  if (write.bytes > endpoint.info->ep_attr->max_msg_size)
+    throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) + " bytes, but the most in one write is " +
+                      std::to_string(endpoint.info->ep_attr->max_msg_size) + " [" + endpoint.name + ", " + state.full_name() + "]");
   const LocalRegion& source = write.source != nullptr ? *write.source : state.scratch_region;
   const RemoteRegion& target = write.target != nullptr ? *write.target : peer.scratch;
   if (write.source_offset > source.bytes || write.bytes > source.bytes - write.source_offset || write.target_offset > target.bytes ||

@@ -23,7 +23,8 @@ bool is_socket_provider(const std::string& provider) {
   return provider == "tcp" || provider == "tcp;ofi_rxm" || provider == "net" || provider == "sockets";
 }
 
-// shm of 1.17 guards a queue in shared memory with a spin lock: a peer killed while it holds it hangs the reader's poll for good.
+// shm of 1.17 guards a queue in shared memory with a spin lock: a peer killed while it holds it hangs the reader's poll for good (measured: within
+// 60 kills of a busy peer, each of four times). Who asks for shm by name gets it all the same.
 bool shm_survives_dead_peers(const Library& library) { return library.version >= version(1, 18); }
 
 std::string text(const char* pointer) { return pointer == nullptr ? std::string() : std::string(pointer); }
@@ -47,14 +48,11 @@ Info make_hints(const Library& library, const std::string& provider) {
   Info hints(library.dupinfo(nullptr), FreeInfo{&library});
   if (hints == nullptr) throw FabricError("fi_dupinfo: out of memory");
   hints->caps = FI_MSG | FI_RMA;
-  hints->mode = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY | FI_MR_LOCAL | FI_MR_ENDPOINT;
   hints->domain_attr->cq_data_size = 4;
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->fabric_attr->prov_name = strdup(provider == "efa-direct" ? "efa" : provider.c_str());   // freeinfo frees it
   return hints;
 }
@@ -74,14 +72,22 @@ struct Answer {
 Answer ask(const Library& library, const std::string& provider, const char* address, bool device_memory = false) {
   const std::uint64_t flags = address == nullptr ? 0 : FI_SOURCE | FI_NUMERICHOST;
   Answer answer;
-  for (const fi_progress progress : {FI_PROGRESS_MANUAL, FI_PROGRESS_UNSPEC}) {   // manual where offered: no thread of its own
+  struct Attempt {
+    fi_progress progress;
+    std::uint64_t mode;
+  };
+  // Manual progress where offered: no thread of its own. FI_RX_CQ_DATA (an arriving immediate uses up a posted receive) only where it must be:
+  // offering it makes efa-direct want it.
+  constexpr Attempt kAttempts[] = {{FI_PROGRESS_MANUAL, 0}, {FI_PROGRESS_UNSPEC, 0}, {FI_PROGRESS_MANUAL, FI_RX_CQ_DATA}, {FI_PROGRESS_UNSPEC, FI_RX_CQ_DATA}};
+  for (const Attempt& attempt : kAttempts) {
     Info hints = make_hints(library, provider);
+    hints->mode |= attempt.mode;
     if (device_memory) {
       hints->caps |= FI_HMEM;
       hints->domain_attr->mr_mode |= FI_MR_HMEM;
     }
-    hints->domain_attr->control_progress = progress;
-    hints->domain_attr->data_progress = progress;
+    hints->domain_attr->control_progress = attempt.progress;
+    hints->domain_attr->data_progress = attempt.progress;
     fi_info* list = nullptr;
     answer.error = -library.getinfo(library.api_version, address, nullptr, flags, hints.get(), &list);
     if (answer.error != 0) continue;

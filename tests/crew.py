@@ -1,0 +1,297 @@
+"""Ranks for tests: real processes that run named functions, many times each.
+
+Importing torch costs seconds of CPU per process, so one process (the nest) imports everything once and forks the ranks. It
+has one thread and never opens anything of the library, so a rank starts as if it had been started alone.
+
+    with Crew(4) as crew:
+        results = crew.run("rank_cases:sums", 3)      # rank_cases.sums(me, 3) on every rank; results by rank
+
+`me` is the rank's Member: .rank, .world_size, .comm (made at first use, and kept).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import importlib
+import os
+import pickle
+import secrets
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+
+
+class RankFailed(AssertionError):
+    """What went wrong on which ranks, with what they printed."""
+
+
+class Member:
+    """One rank, as the functions that it runs see it."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.kept: dict[str, Any] = {}
+        """What a function leaves for the next one."""
+        self._comm: Any = None
+
+    @property
+    def comm(self) -> Any:
+        if self._comm is None:
+            import pplx_comm
+
+            self._comm = pplx_comm.Communicator.from_env(timeout=30)
+        return self._comm
+
+    def close(self) -> None:
+        self.kept.clear()
+        if self._comm is not None:
+            self._comm.close()
+            self._comm = None
+
+
+# ---- in the rank -----------------------------------------------------------------------------------------------------------
+
+
+def _serve(pipe: Connection, rank: int, world_size: int) -> None:
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    me = Member(rank, world_size)
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        if job is None:
+            me.close()
+            return
+        name, args, kwargs = job
+        try:
+            module, _, function = name.partition(":")
+            answer = True, getattr(importlib.import_module(module), function)(me, *args, **kwargs)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        with contextlib.suppress(BrokenPipeError):
+            pipe.send(answer)
+
+
+# ---- the nest ----------------------------------------------------------------------------------------------------------------
+
+
+def _nest(control: socket.socket) -> None:
+    import numpy  # noqa: F401
+    import torch
+
+    import pplx_comm  # noqa: F401
+    import rank_cases  # noqa: F401
+
+    torch.set_num_threads(1)
+    control.sendall(b"!")
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)
+        if not data:
+            return
+        request = pickle.loads(data)
+        if "wait" in request:
+            pid, status = os.waitpid(request["wait"], os.WNOHANG)
+            control.sendall(pickle.dumps(os.waitstatus_to_exitcode(status) if pid else None))
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            os.dup2(fds[1], 1)
+            os.dup2(fds[1], 2)
+            os.close(fds[1])
+            os.setpgid(0, 0)
+            os.environ.update(request["env"])
+            # Not os._exit: what a program does at its end is tested, too.
+            _serve(Connection(fds[0]), request["rank"], request["world_size"])
+            return
+        for fd in fds:
+            os.close(fd)
+        control.sendall(pickle.dumps(pid))
+
+
+class _Nest:
+    _one: _Nest | None = None
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+        environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), environ.get("PYTHONPATH", "")])
+        environ["OMP_NUM_THREADS"] = "1"
+        self._process = subprocess.Popen(
+            [sys.executable, str(TESTS / "crew.py"), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ
+        )
+        theirs.close()
+        self._control.settimeout(120)
+        if self._control.recv(1) != b"!":
+            raise RuntimeError("the process that ranks are forked from did not start")
+        atexit.register(self.close)
+
+    @classmethod
+    def get(cls) -> _Nest:
+        if cls._one is None:
+            cls._one = cls()
+        return cls._one
+
+    def fork(self, request: dict[str, Any], fds: Sequence[int]) -> int:
+        socket.send_fds(self._control, [pickle.dumps(request)], fds)
+        return int(pickle.loads(self._control.recv(1 << 16)))
+
+    def exit_code(self, pid: int) -> int | None:
+        self._control.sendall(pickle.dumps({"wait": pid}))
+        answer: int | None = pickle.loads(self._control.recv(1 << 16))
+        return answer
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait(10)
+
+
+# ---- in the test -------------------------------------------------------------------------------------------------------------
+
+
+class Crew:
+    def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
+        self.world_size = world_size
+        self.broken = False
+        self._pipes: list[Connection] = []
+        self.pids: list[int] = []
+        self._exit_codes: dict[int, int] = {}
+        self._output = [tempfile.TemporaryFile() for _ in range(world_size)]
+        job = secrets.token_hex(8)
+        for rank in range(world_size):
+            ours, theirs = socket.socketpair()
+            variables = {
+                "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "PPLX_COMM_JOB": job,
+            }  # fmt: skip
+            request = {"rank": rank, "world_size": world_size, "env": {**variables, **(env or {})}}
+            self.pids.append(_Nest.get().fork(request, [theirs.fileno(), self._output[rank].fileno()]))
+            theirs.close()
+            self._pipes.append(Connection(ours.detach()))
+
+    def start(self, name: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
+        """The call begins; collect() brings what it returns."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            self._pipes[rank].send((name, args, kwargs))
+
+    def collect(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
+        ranks = list(range(self.world_size) if ranks is None else ranks)
+        deadline = time.monotonic() + timeout
+        results, problems = [], []
+        for rank in ranks:
+            try:
+                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                    problems.append(f"rank {rank} is not back after {timeout} s:\n{self._stack(rank)}")
+                    continue
+                good, value = self._pipes[rank].recv()
+            except (EOFError, ConnectionResetError):
+                problems.append(f"rank {rank} is gone ({self.wait(rank, 5)}):\n{self.output(rank)}")
+                continue
+            if good:
+                results.append(value)
+            else:
+                problems.append(f"rank {rank}:\n{value}{self.output(rank)}")
+        if problems:
+            self.broken = True
+            raise RankFailed("\n".join(problems))
+        return results
+
+    def run(self, name: str, *args: Any, timeout: float = 60.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
+        self.start(name, *args, ranks=ranks, **kwargs)
+        return self.collect(timeout, ranks)
+
+    def signal(self, rank: int, number: int) -> None:
+        os.kill(self.pids[rank], number)
+
+    def kill(self, rank: int) -> float:
+        """kill -9. Returns when, by time.monotonic(), which all processes of a machine share."""
+        at = time.monotonic()
+        os.kill(self.pids[rank], signal.SIGKILL)
+        return at
+
+    def wait(self, rank: int, timeout: float = 10.0) -> int | None:
+        """The exit code, negative for a signal; None if it still runs then."""
+        deadline = time.monotonic() + timeout
+        while rank not in self._exit_codes:
+            code = _Nest.get().exit_code(self.pids[rank])
+            if code is not None:
+                self._exit_codes[rank] = code
+            elif time.monotonic() > deadline:
+                return None
+            else:
+                time.sleep(0.005)
+        return self._exit_codes[rank]
+
+    def output(self, rank: int) -> str:
+        self._output[rank].seek(0)
+        text = self._output[rank].read().decode(errors="replace")
+        return f"--- printed by rank {rank}:\n{text}" if text else ""
+
+    def leave(self, timeout: float = 10.0) -> list[int | None]:
+        """Ask every rank that lives to end, and wait: the exit codes."""
+        for rank, pipe in enumerate(self._pipes):
+            if rank not in self._exit_codes:
+                with contextlib.suppress(OSError):
+                    pipe.send(None)
+        return [self.wait(rank, timeout) for rank in range(self.world_size)]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for rank in range(self.world_size):
+            if self.wait(rank, 0.5 if self.broken else 10.0) is None:
+                os.kill(self.pids[rank], signal.SIGKILL)
+                self.wait(rank)
+        for file in self._output:
+            file.close()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None and not self.broken:
+                codes = self.leave()
+                bad = {rank: code for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)}
+                if bad:
+                    raise RankFailed(f"exit codes {bad}\n" + "\n".join(self.output(rank) for rank in bad))
+        finally:
+            self.close()
+
+    def _stack(self, rank: int) -> str:
+        if self.wait(rank, 0) is not None:
+            return f"exit code {self._exit_codes[rank]}\n{self.output(rank)}"
+        os.kill(self.pids[rank], signal.SIGUSR2)
+        before = -1
+        for _ in range(20):   # until it has printed everything
+            time.sleep(0.05)
+            size = os.fstat(self._output[rank].fileno()).st_size
+            if size == before and size > 0:
+                break
+            before = size
+        return self.output(rank)
+
+
+def run_ranks(world_size: int, name: str, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None, **kwargs: Any) -> list[Any]:
+    """Once, in processes of their own, which must end well."""
+    with Crew(world_size, env) as crew:
+        return crew.run(name, *args, timeout=timeout, **kwargs)
+
+
+if __name__ == "__main__":
+    sys.modules["crew"] = sys.modules["__main__"]
+    _nest(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,217 @@
+"""What dispatch and combine must return, in plain torch, from DESIGN.md alone: nothing here is shared with the library.
+
+Every result is meant to the last bit: sums in fp32, multiply then add, each rounded; choices in k order; every rank's partial
+sum rounded to the row's dtype; ranks ascending; one rounding at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCK = 128   # elements of a row that share a scale
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of a configuration that results follow from."""
+
+    world_size: int
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    fp8: bool = False
+    layout: str = "ragged"            # or padded, compact
+    align: int = 1
+    rows: int | None = None           # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
+
+    @property
+    def experts_per_rank(self) -> int:
+        return -(-self.num_experts // self.world_size)
+
+    def experts_of(self, rank: int) -> range:
+        first = min(rank * self.experts_per_rank, self.num_experts)
+        return range(first, min(first + self.experts_per_rank, self.num_experts))
+
+
+@dataclass
+class Tokens:
+    """What one rank puts into one step."""
+
+    x: torch.Tensor                   # [tokens, hidden]; e4m3 if the caller quantised
+    ids: torch.Tensor                 # int32 or int64 [tokens, top_k]
+    weights: torch.Tensor | None      # float32 [tokens, top_k]
+    x_scale: torch.Tensor | None = None
+
+    @property
+    def effective_weights(self) -> torch.Tensor:
+        return torch.ones(self.ids.shape) if self.weights is None else self.weights
+
+
+def as_bits(t: torch.Tensor) -> torch.Tensor:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.contiguous().view(integers[t.element_size()])
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(as_bits(a), as_bits(b))
+
+
+# ---- FP8 -----------------------------------------------------------------------------------------------------------------
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes [rows, hidden] and float32 scales [rows, ceil(hidden / 128)] of finite rows that are not tiny."""
+    rows, hidden = x.shape
+    blocks = -(-hidden // BLOCK)
+    padded = torch.zeros(rows, blocks * BLOCK)
+    padded[:, :hidden] = x.float()
+    values = padded.view(rows, blocks, BLOCK)
+    amax = values.abs().amax(dim=2)
+    zero = amax == 0
+    scale = torch.where(zero, torch.ones(()), amax / 448.0)
+    multiplier = torch.where(zero, torch.ones(()), torch.full((), 448.0) / amax)
+    codes = (values * multiplier[:, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.view(rows, -1)[:, :hidden].contiguous(), scale
+
+
+def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    hidden = codes.shape[-1]
+    return codes.float() * scale.repeat_interleave(BLOCK, dim=-1)[..., :hidden]
+
+
+def payload(shape: Shape, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What travels: a row for each token, and its scales."""
+    if not shape.fp8:
+        return tokens.x, None
+    if tokens.x_scale is not None:
+        return tokens.x, tokens.x_scale
+    return quantise(tokens.x)
+
+
+# ---- dispatch --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Segment:
+    """The rows that one expert gets, in their order."""
+
+    source: torch.Tensor
+    token: torch.Tensor
+    choice: torch.Tensor
+    weight: torch.Tensor
+
+
+def segments(shape: Shape, everybody: list[Tokens], rank: int) -> list[Segment]:
+    """By local expert: its rows in (source, token, choice) order."""
+    result = []
+    for expert in shape.experts_of(rank):
+        parts = []
+        for source, tokens in enumerate(everybody):
+            at = (tokens.ids.reshape(-1) == expert).nonzero().reshape(-1)
+            parts.append((torch.full_like(at, source), at // shape.top_k, at % shape.top_k, tokens.effective_weights.reshape(-1)[at]))
+        columns: list[Any] = [torch.cat(column) for column in zip(*parts, strict=True)]
+        result.append(Segment(*columns))
+    return result
+
+
+def places(shape: Shape, counts: list[int]) -> tuple[list[int], list[int]]:
+    """Where each expert's rows start, with the end behind them, and how many of its rows the buffer holds."""
+    starts, fits, at = [], [], 0
+    for e, count in enumerate(counts):
+        if shape.layout == "padded":
+            assert shape.rows is not None
+            starts.append(e * shape.rows)
+            fits.append(min(count, shape.rows))
+            continue
+        starts.append(at)
+        fits.append(count if shape.rows is None else max(0, min(count, shape.rows - at)))
+        at = -(-(at + count) // shape.align) * shape.align
+    return [*starts, at], fits
+
+
+def compact_rows(shape: Shape, everybody: list[Tokens], rank: int) -> list[tuple[int, int]]:
+    """(source, token) of each row, in order."""
+    experts = shape.experts_of(rank)
+    rows = []
+    for source, tokens in enumerate(everybody):
+        here = ((tokens.ids >= experts.start) & (tokens.ids < experts.stop)).any(dim=1)
+        rows += [(source, int(t)) for t in here.nonzero().reshape(-1)]
+    return rows
+
+
+def overflows(shape: Shape, everybody: list[Tokens], rank: int) -> bool:
+    if shape.rows is None or shape.layout == "compact":
+        return False
+    counts = [len(s.token) for s in segments(shape, everybody, rank)]
+    if shape.layout == "padded":
+        return any(count > shape.rows for count in counts)
+    return places(shape, counts)[0][-1] > shape.rows
+
+
+# ---- experts -----------------------------------------------------------------------------------------------------------------
+
+
+def expert(shape: Shape, experts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Something that depends on the expert and on every element, the same wherever it is computed: [n], fp32 [n, hidden]."""
+    gain = (experts.float() % 7 - 3) * 0.25 + 0.125
+    offset = (experts.float() % 5 - 2) * 0.5
+    return (rows * gain[:, None] + offset[:, None]).to(shape.dtype)
+
+
+# ---- combine -----------------------------------------------------------------------------------------------------------------
+
+
+def combine(
+    shape: Shape,
+    everybody: list[Tokens],
+    rank: int,
+    *,
+    weights: torch.Tensor | None = None,
+    weighted: bool = True,
+    start: torch.Tensor | None = None,
+    alive: list[bool] | None = None,
+) -> torch.Tensor:
+    """y of that rank: weights override the dispatch's; start is what accumulate=True adds to."""
+    mine = everybody[rank]
+    count = mine.ids.shape[0]
+    codes, scale = payload(shape, mine)
+    rows = codes.float() if scale is None else dequantise(codes, scale)
+    w = mine.effective_weights if weights is None else weights
+    kept = _kept(shape, everybody, rank)
+    total = torch.zeros(count, shape.hidden) if start is None else start.float()
+    owner = torch.where(mine.ids < 0, -1, mine.ids // shape.experts_per_rank)
+    for other in range(shape.world_size):
+        if alive is not None and not alive[other]:
+            continue
+        partial = torch.zeros(count, shape.hidden)
+        for k in range(shape.top_k):
+            use = ((owner[:, k] == other) & kept[:, k]).nonzero().reshape(-1)
+            if not len(use):
+                continue
+            out = expert(shape, mine.ids[use, k], rows[use]).float()
+            if weighted:
+                out = w[use, k][:, None] * out
+            partial[use] = partial[use] + out
+        partial = partial.to(shape.dtype).float()
+        touched = (owner == other).any(dim=1)
+        total[touched] = total[touched] + partial[touched]
+    return total.to(shape.dtype)
+
+
+def _kept(shape: Shape, everybody: list[Tokens], rank: int) -> torch.Tensor:
+    """[tokens, top_k]: whether the choice fitted into the buffer of its rank."""
+    kept = torch.ones(everybody[rank].ids.shape, dtype=torch.bool)
+    if shape.rows is None or shape.layout == "compact":
+        return kept
+    for other in range(shape.world_size):
+        found = segments(shape, everybody, other)
+        _, fits = places(shape, [len(s.token) for s in found])
+        for segment, fit in zip(found, fits, strict=True):
+            lost = (torch.arange(len(segment.token)) >= fit) & (segment.source == rank)
+            kept[segment.token[lost], segment.choice[lost]] = False
+    return kept
