@@ -114,7 +114,9 @@ class Mesh:
                         expected=list(range(self.world_size)),
                     )
                 self._condition.wait(remaining(deadline))
-        self._on_control_thread(self._shut_door)
+            self._on_control_thread(self._shut_door)
+            while self._door is not None:
+                self._condition.wait()
 
     def _may_come(self, rank: int) -> str | None:
         with self._condition:
@@ -125,7 +127,9 @@ class Mesh:
     def _shut_door(self) -> None:
         if self._door is not None:
             self._door.close()
-            self._door = None
+            with self._condition:
+                self._door = None
+                self._condition.notify_all()
 
     # Collectives
 

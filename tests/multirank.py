@@ -86,6 +86,8 @@ def _serve(fd: int, target: str, args: dict[str, Any], parent: int) -> None:
     module, _, function = target.partition(":")
     try:
         result = getattr(importlib.import_module(module), function)(me, **args)
+    except SystemExit:
+        raise
     except BaseException as problem:
         me.say("failed", "".join(traceback.format_exception(problem)))
         raise

@@ -44,8 +44,6 @@ class Case:
     scale_layout: str = "row"
     threads: int = 1
     first_step: int = 1
-    endpoints: int = 1
-    shard_bytes: int = 256 * 1024
     routing: str = "uniform"
     crowd: str = "full"
     steps: int = 3
@@ -86,8 +84,7 @@ def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSP
         max_tokens=r.choice([1, 2, 5, 8, r.randint(1, 24)]), dtype=dtype, wire=r.choice(["native", "fp8"]), layout=layout,
         align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, transport=transport, in_flight=r.choice([1, 1, 2, 4]),
         scale_layout=r.choice(["row", "tma"]), threads=r.choice([1, 1, 2, 3]), first_step=r.choice([1, 1, 2**32 - 5, 2**32 - 1, 0]),
-        endpoints=r.choice([1, 1, 2]), shard_bytes=r.choice([64, 1000, 256 * 1024]), routing=r.choice(ROUTINGS),
-        crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
+        routing=r.choice(ROUTINGS), crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
     )  # fmt: skip
 
 
@@ -212,12 +209,9 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
-        "scale_layout": case.scale_layout, "timeout": 20.0, **where, **changes,
+        "scale_layout": case.scale_layout, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
-    with environment(
-        PPLX_COMM_THREADS=case.threads, PPLX_COMM_FIRST_STEP=case.first_step, PPLX_COMM_SHARD_BYTES=case.shard_bytes,
-        PPLX_COMM_ENDPOINTS=case.endpoints,
-    ):  # fmt: skip
+    with environment(PPLX_COMM_THREADS=case.threads, PPLX_COMM_FIRST_STEP=case.first_step):
         return pc.AllToAll(me.comm, **arguments)
 
 
@@ -370,7 +364,10 @@ class Runner:
             opened = {n: self.dispatch_send(n) for n in group}
             for n in self.random.sample(group, len(group)):
                 self.dispatch_recv(n, opened[n])
-            open_steps = {n: self.combine_send(n, opened[n]) for n in self.random.sample(group, len(group)) if not self.steps[n].released}
+            order = self.random.sample(group, len(group))
+            if any(self.steps[n].late_weights for n in group):
+                order = group   # with weights= a send waits for the others' weights of that step
+            open_steps = {n: self.combine_send(n, opened[n]) for n in order if not self.steps[n].released}
             for n in self.random.sample(sorted(open_steps), len(open_steps)):
                 self.combine_recv(n, open_steps[n])
             for n in group:
@@ -393,6 +390,7 @@ class Runner:
     def dispatch_send(self, n: int) -> pc.Dispatched:
         arguments, options = self._dispatch_arguments(n)
         d = self.a2a.dispatch_send(*arguments, **options)
+        self.plans[n] = d.plan
         # Sent: the caller may do with it what he likes.
         if self.steps[n].strided[self.rank]:
             arguments[0].fill_(float("nan"))
@@ -401,7 +399,6 @@ class Runner:
     def dispatch_recv(self, n: int, d: pc.Dispatched) -> pc.Dispatched:
         how = self.steps[n].how[self.rank]
         d = _elsewhere(d.wait) if how == "other_thread" else d.wait() if how == "async" else self.a2a.dispatch_recv(d)
-        self.plans[n] = d.plan
         check_dispatched(self.case, self.steps[n], self.rank, d)
         self._digest(d)
         return d

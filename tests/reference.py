@@ -76,7 +76,7 @@ def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.where(zero, torch.ones(()), amax / 448.0)
     multiplier = torch.where(zero, torch.ones(()), torch.full((), 448.0) / amax)
     codes = (values * multiplier[:, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes.view(rows, -1)[:, :hidden].contiguous(), scale
+    return codes.view(rows, blocks * BLOCK)[:, :hidden].contiguous(), scale
 
 
 def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
 #include <string>
 
 #include "cpu/atomic.h"
@@ -105,30 +104,23 @@ class SpinBarrier {
  public:
   SpinBarrier(std::uintptr_t memory, std::uint32_t rank, std::uint32_t world) : memory_(memory), rank_(rank), world_(world) {}
 
-  void wait(double timeout) {
+  void arrive() { store_release(line(rank_), ++turn_); }
+
+  // False: not everybody came within that time; ask again.
+  bool wait(double seconds) {
     const py::gil_scoped_release unlocked;
-    ++turn_;
-    store_release(line(rank_), turn_);
-    const auto begun = std::chrono::steady_clock::now();
-    auto ask = begun + kAskEvery;
+    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
     cpu::Backoff backoff;
     for (std::uint32_t peer = 0; peer < world_; ++peer) {
       while (load_acquire(line(peer)) < turn_) {
         backoff.pause();
-        const auto now = std::chrono::steady_clock::now();
-        if (now < ask) continue;
-        ask = now + kAskEvery;
-        if (std::chrono::duration<double>(now - begun).count() > timeout)
-          throw std::runtime_error("rank " + std::to_string(peer) + " did not reach the barrier of the benchmark in time");
-        const py::gil_scoped_acquire locked;
-        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+        if (std::chrono::steady_clock::now() > until) return false;
       }
     }
+    return true;
   }
 
  private:
-  static constexpr std::chrono::milliseconds kAskEvery{50};
-
   std::uint64_t* line(std::uint32_t rank) const { return reinterpret_cast<std::uint64_t*>(memory_ + 64ull * rank); }
 
   const std::uintptr_t memory_;
@@ -145,7 +137,8 @@ void bind_floor(py::module_& m) {
            "`ops`: int64 [n, 3], to, from, bytes, as addresses; to == 0 only reads. `kernel`: memcpy, copy or stream.");
   py::class_<SpinBarrier>(m, "SpinBarrier", "A barrier of processes over 64 bytes each of memory that all of them map.")
       .def(py::init<std::uintptr_t, std::uint32_t, std::uint32_t>(), py::arg("memory"), py::arg("rank"), py::arg("world_size"))
-      .def("wait", &SpinBarrier::wait, py::arg("timeout"));
+      .def("arrive", &SpinBarrier::arrive)
+      .def("wait", &SpinBarrier::wait, py::arg("seconds"), "False: not everybody arrived in that time; call wait again.");
 }
 
 }  // namespace pplx

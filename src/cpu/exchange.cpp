@@ -194,7 +194,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
 }
 
 void Exchange::look_for_failure(const PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
-  if (load_acquire(own_word(Heap::abort_at)) != 0) raise_failure();
+  if (load_acquire(own_word(Heap::abort_at)) != 0) raise_failure(phase, step);
   const bool late = left <= 0;
   if (!late && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = phase_run.waiting();
@@ -249,13 +249,17 @@ void Exchange::peer_left(std::uint32_t peer) {
   someone_left_.store(true, std::memory_order_release);
 }
 
-void Exchange::raise_failure() {
+void Exchange::raise_failure(Phase phase, std::uint32_t step) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!failure_) {
     const std::uint64_t word = load_acquire(own_word(Heap::abort_at));
     if (word == 0) return;
     const Abort a = read_abort(word);
-    failure_ = std::make_unique<PeerFailure>(message_.empty() ? abort_text(a) : message_, a.reason, a.peer, a.phase, a.step);
+    std::string message = message_.empty() ? abort_text(a) : message_;
+    if (phase != Phase::None) message += ", while " + rank_text(config_.rank) + " was in " + phase_name(phase) + " of step " + std::to_string(step);
+    // A death has no step of its own: then it is where this rank noticed.
+    const bool here = a.phase == Phase::None;
+    failure_ = std::make_unique<PeerFailure>(message, a.reason, a.peer, here ? phase : a.phase, here ? step : a.step);
   }
   const PeerFailure failure = *failure_;
   lock.unlock();

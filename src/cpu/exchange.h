@@ -120,7 +120,8 @@ class Exchange {
   // The first failure latches: every later call throws it. Safe from any thread, and from the proxy.
   void fail(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);            // closed its Communicator in good order: what it sent may still arrive
-  void raise_failure();                          // throws what latched, if anything did
+  // Throws what latched, if anything did; the arguments say what this rank was doing.
+  void raise_failure(Phase phase = Phase::None, std::uint32_t step = 0);
   // An overflow that some rank reported at the end of a step; the next call raises it once, on every rank.
   void raise_notice();
 

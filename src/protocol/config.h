@@ -15,7 +15,7 @@ inline constexpr std::uint32_t kMaxRanks = 1024;        // 10 bits of the immedi
 inline constexpr std::uint32_t kMaxObjects = 8;         // 3 bits of the immediate
 inline constexpr std::uint32_t kMaxTopK = 16;           // one bit a choice in a row's route
 inline constexpr std::uint32_t kMaxLocalExperts = 4096; // 12 bits of a route entry
-inline constexpr std::uint32_t kMaxTokens = 1u << 20;   // 20 bits of a route entry
+inline constexpr std::uint32_t kMaxChoices = 1u << 20;  // of a rank in a step, all of which may name one expert: 20 bits of a route entry
 inline constexpr std::uint32_t kMaxInFlight = 8;
 
 struct Config {
@@ -64,7 +64,8 @@ constexpr const char* invalid(const Config& c) {
   if (c.top_k < 1 || c.top_k > kMaxTopK) return "top_k must be 1 to 16";
   if (c.hidden < 1 || (std::uint64_t{c.hidden} * dtype_bytes(c.dtype)) % 16 != 0)
     return "hidden must be a multiple of 16 bytes";
-  if (c.max_tokens < 1 || c.max_tokens > kMaxTokens) return "max_tokens_per_rank must be 1 to 1048576";
+  if (c.max_tokens < 1 || std::uint64_t{c.max_tokens} * c.top_k > kMaxChoices)
+    return "max_tokens_per_rank * top_k must be 1 to 1048576";
   if (c.in_flight < 1 || c.in_flight > kMaxInFlight || (c.in_flight & (c.in_flight - 1)) != 0)
     return "in_flight must be 1, 2, 4 or 8";
   if (c.align < 1) return "align must be at least 1";

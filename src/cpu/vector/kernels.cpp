@@ -1,4 +1,4 @@
-// Compiled once per instruction set, with PPLX_ISA naming it. Plain loops: the compiler vectorises them.
+// Compiled once per instruction set, with PPLX_ISA naming it.
 // Multiply and add stay two roundings (-ffp-contract=off), so that every instruction set gives the same bits.
 #include "kernels.h"
 
@@ -80,36 +80,78 @@ void stream(void* to, const void* from, std::size_t bytes) {
 #endif
 }
 
+// Vectors as wide as the instruction set's registers, without naming any instruction.
+constexpr std::uint32_t kLanes = kChunk / 4;
+using Floats = float __attribute__((vector_size(kChunk)));
+using Words = std::uint32_t __attribute__((vector_size(kChunk)));
+using Halves = std::uint16_t __attribute__((vector_size(kChunk / 2)));
+using Bytes = std::uint8_t __attribute__((vector_size(kChunk / 4)));
+
 struct BFloat16 {
   using Stored = std::uint16_t;
-  static float load(Stored v) { return from_bf16(v); }
-  static Stored store(float v) { return to_bf16(v); }
+  using StoredLanes = Halves;
+  template <typename F, typename U>
+  static F load(U v) { return from_bf16_bits<F>(v); }
+  template <typename U, typename F>
+  static U store(F v) { return to_bf16_bits<U>(v); }
 };
 struct Float16 {
   using Stored = std::uint16_t;
-  static float load(Stored v) { return from_fp16(v); }
-  static Stored store(float v) { return to_fp16(v); }
+  using StoredLanes = Halves;
+  template <typename F, typename U>
+  static F load(U v) { return from_fp16_bits<F>(v); }
+  template <typename U, typename F>
+  static U store(F v) { return to_fp16_bits<U>(v); }
 };
 struct Float32 {
-  using Stored = float;
-  static float load(Stored v) { return v; }
-  static Stored store(float v) { return v; }
+  using Stored = std::uint32_t;
+  using StoredLanes = Words;
+  template <typename F, typename U>
+  static F load(U v) { return same_bits<F>(v); }
+  template <typename U, typename F>
+  static U store(F v) { return same_bits<U>(v); }
 };
+
+template <typename T>
+inline Floats load_lanes(const typename T::Stored* from) {
+  typename T::StoredLanes stored;
+  std::memcpy(&stored, from, sizeof stored);
+  return T::template load<Floats>(__builtin_convertvector(stored, Words));
+}
+template <typename T>
+inline void store_lanes(typename T::Stored* to, Floats value) {
+  const auto stored = __builtin_convertvector(T::template store<Words>(value), typename T::StoredLanes);
+  std::memcpy(to, &stored, sizeof stored);
+}
+template <typename T>
+inline float load_one(typename T::Stored from) { return T::template load<float>(std::uint32_t{from}); }
+template <typename T>
+inline typename T::Stored store_one(float value) {
+  return static_cast<typename T::Stored>(T::template store<std::uint32_t>(value));
+}
 
 template <typename T>
 void quantise_as(const typename T::Stored* x, std::uint32_t hidden, std::uint8_t* codes, float* scales) {
   for (std::uint32_t begin = 0; begin < hidden; begin += 128) {
-    const std::uint32_t n = std::min(128u, hidden - begin);
-    float value[128];
-    std::uint32_t largest = 0;   // magnitudes compare as integers, and NaN compares largest of all
-    for (std::uint32_t i = 0; i < n; ++i) {
-      value[i] = T::load(x[begin + i]);
-      const std::uint32_t magnitude = bits_of(value[i]) & 0x7fffffffu;
-      largest = magnitude > largest ? magnitude : largest;
+    const std::uint32_t n = std::min(128u, hidden - begin), whole = n / kLanes * kLanes;
+    const typename T::Stored* from = x + begin;
+    // Magnitudes compare as integers, and NaN compares largest of all.
+    Words lanes = {};
+    for (std::uint32_t i = 0; i < whole; i += kLanes) {
+      const Words magnitude = same_bits<Words>(load_lanes<T>(from + i)) & 0x7fffffffu;
+      lanes = magnitude > lanes ? magnitude : lanes;
     }
+    std::uint32_t largest = 0;
+    for (std::uint32_t i = 0; i < kLanes; ++i) largest = std::max<std::uint32_t>(largest, lanes[i]);
+    for (std::uint32_t i = whole; i < n; ++i) largest = std::max(largest, bits_of(load_one<T>(from[i])) & 0x7fffffffu);
     const BlockScale s = e4m3_scale(float_of(largest));
     scales[begin / 128] = s.scale;
-    for (std::uint32_t i = 0; i < n; ++i) codes[begin + i] = to_e4m3_sat(value[i] * s.multiplier);
+    std::uint8_t* to = codes + begin;
+    for (std::uint32_t i = 0; i < whole; i += kLanes) {
+      const Bytes code = __builtin_convertvector(to_e4m3_bits<Words>(load_lanes<T>(from + i) * s.multiplier), Bytes);
+      std::memcpy(to + i, &code, sizeof code);
+    }
+    for (std::uint32_t i = whole; i < n; ++i) to[i] = to_e4m3_sat(load_one<T>(from[i]) * s.multiplier);
   }
 }
 
@@ -117,40 +159,43 @@ void quantise(Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* co
   switch (dtype) {
     case Dtype::BFloat16: return quantise_as<BFloat16>(static_cast<const std::uint16_t*>(x), hidden, codes, scales);
     case Dtype::Float16: return quantise_as<Float16>(static_cast<const std::uint16_t*>(x), hidden, codes, scales);
-    case Dtype::Float32: return quantise_as<Float32>(static_cast<const float*>(x), hidden, codes, scales);
+    case Dtype::Float32: return quantise_as<Float32>(static_cast<const std::uint32_t*>(x), hidden, codes, scales);
   }
 }
 
+// Sums stay in registers over all rows: a strip of columns at a time.
 template <typename T, bool weighted>
-inline void add_row(float* __restrict sum, const typename T::Stored* __restrict row, float weight, std::uint32_t n) {
-  for (std::uint32_t i = 0; i < n; ++i) {
-    const float v = T::load(row[i]);
-    sum[i] = sum[i] + (weighted ? weight * v : v);
-  }
-}
-
-template <typename T, bool weighted>
-void add_rows_as(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
-                 std::uint32_t hidden) {
+void add_rows_as(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n, std::uint32_t hidden) {
   using Stored = typename T::Stored;
-  constexpr std::uint32_t kTile = 512;   // sums stay in the first-level cache
-  alignas(64) float sum[kTile];
-  for (std::uint32_t begin = 0; begin < hidden; begin += kTile) {
-    const std::uint32_t width = std::min(kTile, hidden - begin);
-    if (from != nullptr)
-      for (std::uint32_t i = 0; i < width; ++i) sum[i] = T::load(static_cast<const Stored*>(from)[begin + i]);
-    else
-      for (std::uint32_t i = 0; i < width; ++i) sum[i] = 0.0f;
-    for (std::uint32_t r = 0; r < n; ++r)
-      add_row<T, weighted>(sum, static_cast<const Stored*>(rows[r]) + begin, weighted ? weights[r] : 1.0f, width);
-    Stored* __restrict out = static_cast<Stored*>(to) + begin;
-    for (std::uint32_t i = 0; i < width; ++i) out[i] = T::store(sum[i]);
+  constexpr std::uint32_t kStrip = 4;
+  Stored* out = static_cast<Stored*>(to);
+  const Stored* initial = static_cast<const Stored*>(from);
+  std::uint32_t at = 0;
+  for (; at + kStrip * kLanes <= hidden; at += kStrip * kLanes) {
+    Floats sum[kStrip] = {};
+    if (initial != nullptr)
+      for (std::uint32_t i = 0; i < kStrip; ++i) sum[i] = load_lanes<T>(initial + at + i * kLanes);
+    for (std::uint32_t r = 0; r < n; ++r) {
+      const Stored* row = static_cast<const Stored*>(rows[r]) + at;
+      for (std::uint32_t i = 0; i < kStrip; ++i) {
+        const Floats value = load_lanes<T>(row + i * kLanes);
+        sum[i] = sum[i] + (weighted ? weights[r] * value : value);
+      }
+    }
+    for (std::uint32_t i = 0; i < kStrip; ++i) store_lanes<T>(out + at + i * kLanes, sum[i]);
+  }
+  for (; at < hidden; ++at) {
+    float sum = initial != nullptr ? load_one<T>(initial[at]) : 0.0f;
+    for (std::uint32_t r = 0; r < n; ++r) {
+      const float value = load_one<T>(static_cast<const Stored*>(rows[r])[at]);
+      sum = sum + (weighted ? weights[r] * value : value);
+    }
+    out[at] = store_one<T>(sum);
   }
 }
 
 template <typename T>
-void add_rows_of(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
-                 std::uint32_t hidden) {
+void add_rows_of(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n, std::uint32_t hidden) {
   if (weights != nullptr)
     add_rows_as<T, true>(to, from, rows, weights, n, hidden);
   else

@@ -1,0 +1,191 @@
+"""What a user would write without this library: sort the top-k copies by expert, exchange counts, then rows, and permute."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from . import reference
+from .batch import Batch, Shape
+from .clock import Clock
+from .world import World
+
+
+class Collective(Protocol):
+    """All-to-all of counts, and of rows of bytes."""
+
+    name: str
+
+    def counts(self, out: torch.Tensor, mine: torch.Tensor) -> None: ...
+
+    def rows(self, out: torch.Tensor, mine: torch.Tensor, out_rows: list[int], my_rows: list[int]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Gloo:
+    name = "gloo"
+
+    def __init__(self, world: World, timeout: float) -> None:
+        limit = timedelta(seconds=timeout)
+        host = "127.0.0.1" if world.together else world.gather(socket.gethostname(), "gloo's host")[0]
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if world.rank == 0 else None
+        port = world.gather(store.port if store else 0, "gloo's port")[0]
+        if store is None:
+            store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit)
+
+    def counts(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        dist.all_to_all_single(out, mine)
+
+    def rows(self, out: torch.Tensor, mine: torch.Tensor, out_rows: list[int], my_rows: list[int]) -> None:
+        dist.all_to_all_single(out, mine, out_rows, my_rows)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class Mpi:
+    name = "mpi"
+
+    def __init__(self, world: World) -> None:
+        if world.mpi is None:
+            raise RuntimeError("not started by mpirun, or no mpi4py here")
+        self._mpi: Any = world.mpi
+        self._comm: Any = world.mpi.COMM_WORLD.Dup()
+
+    def counts(self, out: torch.Tensor, mine: torch.Tensor) -> None:
+        self._comm.Alltoall(mine.numpy(), out.numpy())
+
+    def rows(self, out: torch.Tensor, mine: torch.Tensor, out_rows: list[int], my_rows: list[int]) -> None:
+        width = mine.shape[1]
+        byte = self._mpi.BYTE
+        self._comm.Alltoallv(
+            [mine.view(torch.uint8).numpy(), [n * width for n in my_rows], byte],
+            [out.view(torch.uint8).numpy(), [n * width for n in out_rows], byte],
+        )
+
+    def close(self) -> None:
+        self._comm.Free()
+
+
+class Peer:
+    """Dispatch and combine over a collective. Every buffer that a user could keep is kept."""
+
+    def __init__(self, world: World, shape: Shape, collective: Collective) -> None:
+        self.name = collective.name
+        self._all_to_all = collective
+        self._shape = shape
+        o, c = shape.options, shape.config
+        self._world, self._local = shape.world, c.experts_per_rank
+        choices = shape.tokens * o.top_k
+        self._width = shape.payload_bytes + shape.scale_bytes
+        if shape.quantised and self._width % 4:
+            raise RuntimeError("the comparison packs codes and scales into a row, for which hidden must be a multiple of 4")
+        self._packed = torch.empty(shape.tokens, self._width, dtype=torch.uint8)
+        self._send = torch.empty(choices, self._width, dtype=torch.uint8)
+        self._recv, self._sorted = self._room(0), self._room(0)
+        self._back_send = torch.empty(0, o.hidden, dtype=o.dtype)
+        self._back = torch.empty(choices, o.hidden, dtype=o.dtype)
+        self._by_choice = torch.empty_like(self._back)
+        self._y = torch.empty(shape.tokens, 1, o.hidden, dtype=o.dtype)
+        blocks = -(-o.hidden // 128)
+        self._wide = torch.zeros(shape.tokens, blocks, 128)
+        self._magnitude = torch.empty_like(self._wide)
+        self._local_experts = torch.arange(self._local).repeat(self._world)
+        self.bytes_sent = {"dispatch": 0, "combine": 0}
+        self.steps_counted = 0
+
+    def _room(self, rows: int) -> torch.Tensor:
+        return torch.empty(rows, self._width, dtype=torch.uint8)
+
+    def _quantise(self, x: torch.Tensor) -> None:
+        """Codes and scales of each token into its packed row."""
+        shape, hidden = self._shape, self._shape.options.hidden
+        flat = self._wide.view(shape.tokens, -1)
+        flat[:, :hidden].copy_(x)
+        largest = torch.abs(self._wide, out=self._magnitude).amax(-1, keepdim=True)
+        zero = largest == 0
+        scale = torch.where(zero, 1.0, largest / 448)
+        self._wide.mul_(torch.where(zero, 1.0, 448 / largest))
+        self._packed[:, :hidden].view(torch.float8_e4m3fn).copy_(flat[:, :hidden])
+        self._packed[:, hidden:].view(torch.float32).copy_(scale[..., 0])
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Packed rows by local expert. What combine needs is kept in self."""
+        if self._shape.quantised:
+            self._quantise(x)
+            rows = self._packed
+        else:
+            rows = x.view(torch.uint8)
+        flat = ids.view(-1)
+        self._order = torch.argsort(flat, stable=True)
+        my_counts = torch.bincount(flat, minlength=self._world * self._local)
+        counts = torch.empty_like(my_counts)
+        self._all_to_all.counts(counts, my_counts)
+        self._my_rows = my_counts.view(self._world, -1).sum(1).tolist()
+        self._rows = counts.view(self._world, -1).sum(1).tolist()
+        total = sum(self._rows)
+        if len(self._recv) < total:
+            self._recv, self._sorted = self._room(total), self._room(total)
+            self._back_send = torch.empty(total, x.shape[1], dtype=x.dtype)
+        torch.index_select(rows, 0, self._order // ids.shape[1], out=self._send)
+        self._all_to_all.rows(self._recv[:total], self._send, self._rows, self._my_rows)
+        # From (source, expert) order to (expert, source).
+        self._by_expert = torch.argsort(torch.repeat_interleave(self._local_experts, counts), stable=True)
+        return torch.index_select(self._recv[:total], 0, self._by_expert, out=self._sorted[:total])
+
+    def combine(self, expert_out: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        sent = self._back_send[: len(expert_out)]
+        sent.index_copy_(0, self._by_expert, expert_out)
+        self._all_to_all.rows(self._back.view(torch.uint8), sent.view(torch.uint8), self._my_rows, self._rows)
+        self._by_choice.index_copy_(0, self._order, self._back)
+        copies = self._by_choice.view(*weights.shape, -1)
+        return torch.bmm(weights[:, None].to(copies.dtype), copies, out=self._y)[:, 0]
+
+    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock, expected: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """`expert_out`: its rows for this batch, by expert. `expected`: what combine must return, and how exactly."""
+        x, ids, weights = batch.x, batch.topk_ids, batch.topk_weights
+        checked = expected is not None
+        if checked:
+            self._recv.fill_(0xFF)
+            self._sorted.fill_(0xFF)
+            self._y.fill_(float("nan"))
+        rows = clock.time(self.name, "dispatch", lambda: self.dispatch(x, ids))
+        if checked:
+            self._check_rows(batch, rows)
+        y = clock.time(self.name, "combine", lambda: self.combine(expert_out, weights))
+        if expected is not None:
+            reference.check_close(y, *expected)
+            self._y.fill_(float("nan"))
+
+        def round_trip() -> torch.Tensor:
+            self.dispatch(x, ids)
+            return self.combine(expert_out, weights)
+
+        y = clock.time(self.name, "round trip", round_trip)
+        if expected is not None:
+            reference.check_close(y, *expected)
+        if clock.recording:
+            away = sum(self._my_rows) - self._my_rows[self._shape.rank]
+            back = sum(self._rows) - self._rows[self._shape.rank]
+            self.bytes_sent["dispatch"] += away * self._width
+            self.bytes_sent["combine"] += back * self._shape.row_bytes
+            self.steps_counted += 1
+
+    def _check_rows(self, batch: Batch, rows: torch.Tensor) -> None:
+        shape, p = self._shape, batch.placement
+        payload, scales = rows[:, : shape.payload_bytes], None
+        if shape.quantised:
+            x = payload.contiguous().view(torch.float8_e4m3fn)
+            scales = rows[:, shape.payload_bytes :].contiguous().view(torch.float32)
+        else:
+            x = payload.view(shape.options.dtype)
+        reference.check_rows(batch, x, scales, torch.from_numpy(p.source), torch.from_numpy(p.token))
+
+    def close(self) -> None:
+        self._all_to_all.close()

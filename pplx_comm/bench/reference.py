@@ -1,0 +1,120 @@
+"""What must come out, in plain torch. `Wrong` says what did not."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..handles import Dispatched
+from .batch import Batch
+
+E4M3_RELATIVE = 2.0**-4
+"""Half a step of three mantissa bits."""
+E4M3_ABSOLUTE = 2.0**-10
+"""Half a step of the subnormals, in units of the scale."""
+
+
+class Wrong(Exception):
+    """A result that is not what the reference says."""
+
+
+def _first(differs: torch.Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in differs.nonzero()[0])
+
+
+def _equal(what: str, got: torch.Tensor, expected: torch.Tensor) -> None:
+    if got.shape != expected.shape:
+        raise Wrong(f"{what} has shape {tuple(got.shape)}, expected {tuple(expected.shape)}")
+    differs = got != expected.to(got.dtype)
+    if differs.any():
+        at = _first(differs)
+        raise Wrong(f"{what}{list(at)} is {got[at].item()}, expected {expected[at].item()} ({int(differs.sum())} of {differs.numel()} differ)")
+
+
+def check_rows(batch: Batch, rows: torch.Tensor, scales: torch.Tensor | None, source: torch.Tensor, token: torch.Tensor) -> None:
+    """Received rows against the tokens that they must be: the same bits, or what e4m3 can hold of them."""
+    shape = batch.shape
+    for rank in range(shape.world):
+        mine = (source == rank).nonzero()[:, 0]
+        if len(mine) == 0:
+            continue
+        expected, got = batch.x_of(rank)[token[mine]], rows[mine]
+        if scales is None:
+            _equal(f"rows received from rank {rank}: x", got, expected)
+            continue
+        blocks = torch.repeat_interleave(scales[mine], 128, dim=1)[:, : shape.options.hidden]
+        exact, decoded = expected.float(), got.float() * blocks
+        bound = torch.maximum(exact.abs() * E4M3_RELATIVE, blocks * E4M3_ABSOLUTE) * (1 + 2.0**-16)
+        bad = ~((decoded - exact).abs() <= bound)
+        if bad.any():
+            at = _first(bad)
+            raise Wrong(
+                f"token {int(token[mine[at[0]]])} from rank {rank} decodes to {decoded[at].item():.6g} at {at[1]}, where it was "
+                f"{exact[at].item():.6g} ({int(bad.sum())} of {bad.numel()} elements beyond e4m3's rounding)"
+            )
+
+
+def check_dispatched(batch: Batch, d: Dispatched) -> None:
+    shape, p = batch.shape, batch.placement
+    hidden = shape.options.hidden
+    place, source, token = (torch.from_numpy(array) for array in (p.place, p.source, p.token))
+    _equal("d.counts", d.counts, torch.from_numpy(p.counts))
+    if d.offsets is not None:
+        _equal("d.offsets", d.offsets, torch.from_numpy(p.offsets))
+    _equal("d.src_rank", d.src_rank.reshape(-1)[place], source)
+    _equal("d.src_token", d.src_token.reshape(-1)[place], token)
+    weights = torch.zeros(len(place))
+    for rank in range(shape.world):
+        mine = source == rank
+        weights[mine] = batch.weights_of(rank)[token[mine], torch.from_numpy(p.k)[mine]]
+    if d.topk_ids is not None and d.topk_weights is not None and d.num_rows is not None:
+        rows = int(batch.rows[:, shape.rank].sum())
+        _equal("d.num_rows", d.num_rows, torch.tensor([rows]))
+        ids = torch.full((rows, shape.options.top_k), -1, dtype=torch.int64)
+        ids[place, torch.from_numpy(p.k)] = torch.from_numpy(p.expert)
+        _equal("d.topk_ids", d.topk_ids[:rows], ids)
+        _equal("d.topk_weights", d.topk_weights[place, torch.from_numpy(p.k)], weights)
+    elif d.weights is not None:
+        _equal("d.weights", d.weights.reshape(-1)[place], weights)
+    scales = None if d.scale is None else d.scale.reshape(-1, d.scale.shape[-1])[place]
+    check_rows(batch, d.x.reshape(-1, hidden)[place], scales, source, token)
+
+
+def combined(batch: Batch, table: torch.Tensor, compact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What combine must return, with the library's own order of roundings, and the sum of magnitudes that errors scale with."""
+    shape = batch.shape
+    values, dest = batch.value_of(shape.rank, compact), batch.dest[shape.rank]
+    weights = batch.topk_weights
+    total = torch.zeros(shape.tokens, shape.options.hidden)
+    magnitude = torch.zeros_like(total)
+    for rank in range(shape.world):
+        partial = torch.zeros_like(total)
+        for k in range(shape.options.top_k):
+            here = dest[:, k] == rank
+            if compact:
+                # One row per token and rank, not one per choice.
+                here &= (dest[:, :k] != rank).all(axis=1)
+            tokens = torch.from_numpy(np.nonzero(here)[0])
+            if len(tokens) == 0:
+                continue
+            rows = table[torch.from_numpy(values[here, k])].float()
+            term = rows if compact else rows * weights[tokens, k, None]
+            partial[tokens] += term
+            magnitude[tokens] += term.abs()
+        total += partial.to(shape.options.dtype).float()
+    return total.to(shape.options.dtype), magnitude
+
+
+def check_combined(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """The library's result: every bit."""
+    if not torch.equal(y, expected):
+        _equal("combine: y", y, expected)
+
+
+def check_close(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor) -> None:
+    """Another library's result: its order of sums and roundings is its own."""
+    bound = 4 * torch.finfo(y.dtype).eps * magnitude + 1e-6
+    bad = ~((y.float() - expected.float()).abs() <= bound)
+    if bad.any():
+        at = _first(bad)
+        raise Wrong(f"combine: y{list(at)} is {y[at].item()}, expected {expected[at].item()} ({int(bad.sum())} of {bad.numel()} too far)")

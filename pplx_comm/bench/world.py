@@ -1,0 +1,119 @@
+"""The ranks of a benchmark: a barrier that costs next to nothing, a clock, shared memory, and fresh Communicators."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .. import _core, _memory
+from .._launch import detect
+from .._rendezvous import Alone, Gathered
+from .._setup import threads_of_a_rank
+from ..communicator import Communicator
+from ..errors import Error
+from .options import Options
+
+T = TypeVar("T")
+Span = tuple[int, int]
+"""When a rank began and ended, nanoseconds of CLOCK_MONOTONIC, which the ranks of a host share."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """This rank's memory, and that of the other ranks of its node as this rank sees it."""
+
+    rank: int
+    own: _core.Mapping
+    peers: dict[int, _core.Mapping]
+
+    def address(self, rank: int) -> int:
+        return int((self.own if rank == self.rank else self.peers[rank]).address)
+
+
+class World:
+    def __init__(self, options: Options, mpi: Any) -> None:
+        self.mpi = mpi
+        """mpi4py's MPI, when mpirun started this process."""
+        self.comm = Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)
+        self.rank, self.size = self.comm.rank, self.comm.world_size
+        self.together = self.comm.node_size == self.size
+        """All ranks on one host: clocks can be compared, memory mapped."""
+        self._timeout = options.timeout
+        if options.threads is not None:
+            os.environ["PPLX_COMM_THREADS"] = str(options.threads)
+        self.threads = threads_of_a_rank(self.comm.node_size)
+        self._barrier: _core.SpinBarrier | None = None
+        if self.together:
+            self._lines = self.share(64 * self.size, "the benchmark's barrier")
+            self._barrier = _core.SpinBarrier(self._lines.address(0), self.rank, self.size)
+
+    def barrier(self) -> None:
+        if self._barrier is None:
+            self.comm.barrier(self._timeout)
+            return
+        self._barrier.arrive()
+        given_up = time.monotonic() + self._timeout
+        while not self._barrier.wait(0.1):
+            self.comm._raise_if_failed()
+            if time.monotonic() > given_up:
+                raise Error(f"rank {self.rank} waited {self._timeout:g} s for the others: one of them hangs")
+
+    def timed(self, call: Callable[[], T]) -> tuple[T, Span]:
+        """All ranks enter together."""
+        self.barrier()
+        begun = time.perf_counter_ns()
+        result = call()
+        return result, (begun, time.perf_counter_ns())
+
+    def gather(self, value: Any, tag: str) -> list[Any]:
+        """Everybody's JSON-able value."""
+        answers = self.comm._exchange({"value": value}, f"bench: {tag}", self._timeout)
+        return [answer["value"] if answer is not None else None for answer in answers]
+
+    def everybody(self, attempt: Callable[[], T], tag: str) -> tuple[T | None, str | None]:
+        """The result, or why some rank could not do it; alike on all ranks."""
+        result, reason = None, None
+        try:
+            result = attempt()
+        except Exception as problem:  # whatever one rank lacks, the others must hear of it
+            reason = f"{problem}" or type(problem).__name__
+        reasons = self.gather(reason, tag)
+        return result, next((found for found in reasons if found is not None), None)
+
+    def share(self, nbytes: int, what: str) -> Shared:
+        fd = _memory.allocate(nbytes, what)
+        try:
+            received = self.comm._share_fds([fd], f"bench: {what}")
+            try:
+                peers = {rank: _core.Mapping(fds[0], nbytes) for rank, fds in received.items()}
+            finally:
+                for fds in received.values():
+                    for other in fds:
+                        os.close(other)
+            return Shared(self.rank, _core.Mapping(fd, nbytes), peers)
+        finally:
+            os.close(fd)
+
+    def fresh(self) -> Communicator:
+        """A Communicator of the same ranks. Its close() ends whatever threads its AllToAlls started."""
+        if self.size == 1:
+            return Communicator(Alone(), timeout=self._timeout)
+        gathered = Gathered(self.rank, self.size, lambda text: self.gather(text, "another Communicator"))
+        return Communicator(gathered, timeout=self._timeout)
+
+    def close(self) -> None:
+        self.comm.close()
+
+
+def started_by_mpi() -> Any:
+    """mpi4py's MPI if an MPI launcher started this process and mpi4py can join it; else None."""
+    if not detect(os.environ).source.startswith(("OMPI", "PMI")):
+        return None
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        return None
+    return MPI
