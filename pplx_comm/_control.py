@@ -357,10 +357,10 @@ class Mesh:
 
     def _spread(self, failure: Failure) -> None:
         """Tell everybody: a cut cable shows to two ranks only."""
-        self._send(
-            sorted(self._links.keys() & self.members),
-            json_frame(Kind.ABORT, {"generation": self.generation, **failure.to_json()}),
-        )
+        self._send(sorted(self._links.keys() & self.members), json_frame(Kind.ABORT, self._failure_report()))
+
+    def _failure_report(self) -> dict[str, Any] | None:
+        return {"generation": self.generation, **self.failure.to_json()} if self.failure is not None else None
 
     # The agreement on survivors; all of it under the condition
 
@@ -473,6 +473,8 @@ class Mesh:
         """A message that is not part of a collective. One of a later generation waits until this rank is there too."""
         if kind == Kind.GOODBYE:
             reason = field(message, "reason", str)
+            if isinstance(message.get("failure"), dict):  # why it left, before that it left
+                self._handle(sender, Kind.ABORT, message["failure"])
             if message.get("excluded") is True:
                 self._agreement.excluded_by = sender
                 self._latch(Failure("abort", sender, self.rank, "reset", message=reason))
@@ -578,7 +580,7 @@ class Mesh:
             self._wake_fd = -1
 
     def _take_leave(self, links: Sequence[Link]) -> None:
-        goodbye = json_frame(Kind.GOODBYE, {"reason": one_line(self._closing or "")})
+        goodbye = json_frame(Kind.GOODBYE, {"reason": one_line(self._closing or ""), "failure": self._failure_report()})
         for link in links:
             link.send(goodbye)
         deadline = time.monotonic() + FLUSH_SECONDS

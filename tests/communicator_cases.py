@@ -124,6 +124,7 @@ def share_files(me: Rank, count: int) -> dict[str, Any]:
         assert "rank 1 cannot send" in bad["message"], bad
         comm.barrier()
         assert len(_open_fds()) == before, (_open_fds(), before)
+        comm.barrier()
         return {"ok": True}
 
 
@@ -288,19 +289,29 @@ def abort(me: Rank) -> dict[str, Any]:
     comm._on_failure(heard.append)
     comm._on_failure(forgotten.append)()
     comm.barrier()
+    me.say("ready")
     if comm.rank == 2:
+        me.hear()
         comm._abort({"peer": 0, "phase": "combine_recv", "step": 7, "message": "rank 2 waited for rank 0"})
         comm._abort({"message": "a second one"})
     waited = _raised(comm.barrier, timeout=20)
     assert not forgotten
+    deadline = time.monotonic() + 5
+    while not heard and time.monotonic() < deadline:
+        time.sleep(0.001)  # the waiting thread may wake before the callbacks were called
     assert [failure.kind for failure in heard] == ["abort"], heard
     raised = _raised(comm._raise_if_failed)
     survivors = comm._agree_survivors(10)
     assert comm.failure is None
     comm.barrier(10)
+    me.say("again")
     if comm.rank == 3:
+        me.hear()
         comm._abort({"kind": "timeout", "message": "once more"})
     again = _raised(comm.barrier, timeout=20)
+    deadline = time.monotonic() + 5
+    while [failure.kind for failure in heard].count("timeout") == 0 and time.monotonic() < deadline:
+        time.sleep(0.001)
     comm.close()
     return {
         "waited": waited,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
 from .. import all_to_all
 from ..handles import Dispatched
-from . import reference
 from .batch import Batch, Shape
 from .clock import Clock
 from .options import Transport
+from .reference import Checks
 from .world import World
 
 FUSED = ("dispatch", "combine", "round trip")
@@ -38,25 +36,24 @@ class Ours:
         self.bytes_sent = {"dispatch": 0, "combine": 0}
         self.steps_counted = 0
 
-    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock, expected: torch.Tensor | None) -> None:
-        """`expected`: what combine must return, if this iteration is one that is checked."""
+    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock, checks: Checks | None) -> None:
+        """`expert_out`: laid out as d.x."""
         a2a, x, ids, weights = self._a2a, batch.x, batch.topk_ids, batch.topk_weights
-        checked = expected is not None
-        if checked:
+        if checks:
             self._poison(batch, self._throw_away(batch))
 
         before = a2a.stats()["bytes_sent"]
         d = clock.time(self.name, "dispatch", lambda: a2a.dispatch(x, ids, weights))
         between = a2a.stats()["bytes_sent"]
-        if checked:
-            reference.check_dispatched(batch, d)
+        if checks:
+            checks.dispatched(self.name, d)
         clock.time(self.name, "combine", lambda: a2a.combine(expert_out, d, out=self._y))
         if clock.recording:
             self.bytes_sent["dispatch"] += between - before
             self.bytes_sent["combine"] += a2a.stats()["bytes_sent"] - between
             self.steps_counted += 1
-        if checked:
-            self._check_y(expected)
+        if checks:
+            checks.combined(self.name, self._y)
             self._poison(batch, d)
         del d
 
@@ -66,29 +63,26 @@ class Ours:
             return d
 
         d = clock.time(self.name, "round trip", round_trip)
-        if checked:
-            reference.check_dispatched(batch, d)
-            self._check_y(expected)
+        if checks:
+            checks.dispatched(self.name, d)
+            checks.combined(self.name, self._y)
             self._poison(batch, d)
         del d
 
         d = clock.time(self.name, "dispatch_send", lambda: a2a.dispatch_send(x, ids, weights))
         clock.time(self.name, "dispatch_recv", lambda: a2a.dispatch_recv(d))
-        if checked:
-            reference.check_dispatched(batch, d)
+        if checks:
+            checks.dispatched(self.name, d)
         c = clock.time(self.name, "combine_send", lambda: a2a.combine_send(expert_out, d, out=self._y))
         clock.time(self.name, "combine_recv", lambda: a2a.combine_recv(c))
-        if checked:
-            self._check_y(expected)
+        if checks:
+            checks.combined(self.name, self._y)
 
     def _throw_away(self, batch: Batch) -> Dispatched:
         """A dispatch whose output's memory the next one will get."""
         d = self._a2a.dispatch(batch.x, batch.topk_ids, batch.topk_weights)
         d.release()
         return d
-
-    def _check_y(self, expected: torch.Tensor | None) -> None:
-        reference.check_combined(self._y, cast(torch.Tensor, expected))
 
     def _poison(self, batch: Batch, d: Dispatched) -> None:
         """What the next dispatch and combine of this batch must overwrite."""

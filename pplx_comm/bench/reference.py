@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cached_property
+
 import numpy as np
 import torch
 
@@ -118,3 +121,41 @@ def check_close(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor
     if bad.any():
         at = _first(bad)
         raise Wrong(f"combine: y{list(at)} is {y[at].item()}, expected {expected[at].item()} ({int(bad.sum())} of {bad.numel()} too far)")
+
+
+class Checks:
+    """One iteration's results against the reference. Notes what is wrong, for a rank that left in between would hang the others."""
+
+    def __init__(self, batch: Batch, table: torch.Tensor, notes: list[str]) -> None:
+        self._batch = batch
+        self._table = table
+        self._notes = notes
+
+    @cached_property
+    def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return combined(self._batch, self._table, compact=False)
+
+    @cached_property
+    def _expected_of_ours(self) -> torch.Tensor:
+        return combined(self._batch, self._table, compact=True)[0] if self._batch.shape.compact else self._expected[0]
+
+    def _note(self, backend: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Wrong as wrong:
+            shape = self._batch.shape
+            self._notes.append(f"{backend}, {shape.tokens} tokens, rank {shape.rank}, iteration {self._batch.iteration}: {wrong}")
+
+    def dispatched(self, backend: str, d: Dispatched) -> None:
+        self._note(backend, lambda: check_dispatched(self._batch, d))
+
+    def combined(self, backend: str, y: torch.Tensor) -> None:
+        self._note(backend, lambda: check_combined(y, self._expected_of_ours))
+
+    def rows(self, backend: str, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
+        """A peer's received rows, by expert without gaps."""
+        p = self._batch.placement
+        self._note(backend, lambda: check_rows(self._batch, rows, scales, torch.from_numpy(p.source), torch.from_numpy(p.token)))
+
+    def close(self, backend: str, y: torch.Tensor) -> None:
+        self._note(backend, lambda: check_close(y, *self._expected))

@@ -41,7 +41,7 @@ class World:
         self.rank, self.size = self.comm.rank, self.comm.world_size
         self.together = self.comm.node_size == self.size
         """All ranks on one host: clocks can be compared, memory mapped."""
-        self._timeout = options.timeout
+        self.patience = options.timeout
         if options.threads is not None:
             os.environ["PPLX_COMM_THREADS"] = str(options.threads)
         self.threads = threads_of_a_rank(self.comm.node_size)
@@ -52,14 +52,14 @@ class World:
 
     def barrier(self) -> None:
         if self._barrier is None:
-            self.comm.barrier(self._timeout)
+            self.comm.barrier(self.patience)
             return
         self._barrier.arrive()
-        given_up = time.monotonic() + self._timeout
+        given_up = time.monotonic() + self.patience
         while not self._barrier.wait(0.1):
             self.comm._raise_if_failed()
             if time.monotonic() > given_up:
-                raise Error(f"rank {self.rank} waited {self._timeout:g} s for the others: one of them hangs")
+                raise Error(f"rank {self.rank} waited {self.patience:g} s for the others: one of them hangs")
 
     def timed(self, call: Callable[[], T]) -> tuple[T, Span]:
         """All ranks enter together."""
@@ -70,7 +70,7 @@ class World:
 
     def gather(self, value: Any, tag: str) -> list[Any]:
         """Everybody's JSON-able value."""
-        answers = self.comm._exchange({"value": value}, f"bench: {tag}", self._timeout)
+        answers = self.comm._exchange({"value": value}, f"bench: {tag}", self.patience)
         return [answer["value"] if answer is not None else None for answer in answers]
 
     def everybody(self, attempt: Callable[[], T], tag: str) -> tuple[T | None, str | None]:
@@ -100,9 +100,9 @@ class World:
     def fresh(self) -> Communicator:
         """A Communicator of the same ranks. Its close() ends whatever threads its AllToAlls started."""
         if self.size == 1:
-            return Communicator(Alone(), timeout=self._timeout)
+            return Communicator(Alone(), timeout=self.patience)
         gathered = Gathered(self.rank, self.size, lambda text: self.gather(text, "another Communicator"))
-        return Communicator(gathered, timeout=self._timeout)
+        return Communicator(gathered, timeout=self.patience)
 
     def close(self) -> None:
         self.comm.close()

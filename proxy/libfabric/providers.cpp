@@ -9,12 +9,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
 
 #include "../fabric.h"
 #include "interfaces.h"
+#include "topology.h"
 
 namespace pplx::libfabric {
 namespace {
@@ -114,6 +116,14 @@ std::string why_not(const Library& library, const std::string& provider, const A
 
 std::string domain_of(const Info& info) { return text(info->domain_attr->name); }
 
+std::string pci_path_of(const fi_info& info) {
+  if (info.nic == nullptr || info.nic->bus_attr == nullptr || info.nic->bus_attr->bus_type != FI_BUS_PCI) return {};
+  const fi_pci_attr& pci = info.nic->bus_attr->attr.pci;
+  char bus_id[32];
+  std::snprintf(bus_id, sizeof(bus_id), "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
+  return pci_path(bus_id);
+}
+
 // "rdmap16s27" names the same NIC as "rdmap16s27-rdm".
 bool names_domain(const std::string& wanted, const std::string& domain) {
   return domain == wanted || domain.rfind(wanted + "-", 0) == 0;
@@ -148,8 +158,17 @@ std::vector<Nic> device_nics(const Library& library, const std::string& provider
     const bool known = std::any_of(all.begin(), all.end(), [&](const Nic& nic) { return nic.name == domain; });
     if (!known) all.push_back({domain, std::move(info)});
   }
-  if (options.nics.empty()) return all;
   std::vector<Nic> nics;
+  if (options.nics.empty()) {
+    if (options.slots < 1 || options.slot < 0 || options.slot >= options.slots)
+      throw FabricError("slot " + std::to_string(options.slot) + " of " + std::to_string(options.slots) + " slots");
+    std::vector<std::string> paths;
+    for (const Nic& nic : all) paths.push_back(pci_path_of(*nic.info));
+    const std::string near = options.near.empty() ? std::string() : pci_path(options.near);
+    for (const std::size_t index : pick_nics(paths, near, static_cast<std::size_t>(options.slot), static_cast<std::size_t>(options.slots)))
+      nics.push_back(std::move(all[index]));
+    return nics;
+  }
   for (const std::string& wanted : options.nics) {
     const auto found = std::find_if(all.begin(), all.end(), [&](const Nic& nic) { return names_domain(wanted, nic.name); });
     if (found == all.end()) {
@@ -165,7 +184,9 @@ std::vector<Nic> device_nics(const Library& library, const std::string& provider
 Choice open_choice(const Library& library, const std::string& provider, const Options& options) {
   if (const std::string refused = refusal(library, provider); !refused.empty()) throw FabricError(refused);
   Choice choice{provider, is_socket_provider(provider) ? socket_nics(library, provider, options) : device_nics(library, provider, options)};
-  const std::size_t endpoints = options.endpoints > 0 ? static_cast<std::size_t>(options.endpoints) : std::max<std::size_t>(options.nics.size(), 1);
+  const std::size_t endpoints = options.endpoints > 0 ? static_cast<std::size_t>(options.endpoints)
+                                : options.nics.empty()  ? std::min<std::size_t>(choice.nics.size(), kMaxEndpoints)
+                                                        : choice.nics.size();
   if (endpoints > kMaxEndpoints)
     throw FabricError(std::to_string(endpoints) + " endpoints wanted, the most is " + std::to_string(kMaxEndpoints));
   const std::size_t distinct = choice.nics.size();

@@ -13,7 +13,9 @@ namespace pplx::libfabric {
 struct Options {
   std::string provider;                 // a name of kProviders, "verbs", or "" and "auto" for the best there is
   std::vector<std::string> nics;        // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
-  int endpoints = 0;                    // 0: one per NIC of `nics`, or 1. More than there are NICs: they share them
+  int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
+  std::string near;                     // efa, verbs without `nics`: the PCI address of the GPU whose nearest NICs to pick
+  int slot = 0, slots = 1;              // and without `near`: this is the slot-th of so many processes here, each picks its share
   std::string address;                  // tcp, net, sockets: interface or address; $PPLX_COMM_IFACE stands in for an empty one
   bool peers_on_this_host = false;      // no peer lives elsewhere: shm may be chosen
   std::vector<std::string> wheels;      // further places to look for libfabric.so.1

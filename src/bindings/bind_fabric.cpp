@@ -40,10 +40,13 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     const auto name = key.cast<std::string>();
     if (name == "nics") options.nics = value.cast<std::vector<std::string>>();
     else if (name == "endpoints") options.endpoints = value.cast<int>();
+    else if (name == "near") options.near = value.cast<std::string>();
+    else if (name == "slot") options.slot = value.cast<int>();
+    else if (name == "slots") options.slots = value.cast<int>();
     else if (name == "address") options.address = value.cast<std::string>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, address, peers_on_this_host, wheels");
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, near, slot, slots, address, peers_on_this_host, wheels");
   }
   return options;
 }
@@ -78,6 +81,22 @@ py::dict libfabric_status(const std::vector<std::string>& wheels) {
   }
   status["providers"] = providers;
   return status;
+}
+
+// (kind, immediate or context, text): "sent", "arrived" or "failed".
+std::vector<std::tuple<std::string, std::uint64_t, std::string>> poll(Fabric& fabric) {
+  Completion completions[64];
+  std::vector<std::tuple<std::string, std::uint64_t, std::string>> seen;
+  const int count = fabric.poll(completions, 64);
+  for (int i = 0; i < count; ++i) {
+    const Completion& completion = completions[i];
+    switch (completion.kind) {
+      case Completion::Kind::Sent: seen.emplace_back("sent", completion.context, ""); break;
+      case Completion::Kind::Arrived: seen.emplace_back("arrived", completion.immediate, ""); break;
+      case Completion::Kind::Failed: seen.emplace_back("failed", completion.context, fabric.describe_error(completion)); break;
+    }
+  }
+  return seen;
 }
 
 using WriteTuple = std::tuple<int, const RemoteRegion*, std::size_t, std::size_t, std::size_t>;
@@ -139,6 +158,7 @@ void bind_fabric(py::module_& m) {
            py::arg("timeout") = 30.0, py::arg("early_arrivals") = 0,
            "The floor. `writes` has (peer, remote region, bytes, source offset, target offset); returns the seconds of each round and the\n"
            "arrivals that belong to the next call, to be given to it.")
+      .def("poll", &poll, "Up to 64 completions, for tests: (kind, immediate or context, text of a failure). A proxy does this by itself.")
       .def(
           "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.");
 }

@@ -30,12 +30,14 @@ class CombineSend final : public PhaseRun {
     switch (stage) {
       case kWeights:
         if (!in_.uses_weights) return true;
+        before_ = e_.announced(set_, Op::Weights);
         for (std::uint32_t peer : e_.peers()) {
           place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
           units.push_back(1);
         }
         return true;
       case kRows:
+        before_ = e_.announced(set_, Op::Combine);
         for (std::uint32_t peer : e_.peers()) {
           place(Op::Combine, block_, peer, rows(peer));
           units.push_back(e_.units_of(rows(peer), block_.row_bytes, &rows_per_unit_));
@@ -47,7 +49,7 @@ class CombineSend final : public PhaseRun {
 
   bool ready(int stage, std::uint32_t group) override {
     const std::uint32_t peer = e_.peers()[group];
-    if (!e_.mapped(peer) && !e_.send_area_free(set_, stage == kWeights ? Op::Weights : Op::Combine)) return false;
+    if (!e_.mapped(peer) && !Exchange::have_left(before_)) return false;
     if (stage == kWeights || !in_.uses_weights) return true;
     if (e_.has_arrived(step_, Signal::Weights, peer)) return true;
     if (e_.has_arrived(step_, Signal::Combine, peer)) {
@@ -147,6 +149,7 @@ class CombineSend final : public PhaseRun {
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
+  std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
 };
 
 }  // namespace

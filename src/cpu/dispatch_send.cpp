@@ -29,6 +29,7 @@ class DispatchSend final : public PhaseRun {
         return true;
       case kRows: {
         std::uint64_t packed = 0;   // remote blocks lie back to back
+        before_ = e_.announced(set_, Op::Dispatch);
         for (std::uint32_t peer : e_.peers()) {
           const std::uint32_t rows = plan_.rows(peer);
           char* block = e_.send_area(set_, Op::Dispatch) + packed;
@@ -46,7 +47,7 @@ class DispatchSend final : public PhaseRun {
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    return stage == kQuantise || e_.mapped(e_.peers()[group]) || e_.send_area_free(set_, Op::Dispatch);
+    return stage == kQuantise || e_.mapped(e_.peers()[group]) || Exchange::have_left(before_);
   }
 
   Waiting waiting(int, std::uint32_t group) const override {
@@ -135,6 +136,7 @@ class DispatchSend final : public PhaseRun {
   const bool quantises_;
   std::uint32_t tokens_per_unit_ = 1, rows_per_unit_ = 1;
   std::vector<char*> blocks_;
+  std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
 };
 
 }  // namespace

@@ -77,12 +77,18 @@ Waiting Exchange::waiting_for(std::uint32_t step, Signal signal, std::uint32_t p
   return w;
 }
 
-bool Exchange::send_area_free(std::uint32_t set, Op op) const {
+std::vector<Exchange::Announced> Exchange::announced(std::uint32_t set, Op op) const {
+  std::vector<Announced> blocks;
   for (std::uint32_t peer : order_) {
-    if (mapped(peer)) continue;
     const std::uint64_t index = heap_.word_index(config_, set, op, peer);
-    if (mailed_[index] != 0 && load_acquire(own_word(heap_.sent + kWordBytes * index)) != mailed_[index]) return false;
+    if (!mapped(peer) && mailed_[index] != 0) blocks.push_back({own_word(heap_.sent + kWordBytes * index), mailed_[index]});
   }
+  return blocks;
+}
+
+bool Exchange::have_left(const std::vector<Announced>& blocks) {
+  for (const Announced& block : blocks)
+    if (load_acquire(block.sent) != block.word) return false;
   return true;
 }
 

@@ -148,8 +148,14 @@ class Exchange {
     return arrived(arrival(set_of(config_, step), signal, peer), generation_, step);
   }
   Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
-  // Every block that this rank announced to the proxy in (set, op) has left for good: its memory may be used again.
-  bool send_area_free(std::uint32_t set, Op op) const;
+  // The blocks that this rank announced to the proxy in (set, op) so far, for have_left() to ask about: once they have
+  // left for good, their memory may be used again.
+  struct Announced {
+    const std::uint64_t* sent;
+    std::uint64_t word;
+  };
+  std::vector<Announced> announced(std::uint32_t set, Op op) const;
+  static bool have_left(const std::vector<Announced>& blocks);
   // Announces a finished block: raises the peer's arrival word, or tells the proxy.
   void publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block);
   void raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer);

@@ -209,7 +209,7 @@ void check_validation() {
   says([](Config& c) { c.hidden = 9; }, "hidden");
   says([](Config& c) { c.hidden = 12; }, "hidden");
   says([](Config& c) { c.max_tokens = 0; }, "max_tokens");
-  says([](Config& c) { c.max_tokens = kMaxTokens + 1; }, "max_tokens");
+  says([](Config& c) { c.max_tokens = kMaxChoices + 1; }, "max_tokens");
   says([](Config& c) { c.in_flight = 3; }, "in_flight");
   says([](Config& c) { c.in_flight = 0; }, "in_flight");
   says([](Config& c) { c.align = 0; }, "align");

@@ -1,0 +1,205 @@
+"""What cannot be beaten: the same threads copying, in the same kind of memory, every byte that a phase must read and write, and
+the bare provider writing the same bytes to the same peers. Neither waits for anybody, plans, quantises, adds or checks.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import numpy as np
+import torch
+
+from .. import _core, _libfabric, _memory
+from .batch import Batch, Ints, Shape
+from .clock import Clock
+from .options import Transport
+from .world import World
+
+KERNELS = ("memcpy", "copy", "stream")
+PHASES = ("dispatch", "combine")
+PREFAULT_LIMIT = 256 << 20
+
+
+def remote_ranks(world: World, transport: Transport) -> frozenset[int]:
+    """The peers that the transport reaches through the proxy."""
+    if transport.node_size is not None:
+        here = world.rank // transport.node_size
+        return frozenset(rank for rank in range(world.size) if rank // transport.node_size != here)
+    return frozenset(rank for rank in range(world.size) if not world.comm._same_node(rank))
+
+
+def _ops(to: Ints, source: Ints, nbytes: int) -> Ints:
+    """Copies of one size, as Copier takes them."""
+    return np.stack([to, source, np.full_like(source, nbytes)], axis=1)
+
+
+class Copies:
+    """The copies of a dispatch and of a combine."""
+
+    def __init__(self, world: World, shape: Shape, remote: frozenset[int], name: str) -> None:
+        self.name = f"copies, {name}"
+        self._shape, self._remote, self._world = shape, remote, world
+        self._copier = _core.Copier(world.threads)
+        self._kernel = dict.fromkeys(PHASES, KERNELS[0])
+        wire = shape.payload_bytes + shape.scale_bytes
+        # As far apart as rows lie in a block.
+        self._pitch = {"dispatch": -(-wire // 64) * 64 + 64, "combine": -(-shape.row_bytes // 64) * 64 + 64}
+        self._slot = {phase: pitch * shape.tokens for phase, pitch in self._pitch.items()}
+        self._send_area = world.size * sum(self._slot.values())
+        self._memory = world.share(2 * self._send_area, "the blocks of the benchmark's floor")
+        self._out = torch.empty(shape.out_rows, shape.payload_bytes, dtype=torch.uint8)
+        self._out_scale = torch.empty(shape.out_rows, shape.scale_bytes, dtype=torch.uint8)
+        self._y = torch.empty(shape.tokens, shape.options.hidden, dtype=shape.options.dtype)
+        for tensor in (self._out, self._out_scale, self._y):
+            if tensor.nbytes <= PREFAULT_LIMIT:
+                tensor.fill_(0)
+
+    def _block(self, phase: str, rank: int, peer: int) -> int:
+        """Where, in the memory of `rank`, the block that `peer` sends it lies. What a proxy would carry stays in the send area."""
+        at = peer * self._slot[phase] + (self._world.size * self._slot["dispatch"] if phase == "combine" else 0)
+        if rank in self._remote:
+            return self._memory.address(peer) + self._send_area + rank * self._slot[phase] + (at - peer * self._slot[phase])
+        return self._memory.address(rank) + at
+
+    def _blocks(self, phase: str) -> Ints:
+        """The blocks that come in, by source."""
+        me = self._shape.rank
+        return np.array([self._block(phase, me, source) for source in range(self._shape.world)])
+
+    def dispatch_ops(self, batch: Batch) -> Ints:
+        shape, me = self._shape, self._shape.rank
+        x, wire, pitch = batch.x.data_ptr(), shape.payload_bytes + shape.scale_bytes, self._pitch["dispatch"]
+        ops = []
+        for i in range(1, shape.world):
+            peer = (me + i) % shape.world
+            tokens = np.nonzero(batch.wants[me, :, peer])[0]
+            ops.append(_ops(self._block("dispatch", peer, me) + np.arange(len(tokens)) * pitch, x + tokens * shape.row_bytes, wire))
+        if shape.quantised:
+            # The rest of each token is read too, though it does not travel.
+            tokens = np.nonzero(batch.wants[me].any(axis=1))[0]
+            ops.append(_ops(np.zeros_like(tokens), x + tokens * shape.row_bytes + wire, shape.row_bytes - wire))
+        p = batch.placement
+        source, token, place = p.source, p.token, p.place
+        if shape.compact:
+            place, first = np.unique(place, return_index=True)
+            source, token = source[first], token[first]
+        block = self._blocks("dispatch")[source] + batch.row[source, token, me] * pitch
+        block = np.where(source == me, x + token * shape.row_bytes, block)
+        ops.append(_ops(self._out.data_ptr() + place * shape.payload_bytes, block, shape.payload_bytes))
+        if shape.quantised:
+            ops.append(_ops(self._out_scale.data_ptr() + place * shape.scale_bytes, block + shape.payload_bytes, shape.scale_bytes))
+        return np.concatenate(ops)
+
+    def combine_ops(self, batch: Batch, expert_out: torch.Tensor) -> Ints:
+        shape, me = self._shape, self._shape.rank
+        row_bytes, pitch = shape.row_bytes, self._pitch["combine"]
+        p = batch.placement
+        # Of the rows that share a partial sum, the first is copied to it and the others are read. Own sums go nowhere.
+        ring = (p.source - me - 1) % shape.world * shape.tokens + p.token
+        order = np.argsort(ring, kind="stable")
+        source, token, place = p.source[order], p.token[order], p.place[order]
+        first = np.concatenate([[True], ring[order][1:] != ring[order][:-1]])[: len(order)]
+        if shape.compact:
+            source, token, place, first = source[first], token[first], place[first], first[first]
+        target = np.array([self._block("combine", peer, me) for peer in range(shape.world)])[source]
+        to = np.where(first & (source != me), target + batch.row[source, token, me] * pitch, 0)
+        out = _ops(to, expert_out.data_ptr() + place * row_bytes, row_bytes)
+
+        tokens, peers = np.nonzero(batch.wants[me])
+        own = peers == me
+        first_own = {int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)}
+        back = self._blocks("combine")[peers] + batch.row[me, tokens, peers] * pitch
+        alone = batch.wants[me].sum(axis=1)[tokens] == 1
+        back[own & alone] = [expert_out.data_ptr() + first_own[int(t)] * row_bytes for t in tokens[own & alone]]
+        keep = ~own | alone
+        tokens, back = tokens[keep], back[keep]
+        first = np.concatenate([[True], tokens[1:] != tokens[:-1]])[: len(tokens)]
+        return np.concatenate([out, _ops(np.where(first, self._y.data_ptr() + tokens * row_bytes, 0), back, row_bytes)])
+
+    def calibrate(self, batches: list[Batch], expert_out: torch.Tensor) -> None:
+        """Takes, for each phase, the copy that is fastest here and now."""
+        clock = Clock(self._world)
+        clock.recording = True
+        for batch in batches:
+            ops = {"dispatch": self.dispatch_ops(batch), "combine": self.combine_ops(batch, expert_out)}
+            for _ in range(2):
+                for kernel in KERNELS:
+                    for phase in PHASES:
+                        clock.time(kernel, phase, partial(self._copier.run, ops[phase], kernel))
+        times = clock.collect()
+        # The same on every rank, for all see the same times.
+        for phase in PHASES:
+            self._kernel[phase] = min(KERNELS, key=lambda kernel: float(np.median(times[kernel, phase])))
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        return dict(self._kernel)
+
+    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock) -> None:
+        dispatch, combine = self.dispatch_ops(batch), self.combine_ops(batch, expert_out)
+        clock.time(self.name, "dispatch", lambda: self._copier.run(dispatch, self._kernel["dispatch"]))
+        clock.time(self.name, "combine", lambda: self._copier.run(combine, self._kernel["combine"]))
+
+
+class Writes:
+    """The bare provider: one write for each peer, of the rows that a block has."""
+
+    def __init__(self, world: World, shape: Shape, transport: Transport, remote: frozenset[int]) -> None:
+        self.name = f"writes, {transport.name}"
+        self._shape, self._world = shape, world
+        self._remote = sorted(remote)
+        self._early = 0
+        self._slot = shape.tokens * max(shape.row_bytes, shape.payload_bytes + shape.scale_bytes) + 64
+        self._fabric, reason = world.everybody(
+            lambda: _libfabric.open_fabric(transport.provider, peers_on_this_host=world.together), "floor's fabric"
+        )
+        if self._fabric is None or reason is not None:
+            if self._fabric is not None:
+                self._fabric.close()
+            raise RuntimeError(reason)
+        nbytes = 2 * world.size * self._slot
+        fd = _memory.allocate(nbytes, "the bare writes of the benchmark")
+        try:
+            self._memory = _core.Mapping(fd, nbytes)
+        finally:
+            os.close(fd)
+        self._region = self._fabric.register_memory(self._memory.address, nbytes)
+        cards = world.gather([self._fabric.address().hex(), self._region.description.hex()], "floor's addresses")
+        self._regions = {}
+        for peer in self._remote:
+            self._fabric.insert_peer(peer, bytes.fromhex(cards[peer][0]))
+            self._regions[peer] = self._fabric.import_region(peer, bytes.fromhex(cards[peer][1]))
+        world.barrier()
+
+    def step(self, batch: Batch, clock: Clock) -> None:
+        me, shape = self._shape.rank, self._shape
+        out, back = batch.rows[me], batch.rows[:, me]
+        wire = shape.payload_bytes + shape.scale_bytes
+        self._time(clock, "dispatch", out * wire, back * wire)
+        self._time(clock, "combine", back * shape.row_bytes, out * shape.row_bytes)
+
+    def _time(self, clock: Clock, phase: str, sent: Ints, received: Ints) -> None:
+        fabric, most = self._fabric, int(self._fabric.max_write_bytes)
+        writes = []
+        arrivals = 0
+        ring = [(self._shape.rank + i) % self._shape.world for i in range(1, self._shape.world)]
+        for peer in (peer for peer in ring if peer in self._regions):
+            # A peer is told even that there are no rows.
+            left, at = max(64, int(sent[peer])), 0
+            while left > 0:
+                part = min(left, most)
+                source = (self._world.size + peer) * self._slot + at
+                writes.append((peer, self._regions[peer], part, source, self._shape.rank * self._slot + at))
+                left, at = left - part, at + part
+            arrivals += -(-max(64, int(received[peer])) // most)
+
+        def write() -> None:
+            _, self._early = fabric.bare_writes(
+                self._region, writes, arrivals, timeout=self._world.patience, early_arrivals=self._early
+            )
+
+        clock.time(self.name, phase, write)
+
+    def close(self) -> None:
+        self._fabric.close()

@@ -1,0 +1,236 @@
+"""The libfabric back end from Python: what there is, two processes, two networks, a process that was killed.
+
+The thorough tests are tests/cpp/test_libfabric.cpp; here they run with the MPI wheel's library too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pplx_comm import _core, _libfabric
+
+ROOT = Path(__file__).resolve().parent.parent
+STATUS = _libfabric.status()
+# A process has one libfabric; the wheels' copies are tested in processes of their own.
+LIBRARIES = ([""] if STATUS["path"] else []) + _libfabric.wheel_candidates()
+
+needs_libfabric = pytest.mark.skipif(STATUS["error"] is not None, reason=str(STATUS["error"]))
+
+
+def environment(library: str = "") -> dict[str, str]:
+    # The checkout's package also in a process whose working directory is elsewhere.
+    path = os.pathsep.join([str(Path(_libfabric.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path} | ({"PPLX_LIBFABRIC": library} if library else {})
+
+
+def python(code: str, *, library: str = "") -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(library), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class Peer:
+    def __init__(self, seed: int, *, library: str = "", prefix: tuple[str, ...] = (), **options: Any) -> None:
+        self.seed = seed
+        program = [sys.executable, str(ROOT / "tests" / "libfabric_peer.py"), str(seed), json.dumps(options)]
+        self.process = subprocess.Popen(
+            [*prefix, *program], env=environment(library), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        self.hello = self.hear()
+
+    def say(self, **what: Any) -> None:
+        assert self.process.stdin is not None
+        print(json.dumps(what), file=self.process.stdin, flush=True)
+
+    def hear(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the peer ended with {self.process.wait(20)}"
+        return json.loads(line)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def exchange(one: Peer, other: Peer) -> None:
+    try:
+        for a, b in ((one, other), (other, one)):
+            a.say(seed=b.seed, address=b.hello["address"], description=b.hello["description"])
+        for peer in (one, other):
+            assert peer.hear() == {"met": True}
+        for peer in (one, other):
+            peer.say(go=True)
+        for peer in (one, other):
+            assert peer.hear() == {"rounds": 20, "positive": True, "early": 0, "right": True}
+        for peer in (one, other):
+            peer.say(leave=True)
+        for peer in (one, other):
+            assert peer.hear() == {"late": []}
+            assert peer.process.wait(20) == 0
+    finally:
+        one.end()
+        other.end()
+
+
+def available(library: str) -> list[str]:
+    code = "import json; from pplx_comm import _libfabric as l; print(json.dumps(l.status()))"
+    providers = json.loads(python(code, library=library))["providers"]
+    return [name for name, provider in providers.items() if provider["available"]]
+
+
+def test_status_says_why() -> None:
+    assert set(STATUS) == {"compiled_in", "path", "version", "error", "providers"}
+    if STATUS["error"] is not None:
+        assert STATUS["path"] is None
+        assert "libfabric" in STATUS["error"]
+        return
+    assert os.path.isabs(STATUS["path"])
+    assert {"efa", "efa-direct", "verbs;ofi_rxm", "tcp", "shm"} <= set(STATUS["providers"])
+    for provider in STATUS["providers"].values():
+        assert provider["available"] == (provider["why_not"] is None)
+        assert provider["available"] == bool(provider["nics"])
+
+
+def test_a_wrong_path_is_an_error_not_a_search() -> None:
+    code = "from pplx_comm import _libfabric as l; print(l.status()['error'])"
+    assert "/nowhere/libfabric.so.1 cannot be loaded" in python(code, library="/nowhere/libfabric.so.1")
+    assert "absolute path" in python(code, library="libfabric.so.1")
+    # A library, but not that one.
+    assert "no symbol fi_getinfo" in python(code, library=str(Path(_core.__file__)))
+
+
+@needs_libfabric
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_two_processes(library: str) -> None:
+    names = available(library)
+    assert names
+    for name in names:
+        for endpoints in (1, 2):
+            one, other = (Peer(seed, library=library, provider=name, endpoints=endpoints) for seed in (1, 2))
+            exchange(one, other)
+
+
+@needs_libfabric
+def test_auto_and_its_name() -> None:
+    fabric = _libfabric.open_fabric()
+    assert fabric.provider in STATUS["providers"]
+    assert fabric.name == f"{fabric.provider} (libfabric {STATUS['version']})"
+    assert fabric.endpoints >= 1
+    fabric.close()
+    with pytest.raises(_core.FabricError, match="closed"):
+        fabric.address()
+    with pytest.raises(TypeError, match="no option 'nic'"):
+        _core.Fabric("auto", {"nic": "eth0"})
+    with pytest.raises(_core.FabricError, match="unknown provider 'tpc'"):
+        _libfabric.open_fabric("tpc")
+
+
+@needs_libfabric
+def test_efa_is_refused_with_a_reason() -> None:
+    for name in ("efa", "efa-direct", "verbs"):
+        provider = STATUS["providers"]["verbs;ofi_rxm" if name == "verbs" else name]
+        if provider["available"]:
+            continue
+        with pytest.raises(_core.FabricError) as refused:
+            _libfabric.open_fabric(name)
+        assert provider["why_not"] in str(refused.value)
+
+
+@needs_libfabric
+@pytest.mark.skipif(not STATUS["providers"].get("shm", {}).get("available"), reason="no shm provider")
+def test_files_of_a_killed_process() -> None:
+    one, other = Peer(1, provider="shm"), Peer(2, provider="shm")
+    try:
+        files = [Path("/dev/shm", name) for peer in (one, other) for name in peer.hello["shm"]]
+        assert len(files) == 2
+        assert all(file.exists() for file in files)
+        address = bytes.fromhex(one.hello["address"])
+        assert _core.cleanup_dead_peer(address) == 0
+        one.process.send_signal(signal.SIGKILL)
+        one.process.wait(20)
+        assert [file.exists() for file in files] == [True, True]
+        assert _core.cleanup_dead_peer(address) == 1
+        assert [file.exists() for file in files] == [False, True]
+        other.process.send_signal(signal.SIGTERM)  # the provider sees to it
+        other.process.wait(20)
+        assert not files[1].exists()
+    finally:
+        one.end()
+        other.end()
+
+
+@pytest.fixture
+def two_networks() -> Iterator[tuple[str, str]]:
+    """Two network namespaces that reach each other over one link."""
+    ip = shutil.which("ip", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    if ip is None or os.geteuid() != 0:
+        pytest.skip("needs root and ip")
+    tag = uuid.uuid4().hex[:6]
+    names = (f"pplx-{tag}-a", f"pplx-{tag}-b")
+
+    def run(*command: str) -> None:
+        done = subprocess.run([ip, *command], capture_output=True, text=True)
+        if done.returncode != 0:
+            pytest.skip(f"ip {' '.join(command)}: {done.stderr}")
+
+    try:
+        for name in names:
+            run("netns", "add", name)
+        link = (f"v{tag}a", f"v{tag}b")
+        run("link", "add", link[0], "netns", names[0], "type", "veth", "peer", "name", link[1], "netns", names[1])
+        for number, (name, device) in enumerate(zip(names, link, strict=True), start=1):
+            run("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", device)
+            run("-n", name, "link", "set", "lo", "up")
+            run("-n", name, "link", "set", device, "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run([ip, "netns", "delete", name], capture_output=True)
+
+
+@needs_libfabric
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_two_networks(two_networks: tuple[str, str], library: str) -> None:
+    """Nobody says which interface: loopback would be the wrong one."""
+    for name in available(library):
+        if name == "shm":
+            continue
+        one, other = (
+            Peer(seed, library=library, prefix=("ip", "netns", "exec", network), provider=name)
+            for seed, network in enumerate(two_networks, start=1)
+        )
+        assert one.hello["endpoint"].endswith("10.77.0.1")
+        assert other.hello["endpoint"].endswith("10.77.0.2")
+        exchange(one, other)
+
+
+@needs_libfabric
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("library", LIBRARIES[1:])
+def test_cpp_with_the_wheels_library(library: str) -> None:
+    program = ROOT / "build" / "dev" / "tests" / "test_libfabric"
+    if not program.exists():
+        pytest.skip("tests/test_cpp.py builds it")
+    done = subprocess.run(
+        [str(program)],
+        env=environment(library),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
