@@ -31,7 +31,8 @@ class Failure:
         return kind(self.message, peer=peer, phase=self.phase, step=self.step)
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(self), "message": self.message[:4000]}
+        phase = None if self.phase is None else self.phase[:200]
+        return {**asdict(self), "phase": phase, "message": self.message[:4000]}
 
     @classmethod
     def from_json(cls, value: dict[str, Any], world_size: int) -> Failure:

@@ -42,7 +42,7 @@ LIMIT = {
     Kind.GATHER: MiB,
     Kind.GATHERED: 256 * MiB,
     Kind.FAIL: MiB,
-    Kind.GOODBYE: 16 * KiB,
+    Kind.GOODBYE: 64 * KiB,
     Kind.ABORT: 64 * KiB,
     Kind.EXCHANGE: 64 * MiB,
     Kind.FDS: 4 * KiB,
@@ -110,7 +110,7 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """Bytes to the end of this header or frame: who reads no more than that leaves what follows to the next reader."""
+        """Bytes to the end of this header or frame: reading no more leaves what follows to the next reader."""
         if len(self._data) < HEADER.size:
             return HEADER.size - len(self._data)
         return HEADER.size + int(HEADER.unpack_from(self._data)[4]) - len(self._data)

@@ -238,17 +238,11 @@ class _Visitor:
             pause = min(0.25, pause * 1.5)
 
     def allgather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
-        gone = PeerError("rank 0 went away during start-up: see its own error", peer=0, phase="rendezvous")
         try:
             self._sock.settimeout(remaining(self._deadline) + GRACE_SECONDS)
             self._sock.sendall(json_frame(Kind.GATHER, {"left": float(remaining(self._deadline)), "value": value}))
-            while True:
-                self._sock.settimeout(remaining(self._deadline) + GRACE_SECONDS)
-                data = self._sock.recv(1 << 16)
-                if not data:
-                    raise gone
-                for kind, payload in self._reader.feed(data):
-                    return self._answer(kind, payload)
+            kind, payload = self._hear()
+            answer = decode_object(payload) if kind == Kind.FAIL else decode(payload)
         except TimeoutError:
             raise StepTimeout(
                 f"start-up: rank 0 at {self._where} has not answered in time: is it stopped?",
@@ -260,21 +254,22 @@ class _Visitor:
                 f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous"
             ) from None
         except OSError:
-            raise gone from None
-
-    def _answer(self, kind: Kind, payload: bytes) -> list[dict[str, Any]]:
+            raise PeerError("rank 0 went away during start-up: see its own error", peer=0, phase="rendezvous") from None
         if kind == Kind.FAIL:
-            failure = decode_object(payload)
-            kind_of_error = StepTimeout if failure.get("timeout") is True else PeerError
-            raise kind_of_error(str(failure.get("message")), phase="rendezvous")
-        values = decode(payload)
-        if (
-            not isinstance(values, list)
-            or len(values) != self.world_size
-            or not all(isinstance(value, dict) for value in values)
-        ):
-            raise FrameError("a gathered list of the wrong shape")
-        return values
+            kind_of_error = StepTimeout if answer.get("timeout") is True else PeerError
+            raise kind_of_error(str(answer.get("message")), phase="rendezvous")
+        if not isinstance(answer, list) or [type(entry) for entry in answer] != [dict] * self.world_size:
+            raise PeerError("rank 0 gathered a list of the wrong shape", peer=0, phase="rendezvous")
+        return answer
+
+    def _hear(self) -> tuple[Kind, bytes]:
+        while True:
+            self._sock.settimeout(remaining(self._deadline) + GRACE_SECONDS)
+            data = self._sock.recv(1 << 16)
+            if not data:
+                raise ConnectionResetError
+            for message in self._reader.feed(data):
+                return message
 
     def close(self) -> None:
         self._sock.close()

@@ -16,7 +16,6 @@ from typing import Any
 
 from multirank import Rank
 
-
 _kept: list[Any] = []
 
 
@@ -98,7 +97,9 @@ def share_files(me: Rank, count: int) -> dict[str, Any]:
         comm.barrier()
         fds = [_memory.allocate(4096, "a test") for _ in range(count)]
         theirs = comm._share_fds(fds, "files")
-        assert sorted(theirs) == [rank for rank in range(comm.world_size) if rank != comm.rank and comm._same_node(rank)]
+        assert sorted(theirs) == [
+            rank for rank in range(comm.world_size) if rank != comm.rank and comm._same_node(rank)
+        ]
         for rank, received in theirs.items():
             assert len(received) == count
             for number, fd in enumerate(received):
@@ -385,7 +386,9 @@ def fork_child(me: Rank) -> dict[str, Any]:
             comm.barrier(5)
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}"
-        sockets = sum(name.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")) for name in _open_fds())
+        sockets = sum(
+            name.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")) for name in _open_fds()
+        )
         comm.close()
         os.write(writer, f"{sockets}|{text}".encode())
         os.close(writer)
@@ -393,11 +396,11 @@ def fork_child(me: Rank) -> dict[str, Any]:
         sys.exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        sockets, _, text = pipe.read().partition("|")
+        count, _, text = pipe.read().partition("|")
     _, status = os.waitpid(pid, 0)
     comm.barrier(10)
     comm.close()
-    return {"sockets": int(sockets), "text": text, "status": status}
+    return {"sockets": int(count), "text": text, "status": status}
 
 
 def die_with_child(me: Rank) -> dict[str, Any]:
@@ -430,12 +433,12 @@ def interrupted(me: Rank) -> float:
     """Ctrl-C on rank 0, in the middle of a barrier that would last a minute."""
     with me.communicator() as comm:
         comm.barrier()
-        me.say("ready", os.getpid())
         if comm.rank == 1:
             me.hear()
             return 0.0
         began = time.monotonic()
         try:
+            me.say("ready")
             comm.barrier(60)
         except KeyboardInterrupt:
             return time.monotonic() - began
@@ -564,3 +567,18 @@ def lost_cable(me: Rank) -> dict[str, Any]:
     survivors = comm._agree_survivors(20)
     comm.close()
     return {"heard": heard[0], "survivors": survivors}
+
+
+def wait_seconds(me: Rank) -> dict[str, Any]:
+    return _raised(me.communicator, timeout=1.5 if me.rank == 1 else 30)
+
+
+def half_way(me: Rank) -> dict[str, Any]:
+    """Comes to rank 0 and no further, until told."""
+    from pplx_comm._launch import detect
+    from pplx_comm._rendezvous import meet
+
+    bootstrap = meet(detect(os.environ), 20, os.environ)
+    me.say("met")
+    me.hear()
+    return _raised(bootstrap.allgather, {})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -31,7 +32,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from multirank import clean_environment
+
 TESTS = Path(__file__).resolve().parent
+
+
+def seed() -> int:
+    """PPLX_SEED, so that a failure can be run again; else always the same."""
+    value = int(os.environ.get("PPLX_SEED", "1"), 0)
+    print(f"seed {value} (again with PPLX_SEED={value})")
+    return value
 
 
 class RankFailed(AssertionError):
@@ -114,7 +124,8 @@ def _nest(control: socket.socket) -> None:
             os.dup2(fds[1], 1)
             os.dup2(fds[1], 2)
             os.close(fds[1])
-            os.setpgid(0, 0)
+            os.setpgid(0, 0)   # Ctrl-C at the test is not for its ranks
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: a test that is killed leaves nothing running
             os.environ.update(request["env"])
             # Not os._exit: what a program does at its end is tested, too.
             _serve(Connection(fds[0]), request["rank"], request["world_size"])
@@ -129,11 +140,10 @@ class _Nest:
 
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        environ = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-        environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent), environ.get("PYTHONPATH", "")])
-        environ["OMP_NUM_THREADS"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, str(TESTS / "crew.py"), str(theirs.fileno())], pass_fds=[theirs.fileno()], env=environ
+            [sys.executable, str(TESTS / "crew.py"), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
         self._control.settimeout(120)
@@ -284,6 +294,26 @@ class Crew:
                 break
             before = size
         return self.output(rank)
+
+
+class Crews:
+    """A crew for many tests, made anew after one that broke it."""
+
+    def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
+        self.world_size, self.env = world_size, env
+        self._crew: Crew | None = None
+
+    def run(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        if self._crew is None or self._crew.broken:
+            self.close()
+            self._crew = Crew(self.world_size, self.env)
+        return self._crew.run(name, *args, **kwargs)
+
+    def close(self) -> None:
+        crew, self._crew = self._crew, None
+        if crew is not None:
+            with crew:
+                pass
 
 
 def run_ranks(world_size: int, name: str, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None, **kwargs: Any) -> list[Any]:

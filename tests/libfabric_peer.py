@@ -1,7 +1,7 @@
-"""One of two processes that write to each other: ``libfabric_peer.py SEED OPTIONS``, spoken to in lines of JSON.
+"""One of two processes that write to each other: ``libfabric_peer.py PACKAGE SEED OPTIONS``, in lines of JSON.
 
 It says its address, hears the other's, writes blocks to it that land in reverse, says what arrived, and goes on
-polling until it is told to leave.
+polling until it is told to leave. ``libfabric_peer.py PACKAGE`` says what there is.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import os
 import random
 import select
 import sys
+import types
+from pathlib import Path
 from typing import Any
 
-from pplx_comm import _libfabric
+# The package without its __init__, which imports torch: that is seconds, in dozens of processes.
+package = types.ModuleType("pplx_comm")
+package.__path__ = [str(Path(sys.argv[1]))]
+sys.modules["pplx_comm"] = package
+
+from pplx_comm import _libfabric  # noqa: E402
 
 BLOCKS, BYTES = 24, 7168
 ROUNDS = 20
@@ -40,7 +47,7 @@ def payload(seed: int) -> bytes:
 
 
 def main() -> None:
-    seed, options = int(sys.argv[1]), json.loads(sys.argv[2])
+    seed, options = int(sys.argv[2]), json.loads(sys.argv[3])
     fabric = _libfabric.open_fabric(**options)
     source = ctypes.create_string_buffer(payload(seed), BLOCKS * BYTES)
     target = ctypes.create_string_buffer(b"\xa5" * BLOCKS * BYTES, BLOCKS * BYTES)
@@ -72,4 +79,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if len(sys.argv) == 2:
+        say(**_libfabric.status())
+    else:
+        main()

@@ -105,7 +105,9 @@ def clean_environment() -> dict[str, str]:
 
 
 class Ranks:
-    """`env` for all ranks, `rank_env` for one; None removes a variable. `wrap`: by rank, a command to run the rank with."""
+    """`env` for all ranks, `rank_env` for one; None removes a variable. `wrap`: by rank, a command to run the rank
+    with.
+    """
 
     def __init__(
         self,
@@ -128,9 +130,17 @@ class Ranks:
         self._selector = selectors.DefaultSelector()
         self._job = secrets.token_hex(8)
         for rank in self.ranks:
-            self._start(rank, target, dict(args or {}), {**(env or {}), **(rank_env or {}).get(rank, {})}, (wrap or {}).get(rank, ()))
+            self._start(
+                rank,
+                target,
+                dict(args or {}),
+                {**(env or {}), **(rank_env or {}).get(rank, {})},
+                (wrap or {}).get(rank, ()),
+            )
 
-    def _start(self, rank: int, target: str, args: dict[str, Any], env: Mapping[str, str | None], wrap: Sequence[str]) -> None:
+    def _start(
+        self, rank: int, target: str, args: dict[str, Any], env: Mapping[str, str | None], wrap: Sequence[str]
+    ) -> None:
         environment: dict[str, str | None] = {
             **clean_environment(),
             "RANK": str(rank),

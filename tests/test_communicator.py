@@ -82,7 +82,7 @@ def test_partition_is_an_equivalence() -> None:
         assert first == sorted(first)
     everybody = [set(range(4))] * 4
     assert partition([0] * 4, everybody, 4) == [0] * 4
-    with pytest.raises(Error, match="node_size=4.*cannot map"):
+    with pytest.raises(Error, match=r"node_size=4.*cannot map"):
         partition([0] * 4, [{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 1, 3}, {0, 1, 3}], 4)
 
 
@@ -242,7 +242,7 @@ def test_abort_reaches_everybody_and_reset_clears_it() -> None:
 
 def test_interrupt() -> None:
     with Ranks(2, CASES + "interrupted") as ranks:
-        ranks.all_heard("ready")
+        ranks.heard(0, "ready")
         ranks.kill(0, signal.SIGINT)
         assert ranks.heard(0, "result") < 2
         ranks.tell(1)

@@ -28,24 +28,23 @@ LIBRARIES = ([""] if STATUS["path"] else []) + _libfabric.wheel_candidates()
 needs_libfabric = pytest.mark.skipif(STATUS["error"] is not None, reason=str(STATUS["error"]))
 
 
-def environment(library: str = "") -> dict[str, str]:
-    # The checkout's package also in a process whose working directory is elsewhere.
-    path = os.pathsep.join([str(Path(_libfabric.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path} | ({"PPLX_LIBFABRIC": library} if library else {})
+PEER = [sys.executable, str(ROOT / "tests" / "libfabric_peer.py"), str(Path(_libfabric.__file__).parent)]
 
 
-def python(code: str, *, library: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(library), capture_output=True, text=True, timeout=60
-    )
+def environment(library: str) -> dict[str, str]:
+    return {**os.environ, "PPLX_LIBFABRIC": library} if library else dict(os.environ)
+
+
+def status_with(library: str) -> dict[str, Any]:
+    done = subprocess.run(PEER, env=environment(library), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout)
 
 
 class Peer:
     def __init__(self, seed: int, *, library: str = "", prefix: tuple[str, ...] = (), **options: Any) -> None:
         self.seed = seed
-        program = [sys.executable, str(ROOT / "tests" / "libfabric_peer.py"), str(seed), json.dumps(options)]
+        program = [*PEER, str(seed), json.dumps(options)]
         self.process = subprocess.Popen(
             [*prefix, *program], env=environment(library), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -87,9 +86,7 @@ def exchange(one: Peer, other: Peer) -> None:
 
 
 def available(library: str) -> list[str]:
-    code = "import json; from pplx_comm import _libfabric as l; print(json.dumps(l.status()))"
-    providers = json.loads(python(code, library=library))["providers"]
-    return [name for name, provider in providers.items() if provider["available"]]
+    return [name for name, provider in status_with(library)["providers"].items() if provider["available"]]
 
 
 def test_status_says_why() -> None:
@@ -106,11 +103,10 @@ def test_status_says_why() -> None:
 
 
 def test_a_wrong_path_is_an_error_not_a_search() -> None:
-    code = "from pplx_comm import _libfabric as l; print(l.status()['error'])"
-    assert "/nowhere/libfabric.so.1 cannot be loaded" in python(code, library="/nowhere/libfabric.so.1")
-    assert "absolute path" in python(code, library="libfabric.so.1")
+    assert "/nowhere/libfabric.so.1 cannot be loaded" in status_with("/nowhere/libfabric.so.1")["error"]
+    assert "absolute path" in status_with("libfabric.so.1")["error"]
     # A library, but not that one.
-    assert "no symbol fi_getinfo" in python(code, library=str(Path(_core.__file__)))
+    assert "cannot be loaded" in status_with(str(Path(_core.__file__)))["error"]
 
 
 @needs_libfabric

@@ -35,7 +35,9 @@ def test_reserved_sealed_and_nameless() -> None:
 def test_too_much_says_how_much_and_for_what() -> None:
     """Absurd sizes are refused before a page is touched: the kernel would rather kill somebody."""
     for size in (1 << 45, 1 << 62):
-        with pytest.raises(Error, match=rf"blocks of layer 3 needs {size} bytes .* are available .* smaller max_tokens_per_rank"):
+        with pytest.raises(
+            Error, match=rf"blocks of layer 3 needs {size} bytes .* are available .* smaller max_tokens_per_rank"
+        ):
             allocate(size, "blocks of layer 3")
     with pytest.raises(Error, match="more than 0"):
         allocate(0, "nothing")
@@ -57,7 +59,11 @@ def test_the_kernels_refusal_is_told_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_cgroup_limit_counts(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
-    for folder, limit, usage in [(tmp_path, "max", 9 << 30), (tmp_path / "a", str(8 << 30), 5 << 30), (inner, "max", 1)]:
+    for folder, limit, usage in [
+        (tmp_path, "max", 9 << 30),
+        (tmp_path / "a", str(8 << 30), 5 << 30),
+        (inner, "max", 1),
+    ]:
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text(str(usage))
         (folder / "memory.stat").write_text(f"anon 7\ninactive_file {1 << 30}\nactive_file 0\n")

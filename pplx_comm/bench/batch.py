@@ -116,6 +116,24 @@ class Batch:
         self.topk_weights = source.weights(iteration, shape.rank)
         self.first_expert = shape.rank * per_rank
 
+    @property
+    def expert_out(self) -> torch.Tensor:
+        """What the experts answer, laid out as d.x."""
+        return self._source.expert_out
+
+    @property
+    def expert_out_by_expert(self) -> torch.Tensor:
+        """The same by (expert, source, token, k), without gaps; with Compact, one answer per choice all the same."""
+        return self._source.answers[: len(self.placement.expert)]
+
+    def run_experts(self) -> None:
+        """Writes the answers, as the experts would have just before combine."""
+        place = torch.from_numpy(self.placement.place)
+        self._source.answer(self.received_values(compact=self.shape.compact))
+        self.expert_out[place] = self.expert_out_by_expert
+        if self.shape.compact:
+            self._source.answer(self.received_values(compact=False))
+
     def x_of(self, rank: int) -> torch.Tensor:
         return self._source.x(self.iteration, rank)
 
@@ -167,6 +185,8 @@ class Source:
         """What the experts put out."""
         popularity = 1.0 / np.arange(1, options.experts + 1)
         self._popularity = _rng(options.seed, 77).permutation(popularity).astype(np.float32)
+        self.expert_out = torch.empty(shape.out_rows, options.hidden, dtype=options.dtype)
+        self.answers = torch.empty(0, options.hidden, dtype=options.dtype)
         # Other ranks' tokens are needed by the reference only.
         self._x = functools.lru_cache(maxsize=ROTATION * 2)(self._make_x)
         self._own_x = [self._make_x(turn, shape.rank) for turn in range(ROTATION)]
@@ -196,6 +216,11 @@ class Source:
         x = torch.randn(tokens, o.hidden, generator=generator)
         # Tokens of different size, so that no two have the same scales.
         return (x * torch.exp2(torch.arange(tokens) % 5)[:, None]).to(o.dtype)
+
+    def answer(self, values: Ints) -> None:
+        if len(self.answers) < len(values):
+            self.answers = torch.empty(len(values), *self.table.shape[1:], dtype=self.table.dtype)
+        torch.index_select(self.table, 0, torch.from_numpy(values), out=self.answers[: len(values)])
 
     def batch(self, iteration: int) -> Batch:
         return Batch(self, iteration)

@@ -68,3 +68,22 @@ class Figure:
     def of(cls, times: Times) -> Figure:
         p50, p90, p99 = np.percentile(times, (50, 90, 99))
         return cls(len(times), float(p50), float(p90), float(p99), float(times.min()))
+
+
+@dataclass
+class Traffic:
+    """Bytes that one rank sent to others."""
+
+    steps: int = 0
+    dispatch: int = 0
+    combine: int = 0
+
+    def count(self, dispatch: int, combine: int) -> None:
+        self.steps += 1
+        self.dispatch += dispatch
+        self.combine += combine
+
+    def add(self, other: Traffic) -> None:
+        self.steps += other.steps
+        self.dispatch += other.dispatch
+        self.combine += other.combine

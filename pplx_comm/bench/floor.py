@@ -14,6 +14,7 @@ from .. import _core, _libfabric, _memory
 from .batch import Batch, Ints, Shape
 from .clock import Clock
 from .options import Transport
+from .reference import Checks
 from .world import World
 
 KERNELS = ("memcpy", "copy", "stream")
@@ -91,7 +92,7 @@ class Copies:
             ops.append(_ops(self._out_scale.data_ptr() + place * shape.scale_bytes, block + shape.payload_bytes, shape.scale_bytes))
         return np.concatenate(ops)
 
-    def combine_ops(self, batch: Batch, expert_out: torch.Tensor) -> Ints:
+    def combine_ops(self, batch: Batch) -> Ints:
         shape, me = self._shape, self._shape.rank
         row_bytes, pitch = shape.row_bytes, self._pitch["combine"]
         p = batch.placement
@@ -104,25 +105,26 @@ class Copies:
             source, token, place, first = source[first], token[first], place[first], first[first]
         target = np.array([self._block("combine", peer, me) for peer in range(shape.world)])[source]
         to = np.where(first & (source != me), target + batch.row[source, token, me] * pitch, 0)
-        out = _ops(to, expert_out.data_ptr() + place * row_bytes, row_bytes)
+        out = _ops(to, batch.expert_out.data_ptr() + place * row_bytes, row_bytes)
 
         tokens, peers = np.nonzero(batch.wants[me])
         own = peers == me
         first_own = {int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)}
         back = self._blocks("combine")[peers] + batch.row[me, tokens, peers] * pitch
         alone = batch.wants[me].sum(axis=1)[tokens] == 1
-        back[own & alone] = [expert_out.data_ptr() + first_own[int(t)] * row_bytes for t in tokens[own & alone]]
+        back[own & alone] = [batch.expert_out.data_ptr() + first_own[int(t)] * row_bytes for t in tokens[own & alone]]
         keep = ~own | alone
         tokens, back = tokens[keep], back[keep]
         first = np.concatenate([[True], tokens[1:] != tokens[:-1]])[: len(tokens)]
         return np.concatenate([out, _ops(np.where(first, self._y.data_ptr() + tokens * row_bytes, 0), back, row_bytes)])
 
-    def calibrate(self, batches: list[Batch], expert_out: torch.Tensor) -> None:
+    def calibrate(self, batches: list[Batch]) -> None:
         """Takes, for each phase, the copy that is fastest here and now."""
         clock = Clock(self._world)
         clock.recording = True
         for batch in batches:
-            ops = {"dispatch": self.dispatch_ops(batch), "combine": self.combine_ops(batch, expert_out)}
+            batch.run_experts()
+            ops = {"dispatch": self.dispatch_ops(batch), "combine": self.combine_ops(batch)}
             for _ in range(2):
                 for kernel in KERNELS:
                     for phase in PHASES:
@@ -136,10 +138,13 @@ class Copies:
     def kernels(self) -> dict[str, str]:
         return dict(self._kernel)
 
-    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock) -> None:
-        dispatch, combine = self.dispatch_ops(batch), self.combine_ops(batch, expert_out)
+    def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None:
+        dispatch, combine = self.dispatch_ops(batch), self.combine_ops(batch)
         clock.time(self.name, "dispatch", lambda: self._copier.run(dispatch, self._kernel["dispatch"]))
         clock.time(self.name, "combine", lambda: self._copier.run(combine, self._kernel["combine"]))
+
+    def close(self) -> None:
+        """Memory goes with its last reference."""
 
 
 class Writes:
@@ -172,7 +177,7 @@ class Writes:
             self._regions[peer] = self._fabric.import_region(peer, bytes.fromhex(cards[peer][1]))
         world.barrier()
 
-    def step(self, batch: Batch, clock: Clock) -> None:
+    def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None:
         me, shape = self._shape.rank, self._shape
         out, back = batch.rows[me], batch.rows[:, me]
         wire = shape.payload_bytes + shape.scale_bytes

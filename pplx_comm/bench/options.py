@@ -78,7 +78,8 @@ def _peers(text: str) -> tuple[str, ...]:
     return names
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """The MoE layer: what doctor asks for too."""
     shape = parser.add_argument_group("the MoE layer")
     shape.add_argument("--tokens", type=_numbers, default=(1, 8, 32, 128), metavar="N,N,...", help="tokens per rank (1,8,32,128)")
     shape.add_argument("--hidden", type=_positive, default=7168, help="elements of a token (7168)")
@@ -88,9 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--wire", default="native", help="what travels in dispatch: native or fp8 (native)")
     shape.add_argument("--layout", choices=("ragged", "padded", "compact"), default="ragged", help="of the rows received (ragged)")
     shape.add_argument("--align", type=_positive, default=128, help="ragged: each expert's rows start at a multiple of it (128)")
-    shape.add_argument("--routing", choices=("uniform", "zipf", "one-hot"), default="uniform", help="how tokens choose experts (uniform)")
-    shape.add_argument("--seed", type=int, default=1, help="of routing and values; all backends see the same (1)")
 
+
+def layout_of(arguments: argparse.Namespace) -> Layout:
+    layouts: dict[str, Layout] = {"ragged": Ragged(align=arguments.align), "padded": Padded(), "compact": Compact()}
+    return layouts[arguments.layout]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_layer_arguments(parser)
     what = parser.add_argument_group("what is measured")
     what.add_argument(
         "--transport", type=_names, default=("auto",), metavar="T,T,...",
@@ -99,6 +106,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
     what.add_argument("--node-size", type=_positive, help="auto: pretend that so many ranks share a node; the rest goes by proxy")
     what.add_argument("--peers", type=_peers, default=PEERS, metavar="P,P", help="compare with gloo, mpi, or none (gloo,mpi)")
+    what.add_argument("--routing", choices=("uniform", "zipf", "one-hot"), default="uniform", help="how tokens choose experts (uniform)")
+    what.add_argument("--seed", type=int, default=1, help="of routing and values; all backends see the same (1)")
     what.add_argument("--threads", type=_positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)")
 
     how = parser.add_argument_group("how long")
@@ -121,7 +130,6 @@ def _transport(name: str, arguments: argparse.Namespace) -> Transport:
 
 
 def from_arguments(arguments: argparse.Namespace) -> Options:
-    layouts: dict[str, Layout] = {"ragged": Ragged(align=arguments.align), "padded": Padded(), "compact": Compact()}
     return Options(
         tokens=tuple(sorted(set(arguments.tokens))),
         hidden=arguments.hidden,
@@ -129,7 +137,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         top_k=arguments.top_k,
         dtype=DTYPES[arguments.dtype],
         wire=arguments.wire,
-        layout=layouts[arguments.layout],
+        layout=layout_of(arguments),
         transports=tuple(_transport(name, arguments) for name in dict.fromkeys(arguments.transport)),
         routing=arguments.routing,
         seed=arguments.seed,

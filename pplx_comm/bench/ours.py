@@ -7,7 +7,7 @@ import torch
 from .. import all_to_all
 from ..handles import Dispatched
 from .batch import Batch, Shape
-from .clock import Clock
+from .clock import Clock, Traffic
 from .options import Transport
 from .reference import Checks
 from .world import World
@@ -33,12 +33,11 @@ class Ours:
             self._comm.close()
             raise
         self._y = torch.empty(shape.tokens, o.hidden, dtype=o.dtype)
-        self.bytes_sent = {"dispatch": 0, "combine": 0}
-        self.steps_counted = 0
+        self.traffic = Traffic()
 
-    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock, checks: Checks | None) -> None:
-        """`expert_out`: laid out as d.x."""
+    def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None:
         a2a, x, ids, weights = self._a2a, batch.x, batch.topk_ids, batch.topk_weights
+        expert_out = batch.expert_out
         if checks:
             self._poison(batch, self._throw_away(batch))
 
@@ -49,9 +48,7 @@ class Ours:
             checks.dispatched(self.name, d)
         clock.time(self.name, "combine", lambda: a2a.combine(expert_out, d, out=self._y))
         if clock.recording:
-            self.bytes_sent["dispatch"] += between - before
-            self.bytes_sent["combine"] += a2a.stats()["bytes_sent"] - between
-            self.steps_counted += 1
+            self.traffic.count(between - before, a2a.stats()["bytes_sent"] - between)
         if checks:
             checks.combined(self.name, self._y)
             self._poison(batch, d)

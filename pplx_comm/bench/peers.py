@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from .batch import Batch, Shape
-from .clock import Clock
+from .clock import Clock, Traffic
 from .reference import Checks
 from .world import World
 
@@ -95,8 +95,7 @@ class Peer:
         self._wide = torch.zeros(shape.tokens, blocks, 128)
         self._magnitude = torch.empty_like(self._wide)
         self._local_experts = torch.arange(self._local).repeat(self._world)
-        self.bytes_sent = {"dispatch": 0, "combine": 0}
-        self.steps_counted = 0
+        self.traffic = Traffic()
 
     def _room(self, rows: int) -> torch.Tensor:
         return torch.empty(rows, self._width, dtype=torch.uint8)
@@ -145,9 +144,8 @@ class Peer:
         copies = self._by_choice.view(*weights.shape, -1)
         return torch.bmm(weights[:, None].to(copies.dtype), copies, out=self._y)[:, 0]
 
-    def step(self, batch: Batch, expert_out: torch.Tensor, clock: Clock, checks: Checks | None) -> None:
-        """`expert_out`: the rows of this batch, by expert, without gaps."""
-        x, ids, weights = batch.x, batch.topk_ids, batch.topk_weights
+    def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None:
+        x, ids, weights, expert_out = batch.x, batch.topk_ids, batch.topk_weights, batch.expert_out_by_expert
         if checks:
             self._recv.fill_(0xFF)
             self._sorted.fill_(0xFF)
@@ -170,9 +168,7 @@ class Peer:
         if clock.recording:
             away = sum(self._my_rows) - self._my_rows[self._shape.rank]
             back = sum(self._rows) - self._rows[self._shape.rank]
-            self.bytes_sent["dispatch"] += away * self._width
-            self.bytes_sent["combine"] += back * self._shape.row_bytes
-            self.steps_counted += 1
+            self.traffic.count(away * self._width, back * self._shape.row_bytes)
 
     def _unpacked(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         payload = rows[:, : self._shape.payload_bytes].contiguous()
@@ -180,3 +176,6 @@ class Peer:
             return payload.view(self._shape.options.dtype), None
         scales = rows[:, self._shape.payload_bytes :].contiguous().view(torch.float32)
         return payload.view(torch.float8_e4m3fn), scales
+
+    def close(self) -> None:
+        """The collective serves other shapes too."""

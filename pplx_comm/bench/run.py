@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..errors import Error
 from .batch import Batch, Shape, Source
-from .clock import Clock, Figure, Key, Times
+from .clock import Clock, Figure, Key, Times, Traffic
 from .floor import PHASES, Copies, Writes, remote_ranks
 from .options import Options, Transport
 from .ours import FUSED, HALVES, Ours
@@ -23,12 +25,18 @@ from .reference import Checks, Wrong
 from .world import World
 
 ROUNDS = 3
-"""Each transport's measuring is spread over so many blocks, so that a minute in which the machine is busy hits all alike."""
+"""Measuring is spread over so many blocks of each backend, so that a moment in which the machine is busy hits all alike."""
 
 FEWEST, MOST = 12, 1500
 CHECK_EVERY = 20
 
-Step = Callable[[Batch, Clock, "Checks | None"], None]
+
+class Backend(Protocol):
+    name: str
+
+    def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass
@@ -40,8 +48,8 @@ class Point:
     off: str | None = None
     phases: dict[str, Figure] = field(default_factory=dict)
     floor: dict[str, Figure] = field(default_factory=dict)
-    floor_parts: dict[str, dict[str, float]] = field(default_factory=dict)
-    """p50 of the copies and of the bare writes, by phase."""
+    floor_parts: dict[str, dict[str, Figure]] = field(default_factory=dict)
+    """By phase: the copies, and the bare writes where there are any."""
     floor_copy: dict[str, str] = field(default_factory=dict)
     """Which copy was the fastest, by phase."""
     floor_off: str | None = None
@@ -65,6 +73,7 @@ class Results:
     peers: list[PeerPoint] = field(default_factory=list)
     peers_off: dict[str, str] = field(default_factory=dict)
     routing_digest: dict[int, str] = field(default_factory=dict)
+    """By tokens, of the first iteration's routing: two runs that compare must have the same."""
 
     def peer(self, name: str, tokens: int) -> PeerPoint | None:
         return next((point for point in self.peers if (point.peer, point.tokens) == (name, tokens)), None)
@@ -95,10 +104,10 @@ def _open_collectives(options: Options, world: World, results: Results) -> list[
     opened = []
     for name in options.peers:
         collective, reason = world.everybody(makers[name], f"peer {name}")
-        if reason is None and collective is not None:
+        if collective is not None and reason is None:
             opened.append(collective)
         else:
-            results.peers_off[name] = reason or "another rank has none"
+            results.peers_off[name] = reason or "off on another rank"
     return opened
 
 
@@ -109,82 +118,183 @@ class _Size:
         self, options: Options, world: World, collectives: Sequence[Collective], tokens: int, progress: Progress
     ) -> None:
         self._options, self._world, self._progress = options, world, progress
-        self._shape = shape = Shape(options, tokens, world.rank, world.size)
-        self._source = Source(shape)
+        self._shape = Shape(options, tokens, world.rank, world.size)
+        self._source = Source(self._shape)
         self._clock = Clock(world)
         self._notes: list[str] = []
-        self._times: dict[Key, list[Times]] = {}
+        self._times: defaultdict[Key, list[Times]] = defaultdict(list)
+        self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._points = {transport.name: Point(transport.name, tokens) for transport in options.transports}
-        self._peers = [Peer(world, shape, collective) for collective in collectives]
-        self._expert_out = torch.empty(0, options.hidden, dtype=options.dtype)
-        self._peer_out = torch.empty(0, options.hidden, dtype=options.dtype)
+        self._proxied: list[Transport] = []
         self._copies: dict[int | None, Copies] = {}
         self._floors: dict[str, tuple[Copies, Writes | None]] = {}
-        self._bytes: dict[str, list[tuple[dict[str, int], int]]] = {}
+        self._peers = [Peer(world, self._shape, collective) for collective in collectives]
+        self._passive: list[Backend] = list(self._peers)
+        """What does nothing while others are measured."""
 
     def measure(self, results: Results) -> None:
         options = self._options
         begun = time.monotonic()
-        spent = self._warm_up()
-        iterations = self._world.gather(options.iters or self._iterations(spent, time.monotonic() - begun), "iterations")[0]
-        at = options.warmup
-        share = [iterations * (i + 1) // ROUNDS - iterations * i // ROUNDS for i in range(ROUNDS)]
-        for i, count in enumerate(n for n in share if n > 0):
-            self._progress.show(self._shape.tokens, f"{iterations} iterations of each", i / ROUNDS)
-            self._round(i, at, count)
-            at += count
-        for _, writes in self._floors.values():
-            if writes is not None:
-                writes.close()
+        self._progress.show(self._shape.tokens, "opening", 0.0)
+        self._open_all()
+        warmup = max(2, options.warmup)
+        in_blocks, opening = self._round(0, 0, warmup)
+        self._times.clear()
+        self._traffic.clear()
+        left = options.seconds / len(options.tokens) - (time.monotonic() - begun) - ROUNDS * opening
+        wanted = options.iters or int(min(MOST, max(FEWEST, left / max(in_blocks / warmup, 1e-4))))
+        iterations = self._world.gather(wanted, "iterations")[0]
+
+        first = warmup
+        shares = [iterations * (i + 1) // ROUNDS - iterations * i // ROUNDS for i in range(ROUNDS)]
+        for turn, count in enumerate(share for share in shares if share > 0):
+            self._progress.show(self._shape.tokens, f"{iterations} iterations", turn / ROUNDS)
+            self._round(turn, first, count)
+            first += count
+        for backend in self._passive:
+            backend.close()
         self._store(results)
 
-    # ---- blocks ------------------------------------------------------------------------------------------------------
+    # ---- opening -----------------------------------------------------------------------------------------------------
 
-    def _proxied(self) -> list[Transport]:
-        return [t for t in self._on() if remote_ranks(self._world, t)]
+    def _open(self, transport: Transport) -> Ours | None:
+        """Collective: the constructor fails on all ranks or on none."""
+        point = self._points[transport.name]
+        ours, reason = self._world.everybody(
+            lambda: Ours(self._world, self._shape, transport, self._options.timeout), f"transport {transport.name}"
+        )
+        if ours is None or reason is not None:
+            point.off = reason or "off on another rank"
+            return None
+        return ours
 
-    def _on(self) -> list[Transport]:
-        return [t for t in self._options.transports if self._points[t.name].off is None]
-
-    def _warm_up(self) -> float:
-        """Opens everything once; returns what an iteration of all costs, openings left out."""
-        warmup = max(2, self._options.warmup)
+    def _open_all(self) -> None:
+        """What can be open all the time stays open; the rest is tried."""
         for transport in self._options.transports:
-            self._fit_expert_out()
             ours = self._open(transport)
             if ours is None:
                 continue
-            self._block([self._ours(ours)], 0, 1, last_is_checked=True)
+            if remote_ranks(self._world, transport):
+                ours.close()
+                self._proxied.append(transport)
+            else:
+                self._passive.insert(0, ours)
+        for transport in self._options.transports:
+            if self._points[transport.name].off is None:
+                self._make_floor(transport)
+
+    def _make_floor(self, transport: Transport) -> None:
+        world, shape = self._world, self._shape
+        remote = remote_ranks(world, transport)
+
+        def make() -> tuple[Copies, Writes | None]:
+            copies = self._copies.get(transport.node_size)
+            if copies is None:
+                copies = Copies(world, shape, remote, transport.name)
+                copies.calibrate([self._source.batch(i) for i in range(3)])
+                self._passive.append(copies)
+                self._copies[transport.node_size] = copies
+            return copies, Writes(world, shape, transport, remote) if remote else None
+
+        floor, reason = world.everybody(make, f"floor of {transport.name}")
+        if floor is None or reason is not None:
+            self._points[transport.name].floor_off = reason or "off on another rank"
+            return
+        self._floors[transport.name] = floor
+        if floor[1] is not None:
+            self._passive.append(floor[1])
+
+    # ---- measuring ---------------------------------------------------------------------------------------------------
+
+    def _round(self, turn: int, first: int, count: int) -> tuple[float, float]:
+        """One block of everything passive, by turns, and one of each transport that has a proxy.
+
+        A proxy's thread lives as long as its Communicator and would take time from whatever else is measured, so it is
+        alone. Returns the seconds in blocks and outside.
+        """
+        begun, in_blocks = time.monotonic(), 0.0
+        order: list[Transport | None] = [None, *self._proxied]
+        turn %= len(order)
+        for transport in order[turn:] + order[:turn]:
+            if transport is None:
+                in_blocks += self._block(self._passive, first, count)
+                continue
+            ours = self._open(transport)
+            if ours is None:
+                raise Error(f"{transport.name} could be opened before, but not now: {self._points[transport.name].off}")
+            # Its first steps touch memory for the first time.
+            self._block([ours], first, min(2, count), recorded=False)
+            in_blocks += self._block([ours], first, count)
             ours.close()
-        self._make_floors()
+        return in_blocks, time.monotonic() - begun - in_blocks
+
+    def _block(self, backends: Sequence[Backend], first: int, count: int, recorded: bool = True) -> float:
         begun = time.monotonic()
-        opening = self._round(0, 0, warmup)
-        self._world.barrier()
-        spent = (time.monotonic() - begun - opening) / warmup
-        self._times.clear()
-        self._bytes.clear()
-        return max(spent, 1e-4)
+        clock = self._clock
+        clock.recording = recorded
+        gc.collect()
+        gc.disable()
+        try:
+            for iteration in range(first, first + count):
+                batch = self._source.batch(iteration)
+                batch.run_experts()
+                checks = None
+                if self._options.check and recorded and (iteration % CHECK_EVERY == 0 or iteration == first + count - 1):
+                    checks = Checks(batch, self._source.table, self._notes)
+                turn = iteration % len(backends)
+                for backend in [*backends[turn:], *backends[:turn]]:
+                    backend.step(batch, clock, checks)
+        finally:
+            gc.enable()
+        for key, times in clock.collect().items():
+            self._times[key].append(times)
+        for backend in backends:
+            if isinstance(backend, (Ours, Peer)):
+                self._traffic[backend.name].add(backend.traffic)
+                backend.traffic = Traffic()
+        self._fail_if_wrong()
+        return time.monotonic() - begun
 
-    def _iterations(self, per_iteration: float, warm_up: float) -> int:
-        budget = self._options.seconds / len(self._options.tokens) - warm_up
-        return max(FEWEST, min(MOST, int(budget / per_iteration)))
+    def _fail_if_wrong(self) -> None:
+        notes = [note for notes in self._world.gather(self._notes, "wrong results") for note in notes]
+        if notes:
+            raise Wrong("\n  ".join(["wrong results:", *notes[:8], *([f"... and {len(notes) - 8} more"] if len(notes) > 8 else [])]))
 
-    def _round(self, turn: int, first: int, count: int) -> float:
-        """One block of each transport that has a proxy, alone, and one of everything else by turns. Returns seconds spent opening."""
-        self._clock.recording = True
-        spent = 0.0
-        blocks: list[Transport | None] = [None, *self._proxied()]
-        turn %= len(blocks)
-        for transport in blocks[turn:] + blocks[:turn]:
-            begun = time.monotonic()
-            # A proxy's thread lives as long as its Communicator, and would take time from whatever else is measured.
-            members = [transport] if transport is not None else [t for t in self._on() if t not in self._proxied()]
-            opened = [self._ours(ours) for ours in map(self._open, members) if ours is not None]
-            spent += time.monotonic() - begun
-            passive = [] if transport is not None else self._passive()
-            self._block([*opened, *passive], first, count)
-            begun = time.monotonic()
-            for one in opened:
-                one.close()
-            spent += time.monotonic() - begun
-        return spent
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def _figures(self, backend: str, phases: Sequence[str]) -> dict[str, Figure]:
+        return {phase: Figure.of(np.concatenate(self._times[backend, phase])) for phase in phases if (backend, phase) in self._times}
+
+    def _bytes_per_rank(self, backend: str) -> dict[str, float]:
+        """Of a step, the mean over ranks."""
+        t = self._traffic[backend]
+        everybody = self._world.gather([t.dispatch / max(1, t.steps), t.combine / max(1, t.steps)], f"bytes of {backend}")
+        return {phase: float(np.mean([rank[i] for rank in everybody])) for i, phase in enumerate(PHASES)}
+
+    def _floor_times(self, name: str) -> tuple[dict[str, Times], dict[str, dict[str, Times]]]:
+        copies, writes = self._floors[name]
+        parts = {phase: {"copies": np.concatenate(self._times[copies.name, phase])} for phase in PHASES}
+        if writes is not None:
+            for phase in PHASES:
+                parts[phase]["writes"] = np.concatenate(self._times[writes.name, phase])
+        total: dict[str, Times] = {phase: np.sum(list(part.values()), axis=0) for phase, part in parts.items()}
+        total["round trip"] = np.sum([total[phase] for phase in PHASES], axis=0)
+        return total, parts
+
+    def _store(self, results: Results) -> None:
+        tokens = self._shape.tokens
+        for name, point in self._points.items():
+            results.points.append(point)
+            if point.off is not None:
+                continue
+            point.phases = self._figures(name, (*FUSED, *HALVES))
+            point.bytes_per_rank = self._bytes_per_rank(name)
+            if name in self._floors:
+                total, parts = self._floor_times(name)
+                point.floor = {phase: Figure.of(times) for phase, times in total.items()}
+                point.floor_parts = {phase: {part: Figure.of(times) for part, times in of.items()} for phase, of in parts.items()}
+                point.floor_copy = self._floors[name][0].kernels
+        for peer in self._peers:
+            results.peers.append(PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name)))
+        ids = np.ascontiguousarray(self._source.batch(0).ids)
+        results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]

@@ -88,7 +88,8 @@ std::vector<Exchange::Announced> Exchange::announced(std::uint32_t set, Op op) c
 
 bool Exchange::have_left(const std::vector<Announced>& blocks) {
   for (const Announced& block : blocks)
-    if (load_acquire(block.sent) != block.word) return false;
+    // Reached, not equal: another peer's block of this step may have been announced, and have left, in the meantime.
+    if (!arrived(load_acquire(block.sent), static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return false;
   return true;
 }
 

@@ -128,23 +128,25 @@ void check_plan(const Config& c, check::Random& random) {
   CHECK(packed <= heap.send_bytes[1]);
 }
 
-// An id may be repeated, so one source can send one expert top_k choices of every token.
+// An id may be repeated, so one source can send one expert every choice of every token: the route must carry the last one's
+// number, or such a step must be refused.
 void check_largest_step() {
   Config c;
   c.num_experts = 3;
   c.top_k = kMaxTopK;
   c.hidden = 8;
-  c.max_tokens = 1u << 17;
-  if (invalid(c) != nullptr) return;   // refused when it was made: fine too
+  c.max_tokens = 1u << 16;
+  CHECK(invalid(c) == nullptr);
   const std::vector<std::int32_t> ids(std::size_t{c.max_tokens} * c.top_k, 1);
   const Plan plan = make_plan(c, ids.data(), c.max_tokens);
   CHECK_EQ(plan.counts[1], c.max_tokens * c.top_k);
   for (std::size_t i : {std::size_t{0}, ids.size() / 2, ids.size() - 1}) {
     CHECK_EQ(plan.index[i], static_cast<std::uint32_t>(i));
-    // The route must carry what the plan says.
     CHECK_EQ(route_expert(route_place(1, plan.index[i])), 1u);
     CHECK_EQ(route_index(route_place(1, plan.index[i])), plan.index[i]);
   }
+  c.max_tokens = (1u << 16) + 1;
+  CHECK(invalid(c) != nullptr);
 }
 
 }  // namespace

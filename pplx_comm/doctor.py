@@ -1,0 +1,238 @@
+"""What this machine has, what is off and why, and the command that turns it on."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import sysconfig
+import textwrap
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _libfabric, _memory
+from ._machine import machine, versions
+from ._setup import threads_of_a_rank
+from ._version import __version__
+from .all_to_all import AllToAll, _config
+from .bench.options import DTYPES, add_layer_arguments, layout_of
+from .errors import Error
+from .layouts import Padded
+
+EFA_INSTALLER = (
+    "curl -sO https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && "
+    "tar xf aws-efa-installer-latest.tar.gz && cd aws-efa-installer && sudo ./efa_installer.sh -y"
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    on: bool | None
+    """None: a fact, neither on nor off."""
+    says: str
+    turn_on: str | None = None
+    """The command, or what there is to do when no command does it."""
+
+
+def _processor() -> list[Finding]:
+    m = machine()
+    cores = f"{m['cores_allowed']} cores" if m["cores"] == m["cores_allowed"] else f"{m['cores_allowed']} of {m['cores']} cores allowed"
+    free, limit = _memory.available_bytes()
+    thp = f"transparent huge pages: {m['transparent_hugepages']}, for shared memory: {m['transparent_hugepages_shmem']}"
+    return [
+        Finding("cpu", True, f"{m['cpu']}, {cores}, {m['isa']} kernels, Linux {m['kernel']}"),
+        Finding("threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"),
+        Finding("memory", None, f"{_gib(free)} available ({limit}) of {_gib(m['memory_bytes'])}; {thp}"),
+    ]
+
+
+def _shared_memory() -> list[Finding]:
+    findings = []
+    try:
+        os.close(_memory.allocate(4096, "a test of doctor"))
+        findings.append(Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter"))
+    except Exception as problem:  # whatever the kernel objects to, it is the finding
+        findings.append(Finding("mapped", False, str(problem), "give this process more memory, or allow memfd_create in its seccomp profile"))
+    try:
+        room = shutil.disk_usage("/dev/shm")
+        findings.append(Finding("/dev/shm", True, f"{_gib(room.free)} free of {_gib(room.total)}; only the provider shm puts files there"))
+    except OSError as problem:
+        fix = "mount -t tmpfs tmpfs /dev/shm, or docker run --shm-size=1g"
+        findings.append(Finding("/dev/shm", False, f"{problem.strerror}: the provider shm needs it", fix))
+    return findings
+
+
+def _python() -> list[Finding]:
+    v = versions()
+    findings = [Finding("torch", True, f"{v['torch']}, Python {v['python']}")]
+    gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
+    findings.append(Finding("gloo", gloo, "a peer of the benchmark", None if gloo else "pip install torch with distributed support"))
+    plots = importlib.util.find_spec("matplotlib") is not None
+    findings.append(Finding("matplotlib", plots, "for bench --plot", None if plots else "pip install matplotlib"))
+    return findings
+
+
+def _mpi() -> Finding:
+    here = Path(sysconfig.get_path("scripts")) / "mpirun"
+    mpirun = shutil.which("mpirun") or (str(here) if here.exists() else None)
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        from mpi4py import MPI
+
+        library = " ".join(MPI.Get_library_version().replace("\0", "").strip().splitlines()[0].split())
+    except (ImportError, RuntimeError) as problem:
+        reason = f"mpi4py does not load: {problem}" if importlib.util.find_spec("mpi4py") else "no mpi4py"
+        return Finding("mpi", False, f"{reason}; Communicator.from_env() needs none", "pip install mpi4py mpich")
+    if mpirun is None:
+        return Finding("mpi", False, f"mpi4py with {library}, but there is no mpirun in PATH", "pip install mpich")
+    return Finding("mpi", True, f"{library}, {mpirun}")
+
+
+def _fabric() -> list[Finding]:
+    status = _libfabric.status()
+    if not status["compiled_in"]:
+        fix = "apt-get install libfabric-dev (or set PPLX_LIBFABRIC_INCLUDE), then make build"
+        return [Finding("libfabric", False, "this build has no libfabric back end: no headers when it was made", fix)]
+    if status["error"]:
+        fix = "apt-get install libfabric1, or pip install mpich, or export PPLX_LIBFABRIC=/path/of/libfabric.so.1"
+        return [Finding("libfabric", False, status["error"], fix)]
+    findings = [Finding("libfabric", True, f"{status['version']}, {status['path']}")]
+    for name, provider in status["providers"].items():
+        if provider["available"]:
+            nics = f"over {', '.join(provider['nics'])}" if provider["nics"] else "no NIC named"
+            findings.append(Finding(name, True, nics + (", device memory" if provider["device_memory"] else "")))
+        else:
+            findings.append(Finding(name, False, provider["why_not"], _provider_fix(name)))
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if Path("/sys/class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
+        findings.append(Finding("locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited"))
+    return findings
+
+
+def _provider_fix(name: str) -> str | None:
+    rdma = Path("/sys/class/infiniband").is_dir()
+    if name.startswith("efa"):
+        return EFA_INSTALLER if rdma else "needs an EFA NIC (attach one to the instance), then: " + EFA_INSTALLER
+    if name.startswith("verbs"):
+        install = "apt-get install rdma-core ibverbs-providers"
+        return install if rdma else f"needs an RDMA NIC, then: {install}"
+    if name == "tcp":
+        return "provider='tcp' takes 'tcp;ofi_rxm' here by itself; a newer libfabric has it: pip install mpich, or apt-get install libfabric1"
+    if name == "shm":
+        return "needs /dev/shm"
+    return None
+
+
+def _gpus() -> list[Finding]:
+    try:
+        from . import _cuda
+    except ImportError:
+        fix = "put nvcc in PATH, then make build CMAKE_ARGS=-DPPLX_CUDA=ON"
+        return [Finding("cuda", False, "this build has no CUDA module: no nvcc when it was made", fix)]
+    driver, count = _cuda.driver_version(), _cuda.device_count()
+    built = f"built with CUDA {_version(_cuda.runtime_version())}"
+    if driver == 0:
+        return [Finding("cuda", False, f"{built}, but there is no NVIDIA driver", "needs a GPU and its driver: nvidia-smi must list it")]
+    if count == 0:
+        return [Finding("cuda", False, f"{built}, driver for CUDA {_version(driver)}, no GPU visible", "check CUDA_VISIBLE_DEVICES and nvidia-smi")]
+    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU")]
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _nvshmem() -> Finding:
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        spec = None
+    places = list(spec.submodule_search_locations or []) if spec else []
+    return Finding("nvshmem", False, f"this version has no NVSHMEM transport; the library is {places[0] if places else 'not installed'}")
+
+
+def _environment() -> list[Finding]:
+    names = [name for name in sorted(os.environ) if name.startswith("PPLX_")]
+    shown = [f"{name}=..." if name == "PPLX_COMM_SECRET" else f"{name}={os.environ[name]}" for name in names]
+    return [Finding("environment", None, ", ".join(shown) or "no PPLX_ variable is set")]
+
+
+def _gib(nbytes: float) -> str:
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.0f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.2f} GiB"
+
+
+def findings() -> list[Finding]:
+    return [*_processor(), *_shared_memory(), *_python(), _mpi(), *_fabric(), *_gpus(), _nvshmem(), *_environment()]
+
+
+def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Bytes of one rank, for each number of tokens: what construction reserves, and what one dispatch returns at most."""
+    layout, dtype = layout_of(arguments), DTYPES[arguments.dtype]
+    rows: list[dict[str, Any]] = []
+    for tokens in arguments.tokens:
+        layer = {
+            "num_experts": arguments.experts, "top_k": arguments.top_k, "hidden": arguments.hidden, "max_tokens_per_rank": tokens,
+            "dtype": dtype, "wire": arguments.wire, "layout": layout, "in_flight": arguments.in_flight,
+        }  # fmt: skip
+        row: dict[str, Any] = {"max_tokens_per_rank": tokens, "error": None}
+        try:
+            c = _config(arguments.ranks, 0, scale_layout="row", **layer)
+            out_rows = c.local_experts * c.max_per_expert if isinstance(layout, Padded) else c.max_rows
+            row_bytes = arguments.hidden * (1 if c.scales_per_row else dtype.itemsize) + 4 * c.scales_per_row
+            row["output_at_most"] = out_rows * row_bytes
+            for name, remote in (("mapped", 0), ("proxy", arguments.ranks - 1)):
+                row[name] = AllToAll.required_bytes(world_size=arguments.ranks, remote_peers=remote, **layer)
+        except Error as problem:
+            row["error"] = str(problem)
+        rows.append(row)
+    return rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_layer_arguments(parser)
+    parser.add_argument("--ranks", type=int, default=8, help="ranks of the configuration (8)")
+    parser.add_argument("--in-flight", type=int, default=1, help="steps open at once (1)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+
+
+def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse.Namespace) -> str:
+    width = max(len(finding.name) for finding in found)
+    lines = [f"pplx_comm {__version__}", ""]
+    for finding in found:
+        mark = {True: "on ", False: "off", None: "   "}[finding.on]
+        head = f"  {mark}  {finding.name:<{width}}  "
+        lines += textwrap.wrap(finding.says, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+        if finding.turn_on:
+            # One line, so that it can be copied.
+            lines.append(f"{' ' * len(head)}-> {finding.turn_on}")
+    layer = f"hidden {arguments.hidden}, {arguments.experts} experts, top-{arguments.top_k}, {arguments.dtype}, wire {arguments.wire}"
+    lines += ["", f"memory of one of {arguments.ranks} ranks: {layer}, {layout_of(arguments)}"]
+    lines.append(f"  {'max tokens':>10}  {'mapped':>11}  {'all by proxy':>12}  one dispatch returns at most")
+    for row in needs:
+        if row["error"]:
+            lines.append(f"  {row['max_tokens_per_rank']:>10}  {row['error']}")
+            continue
+        sizes = f"{_gib(row['mapped']):>11}  {_gib(row['proxy']):>12}  {_gib(row['output_at_most'])}"
+        lines.append(f"  {row['max_tokens_per_rank']:>10}  {sizes}")
+    lines.append("  (of what a dispatch returns, only rows that arrive take memory)")
+    return "\n".join(lines)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    found, needs = findings(), memory(arguments)
+    if arguments.json:
+        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in found], "memory_per_rank": needs}, indent=1))
+    else:
+        print(_text(found, needs, arguments))
+    return 0
