@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from . import _core
 from ._failure import Failure
@@ -37,7 +37,7 @@ def positive_setting(name: str, default: int) -> int:
 
 
 def proxy_cpu(local_rank: int, ranks_here: int) -> int:
-    """A core of its own for the proxy thread where there are two per rank, counted from the end; else -1, not pinned."""
+    """A core of its own for the proxy thread where there are two per rank, counted from the end; else -1: not pinned."""
     allowed = sorted(os.sched_getaffinity(0))
     return allowed[-1 - local_rank] if len(allowed) >= 2 * ranks_here and local_rank < len(allowed) else -1
 
@@ -51,7 +51,14 @@ class ProxyCarrier:
         self._addresses: dict[int, bytes] = {}
         self._closed = False
         self.users = 0
-        self.fabric = open_fabric(provider, endpoints=endpoints, nics=nics or None, peers_on_this_host=one_host)
+        self.fabric = open_fabric(
+            provider,
+            endpoints=endpoints,
+            nics=nics or None,
+            slot=comm.host_rank,
+            slots=ranks_here,
+            peers_on_this_host=one_host,
+        )
         self.name: str = self.fabric.name
         self.address: bytes = self.fabric.address()
         shard_bytes = positive_setting("PPLX_COMM_SHARD_BYTES", 256 * 1024)
@@ -72,7 +79,7 @@ class ProxyCarrier:
             self.users -= 1
 
     def peer_died(self, rank: int) -> None:
-        """Removes what the rank's provider left in /dev/shm. Its process may not be quite gone yet: close() tries again."""
+        """Removes what the rank's provider left in /dev/shm. Its process may not be quite gone yet: close() repeats it."""
         address = self._addresses.get(rank)
         if address is not None:
             _core.cleanup_dead_peer(address)
@@ -92,7 +99,7 @@ class ProxyCarrier:
 class Carriers:
     """The proxies of one Communicator."""
 
-    _of: weakref.WeakKeyDictionary[Communicator, Carriers] = weakref.WeakKeyDictionary()
+    _of: ClassVar[weakref.WeakKeyDictionary[Communicator, Carriers]] = weakref.WeakKeyDictionary()
     _of_lock = threading.Lock()
 
     def __init__(self, comm: Communicator) -> None:

@@ -78,10 +78,11 @@ class Inbox:
         return call
 
     def payloads(self, call: Call) -> dict[int, bytes]:
-        return self._payloads[call]
+        """Empty for ever if a new generation has ended the call meanwhile."""
+        return self._payloads.get(call, {})
 
     def descriptors(self, call: Call) -> dict[int, Descriptors]:
-        return self._descriptors[call]
+        return self._descriptors.get(call, {})
 
     def close(self, call: Call) -> None:
         self._payloads.pop(call, None)

@@ -1,4 +1,4 @@
-"""The tensors that dispatch_recv fills, from a pool: fresh memory would cost more in page faults than the copy itself."""
+"""The tensors that dispatch_recv fills, from a pool: page faults of fresh memory would cost more than the copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _round_up(value: int, to: int) -> int:
 class Outputs:
     """Allocates the outputs of one AllToAll's dispatches."""
 
-    def __init__(self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool) -> None:
+    def __init__(
+        self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool
+    ) -> None:
         self._layout = layout
         self._hidden = config.hidden
         self._top_k = config.top_k
@@ -73,7 +75,11 @@ class Outputs:
         if isinstance(self._layout, Ragged):
             small.append(("offsets", (self._experts + 1,)))
         if isinstance(self._layout, Compact):
-            small += [("topk_ids", (self._rows, self._top_k)), ("topk_weights", (self._rows, self._top_k)), ("num_rows", (1,))]
+            small += [
+                ("topk_ids", (self._rows, self._top_k)),
+                ("topk_weights", (self._rows, self._top_k)),
+                ("num_rows", (1,)),
+            ]
         sizes = [torch.Size(shape).numel() for _, shape in small]
         # One buffer for all that is small.
         whole = self.tensor((sum(_round_up(4 * size, _ALIGN) for size in sizes) // 4,), torch.int32)

@@ -10,7 +10,7 @@ from ._setup import rewire
 if TYPE_CHECKING:
     from .all_to_all import AllToAll
 
-_DRAIN = 0.1   # seconds for writes under way: those to a dead peer never end
+_DRAIN = 0.1  # seconds for writes under way: those to a dead peer never end
 
 
 def reset(a2a: AllToAll) -> None:

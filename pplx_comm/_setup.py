@@ -25,7 +25,7 @@ class Wiring:
     exchange: _core.Exchange
     mapped: list[int]
     remote: list[int]
-    hosts: dict[int, str]                # by rank, see host_key
+    hosts: dict[int, str]  # by rank, see host_key
     carrier: ProxyCarrier | None = None
     region: _core.LocalRegion | None = None
 
@@ -40,13 +40,13 @@ class Wiring:
 class Request:
     """What the constructor asked for."""
 
-    config: _core.Config                 # rank, world and object are filled in here
-    compared: dict[str, Any]             # must be equal on all ranks
+    config: _core.Config  # rank, world and object are filled in here
+    compared: dict[str, Any]  # must be equal on all ranks
     transport: str
     provider: str | None
     node_size: int | None
-    timeout: float                       # of a step
-    error: str | None = None             # what this rank found wrong with its arguments
+    timeout: float  # of a step
+    error: str | None = None  # what this rank found wrong with its arguments
 
     @property
     def patience(self) -> float:
@@ -74,7 +74,7 @@ def _attempt(error_of: list[str], what: Callable[[], T]) -> T | None:
     """Runs what may fail on one rank only; the error is told to all at the next agreement."""
     try:
         return what()
-    except Exception as error:   # whatever it is, the other ranks must hear of it rather than wait
+    except Exception as error:  # whatever it is, the other ranks must hear of it rather than wait
         error_of.append(f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}")
         return None
 
@@ -88,7 +88,9 @@ def _compare(answers: list[dict[str, Any] | None]) -> None:
         for rank, answer in alive:
             by_value.setdefault(repr(answer["compared"].get(name)), []).append(rank)
         if len(by_value) > 1:
-            differing.append(f"{name} is " + ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in by_value.items()))
+            differing.append(
+                f"{name} is " + ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in by_value.items())
+            )
     if differing:
         raise Error("AllToAll() must be called alike on all ranks, but " + "; ".join(differing))
 
@@ -102,21 +104,22 @@ def _node(request: Request, comm: Communicator, rank: int) -> int:
 
 def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list[int], list[int]]:
     """Mapped and remote peers, oneself left out."""
-    mapped, remote = [], []
+    mapped: list[int] = []
+    remote: list[int] = []
     for peer in alive:
         if peer == comm.rank:
             continue
         together = _node(request, comm, peer) == _node(request, comm, comm.rank)
         if together and not comm._same_node(peer):
             raise Error(
-                f"node_size={request.node_size} puts ranks {comm.rank} and {peer} on one node, but they cannot map each "
-                "other's memory: they run on different hosts, or in different network or IPC namespaces"
+                f"node_size={request.node_size} puts ranks {comm.rank} and {peer} on one node, but they cannot map "
+                "each other's memory: they run on different hosts, or in different network or IPC namespaces"
             )
         (mapped if together else remote).append(peer)
     if request.transport == "mapped" and remote:
         raise Error(
-            f"transport='mapped' reaches only ranks of one node, and {_name_ranks(remote)} cannot share memory with rank "
-            f"{comm.rank}: use transport='auto'"
+            f"transport='mapped' reaches only ranks of one node, and {_name_ranks(remote)} cannot share memory with "
+            f"rank {comm.rank}: use transport='auto'"
         )
     return mapped, remote
 
@@ -145,7 +148,10 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     taken = {number for answer in answers if answer is not None for number in answer["used"]}
     free = [number for number in range(8) if number not in taken]
     if not free:
-        raise Error("8 AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all layers of a shape")
+        raise Error(
+            "8 AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all "
+            "layers of a shape"
+        )
     config.object = free[0]
     config.remote_peers = len(remote)
     hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
@@ -173,7 +179,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
 
 
 def rewire(comm: Communicator, request: Request, wiring: Wiring, survivors: list[int]) -> None:
-    """After a failure: the mappings stay, the proxy is made anew, for a dead peer may have left the old one in any state."""
+    """After a failure: the mappings stay; the proxy is made anew, for the dead may have left the old one in any state."""
     wiring.mapped = [rank for rank in wiring.mapped if rank in survivors]
     wiring.remote = [rank for rank in wiring.remote if rank in survivors]
     answers = _agree(comm, "reset: survivors", {"remote": len(wiring.remote)}, request.patience)
@@ -226,7 +232,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     )
     assert carrier is not None
     if fresh:
-        addresses = {r: bytes.fromhex(answers[r]["address"]) for r in alive if r != comm.rank}   # type: ignore[index]
+        addresses = {r: bytes.fromhex(answers[r]["address"]) for r in alive if r != comm.rank}  # type: ignore[index]
         _attempt(errors, lambda: carrier.connect(addresses))
         if not errors:
             carriers.proxies[key] = carrier
@@ -238,7 +244,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
         timeout,
     )
     assert region is not None
-    descriptions = {r: bytes.fromhex(answers[r]["region"]) for r in wiring.remote}   # type: ignore[index]
+    descriptions = {r: bytes.fromhex(answers[r]["region"]) for r in wiring.remote}  # type: ignore[index]
     _attempt(errors, lambda: carrier.attach(wiring.exchange, region, descriptions))
     if not errors:
         wiring.carrier, wiring.region = carrier, region

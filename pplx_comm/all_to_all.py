@@ -32,8 +32,8 @@ _DTYPES = {
     torch.float16: _core.Dtype.FLOAT16,
     torch.float32: _core.Dtype.FLOAT32,
 }
-_WORST_CASE_LIMIT = 1 << 30   # bytes of d.x that the library takes without being asked
-_CLOSE_TIMEOUT = 1.0          # seconds for what is still in the network
+_WORST_CASE_LIMIT = 1 << 30  # bytes of d.x that the library takes without being asked
+_CLOSE_TIMEOUT = 1.0  # seconds for what is still in the network
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
@@ -74,7 +74,9 @@ def _config(
         raise Error(f"dtype={dtype} is not supported: torch.bfloat16, torch.float16 and torch.float32 are")
     c.dtype = _DTYPES[dtype]
     if hidden * dtype.itemsize % 16:
-        raise Error(f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes")
+        raise Error(
+            f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes"
+        )
     wire = Wire.of(wire)
     if wire not in (Wire.NATIVE, Wire.FP8):
         raise Error(f"wire={wire.value!r} is not built yet; 'native' and 'fp8' are")
@@ -102,8 +104,8 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
         if layout.max_rows is None and worst * row_bytes > _WORST_CASE_LIMIT:
             even = -(-tokens * c.top_k // c.world) + experts * (layout.align - 1)
             raise Error(
-                f"the worst case, all tokens to one rank, needs {worst} rows, {_gib(worst * row_bytes)}, above the 1 GiB that is "
-                f"taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Say which: "
+                f"the worst case, all tokens to one rank, needs {worst} rows, {_gib(worst * row_bytes)}, above the "
+                f"1 GiB that is taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Say which: "
                 f"layout=pc.Ragged(align={layout.align}, max_rows=...)"
             )
         c.max_rows = layout.max_rows if layout.max_rows is not None else worst
@@ -113,8 +115,8 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
         rows = experts * c.max_per_expert
         if layout.max_tokens_per_expert is None and rows * row_bytes > _WORST_CASE_LIMIT:
             raise Error(
-                f"the worst case, every token to each expert, needs {rows} rows, {_gib(rows * row_bytes)}, above the 1 GiB that is "
-                "taken without asking. Say how many: layout=pc.Padded(max_tokens_per_expert=...)"
+                f"the worst case, every token to each expert, needs {rows} rows, {_gib(rows * row_bytes)}, above the "
+                "1 GiB that is taken without asking. Say how many: layout=pc.Padded(max_tokens_per_expert=...)"
             )
     elif isinstance(layout, Compact):
         c.layout = _core.LayoutKind.COMPACT
@@ -124,7 +126,7 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
 
 
 class AllToAll:
-    """Dispatch and combine over the ranks of a Communicator. Constructing one is collective; one serves all layers of a shape.
+    """Dispatch and combine over the ranks of a Communicator. Making one is collective; one serves all layers of a shape.
 
     num_experts: physical experts of all ranks together; expert e lives on rank e // ceil(num_experts / world_size).
     top_k: choices per token, 1 to 16.
@@ -142,6 +144,8 @@ class AllToAll:
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A dead peer is noticed at once.
     scale_layout: "row", or "tma" for column-major scales with 16-byte aligned columns.
     """
+
+    _number: int
 
     def __init__(
         self,
@@ -190,13 +194,19 @@ class AllToAll:
             error = str(reason)
         compared = {
             "num_experts": num_experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": max_tokens_per_rank,
-            "dtype": str(dtype), "wire": str(wire), "layout": repr(layout), "transport": transport, "provider": provider,
+            "dtype": str(dtype), "wire": str(wire), "layout": repr(layout), "transport": transport,
+            "provider": provider,
             "node_size": node_size, "in_flight": in_flight, "timeout": timeout, "scale_layout": scale_layout,
             "first_step": config.first_step,
         }  # fmt: skip
-        compared = {name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()}
+        compared = {
+            name: value if isinstance(value, (int, float, str, type(None))) else repr(value)
+            for name, value in compared.items()
+        }
         begun = time.monotonic()
-        self._request = Request(config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error)
+        self._request = Request(
+            config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error
+        )
         self._wiring, self._number = wire_up(comm, self._request, {a2a._number for a2a in _live(comm)})
         self.dtype, self.wire, self.layout = dtype, Wire.of(wire), layout
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
@@ -217,8 +227,10 @@ class AllToAll:
         if w.remote and w.carrier:
             groups.append(f"{len(w.remote)} by proxy over {w.carrier.name}")
         log.info(
-            "AllToAll %d: %d ranks, peers of rank 0: %s; %d experts, top-%d, hidden %d, %s, wire %s, %s; %.1f MiB shared per rank; ready in %.2f s",
-            self._number, self._comm.world_size, " and ".join(groups) or "none", self.num_experts, self.top_k, self.hidden,
+            "AllToAll %d: %d ranks, peers of rank 0: %s; %d experts, top-%d, hidden %d, %s, wire %s, %s; "
+            "%.1f MiB shared per rank; ready in %.2f s",
+            self._number, self._comm.world_size, " and ".join(groups) or "none", self.num_experts, self.top_k,
+            self.hidden,
             str(self.dtype).removeprefix("torch."), self.wire.value, self.layout, self._config.heap_bytes / 2**20, seconds,
         )  # fmt: skip
 
@@ -279,7 +291,12 @@ class AllToAll:
         scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), 4 * x_scale.stride(0), 4 * x_scale.stride(1))
         with self._failing("dispatch_send"):
             step = self._core.dispatch_send(
-                plan._core, x.data_ptr(), x.stride(0) * x.element_size(), *scales, 0 if weights is None else weights.data_ptr(), keep_own_rows
+                plan._core,
+                x.data_ptr(),
+                x.stride(0) * x.element_size(),
+                *scales,
+                0 if weights is None else weights.data_ptr(),
+                keep_own_rows,
             )
         return Dispatched(self, plan, step, (x, weights))
 
@@ -318,7 +335,9 @@ class AllToAll:
         out: where to write, [tokens, hidden]; accumulate adds to what is there.
         async_op: returns after the send half; .wait() returns y.
         """
-        c = self.combine_send(expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate)
+        c = self.combine_send(
+            expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate
+        )
         return c if async_op else self.combine_recv(c)
 
     def combine_send(
@@ -358,7 +377,9 @@ class AllToAll:
             if not c._done:
                 self._check_usable("combine_recv")
                 with self._failing("combine_recv"):
-                    self._core.combine_recv(c._dispatched.step, c._out.data_ptr(), c._out.stride(0) * c._out.element_size(), c._accumulate)
+                    self._core.combine_recv(
+                        c._dispatched.step, c._out.data_ptr(), c._out.stride(0) * c._out.element_size(), c._accumulate
+                    )
                 c._done = True
         return c._out
 
@@ -372,13 +393,15 @@ class AllToAll:
         with self._failing("release"):
             self._core.release(d.step)
 
-    # ---- checks: all before anything is sent ---------------------------------------------------------------------------
+    # ---- checks: all before anything is sent -------------------------------------------------------------------------
 
     def _check_usable(self, call: str, notices: bool = False) -> None:
         if self._closed:
             raise Error(f"{call}: this AllToAll is closed")
         if os.getpid() != self._pid:
-            raise Error(f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here")
+            raise Error(
+                f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here"
+            )
         if notices:
             self._raise_failure()
             self._core.raise_notice()
@@ -387,7 +410,9 @@ class AllToAll:
         with self._failing("check"):
             self._core.raise_failure()
 
-    def _check_handle(self, call: str, handle: Any, kind: type) -> None:
+    def _check_handle(
+        self, call: str, handle: Dispatched | Combining, kind: type[Dispatched] | type[Combining]
+    ) -> None:
         if not isinstance(handle, kind):
             wanted = "what dispatch returned" if kind is Dispatched else "what combine_send returned"
             raise Error(f"{call} takes {wanted}, not {type(handle).__name__}")
@@ -418,7 +443,9 @@ class AllToAll:
     def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
         if tensor.device.type != "cpu":
             raise Error(f"{name} is on {tensor.device}, this AllToAll works on cpu")
-        good = tensor.dim() == len(shape) and all(want is None or have == want for have, want in zip(tensor.shape, shape, strict=True))
+        good = tensor.dim() == len(shape) and all(
+            want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
+        )
         if not good:
             wanted = ", ".join("tokens" if n is None else str(n) for n in shape)
             raise Error(f"{name} has shape {tuple(tensor.shape)}, must be [{wanted}]")
@@ -441,7 +468,9 @@ class AllToAll:
         core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
         return Plan(self, core, weights, self._core.generation)
 
-    def _check_plan(self, plan: Plan, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int) -> Plan:
+    def _check_plan(
+        self, plan: Plan, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int
+    ) -> Plan:
         if not isinstance(plan, Plan):
             raise Error(f"dispatch: plan= takes d.plan of an earlier dispatch, not {type(plan).__name__}")
         if plan._owner is not self:
@@ -522,13 +551,14 @@ class AllToAll:
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype), d)
 
     def reset(self) -> None:
-        """After a failure: the survivors agree on who is left and go on with them, from a fresh first step. Collective over the
-        survivors. The experts of dead ranks answer nothing; handles and plans of before are invalid."""
+        """After a failure: the survivors agree on who is left and go on with them, from a fresh first step.
+
+        Collective over the survivors. The experts of dead ranks answer nothing; handles and plans of before are invalid."""
         self._check_usable("reset")
         reset(self)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: steps, rows and bytes to and from other ranks, seconds in each phase; the proxy's own."""
+        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase; the proxy's own."""
         self._check_usable("stats")
         stats: dict[str, Any] = self._core.stats()
         stats["open_steps"] = self._core.open_steps
@@ -555,8 +585,8 @@ class AllToAll:
         """Bytes that a rank reserves at construction; remote_peers of its peers are carried by the proxy."""
         c = _config(
             _integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
-            max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire, layout=Ragged() if layout is None else layout,
-            in_flight=in_flight, scale_layout="row",
+            max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
+            layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
         )  # fmt: skip
         c.remote_peers = _integer("remote_peers", remote_peers, 0, world_size - 1)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire) is not Wire.NATIVE else 0
@@ -593,11 +623,15 @@ class _Failing:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         owner = self._owner
-        if error is None or owner._failed is not None or (isinstance(error, Error) and not isinstance(error, PeerError)):
+        if (
+            error is None
+            or owner._failed is not None
+            or (isinstance(error, Error) and not isinstance(error, PeerError))
+        ):
             return
         owner._failed = error
         if owner._comm.failure is not None:
-            return   # everybody knows
+            return  # everybody knows
         if isinstance(error, PeerError):
             kind_name = "timeout" if isinstance(error, TimeoutError) else "abort"
             owner._comm._abort(
@@ -605,7 +639,12 @@ class _Failing:
             )
         else:
             owner._comm._abort(
-                {"kind": "abort", "peer": owner._comm.rank, "phase": self._call, "message": f"rank {owner._comm.rank} was interrupted: {error!r}"}
+                {
+                    "kind": "abort",
+                    "peer": owner._comm.rank,
+                    "phase": self._call,
+                    "message": f"rank {owner._comm.rank} was interrupted: {error!r}",
+                }
             )
 
 

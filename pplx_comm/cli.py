@@ -33,17 +33,23 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="latency of dispatch and combine, beside the floor and the peers",
-        description="Measures dispatch and combine beside bare copies or writes of the same bytes (the floor) and beside "
-        "all-to-all of gloo and MPI with the permutes a user would write. Results are checked while they are measured.",
+        description="Measures dispatch and combine beside bare copies or writes of the same bytes (the floor) and "
+        "beside all-to-all of gloo and MPI with the permutes a user would write. Results are checked on the way.",
     )
-    bench.add_argument("-n", "--ranks", type=int, metavar="N", help="start so many ranks on this host (2); not under mpirun or torchrun")
+    bench.add_argument(
+        "-n",
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="start so many ranks on this host (2); not under mpirun or torchrun",
+    )
     bench_options.add_arguments(bench)
 
     check = commands.add_parser(
         "doctor",
         help="what this machine has, what is off, and how to turn it on",
-        description="Says what this machine has for pplx_comm, what is off and how to turn it on, and the memory that one rank "
-        "needs for a configuration. Always exits 0: nothing it reports missing is needed by everybody.",
+        description="Says what this machine has for pplx_comm, what is off and how to turn it on, and the memory that "
+        "one rank needs for a configuration. Exits 0 whatever is off: nothing of it is needed by everybody.",
     )
     doctor.add_arguments(check)
     return top
@@ -72,7 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return launch(ranks, of_bench)
     elif parsed.ranks is not None and parsed.ranks != detect(os.environ).world_size:
-        top.error(f"bench: -n {parsed.ranks}, but the launcher started {detect(os.environ).world_size} ranks: leave -n out")
+        top.error(
+            f"bench: -n {parsed.ranks}, but the launcher started {detect(os.environ).world_size} ranks: leave -n out"
+        )
     from .bench.main import leave, measure
 
     leave(measure(bench_options.from_arguments(parsed), ["bench", *of_bench]))

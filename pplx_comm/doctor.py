@@ -43,12 +43,18 @@ class Finding:
 
 def _processor() -> list[Finding]:
     m = machine()
-    cores = f"{m['cores_allowed']} cores" if m["cores"] == m["cores_allowed"] else f"{m['cores_allowed']} of {m['cores']} cores allowed"
+    cores = (
+        f"{m['cores_allowed']} cores"
+        if m["cores"] == m["cores_allowed"]
+        else f"{m['cores_allowed']} of {m['cores']} cores allowed"
+    )
     free, limit = _memory.available_bytes()
     thp = f"transparent huge pages: {m['transparent_hugepages']}, for shared memory: {m['transparent_hugepages_shmem']}"
     return [
         Finding("cpu", True, f"{m['cpu']}, {cores}, {m['isa']} kernels, Linux {m['kernel']}"),
-        Finding("threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"),
+        Finding(
+            "threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"
+        ),
         Finding("memory", None, f"{_gib(free)} available ({limit}) of {_gib(m['memory_bytes'])}; {thp}"),
     ]
 
@@ -57,12 +63,27 @@ def _shared_memory() -> list[Finding]:
     findings = []
     try:
         os.close(_memory.allocate(4096, "a test of doctor"))
-        findings.append(Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter"))
+        findings.append(
+            Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter")
+        )
     except Exception as problem:  # whatever the kernel objects to, it is the finding
-        findings.append(Finding("mapped", False, str(problem), "give this process more memory, or allow memfd_create in its seccomp profile"))
+        findings.append(
+            Finding(
+                "mapped",
+                False,
+                str(problem),
+                "give this process more memory, or allow memfd_create in its seccomp profile",
+            )
+        )
     try:
         room = shutil.disk_usage("/dev/shm")
-        findings.append(Finding("/dev/shm", True, f"{_gib(room.free)} free of {_gib(room.total)}; only the provider shm puts files there"))
+        findings.append(
+            Finding(
+                "/dev/shm",
+                True,
+                f"{_gib(room.free)} free of {_gib(room.total)}; only the provider shm puts files there",
+            )
+        )
     except OSError as problem:
         fix = "mount -t tmpfs tmpfs /dev/shm, or docker run --shm-size=1g"
         findings.append(Finding("/dev/shm", False, f"{problem.strerror}: the provider shm needs it", fix))
@@ -73,7 +94,9 @@ def _python() -> list[Finding]:
     v = versions()
     findings = [Finding("torch", True, f"{v['torch']}, Python {v['python']}")]
     gloo = torch.distributed.is_available() and torch.distributed.is_gloo_available()
-    findings.append(Finding("gloo", gloo, "a peer of the benchmark", None if gloo else "pip install torch with distributed support"))
+    findings.append(
+        Finding("gloo", gloo, "a peer of the benchmark", None if gloo else "pip install torch with distributed support")
+    )
     plots = importlib.util.find_spec("matplotlib") is not None
     findings.append(Finding("matplotlib", plots, "for bench --plot", None if plots else "pip install matplotlib"))
     return findings
@@ -114,7 +137,11 @@ def _fabric() -> list[Finding]:
             findings.append(Finding(name, False, provider["why_not"], _provider_fix(name)))
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
-        findings.append(Finding("locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited"))
+        findings.append(
+            Finding(
+                "locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited"
+            )
+        )
     return findings
 
 
@@ -126,7 +153,7 @@ def _provider_fix(name: str) -> str | None:
         install = "apt-get install rdma-core ibverbs-providers"
         return install if rdma else f"needs an RDMA NIC, then: {install}"
     if name == "tcp":
-        return "provider='tcp' takes 'tcp;ofi_rxm' here by itself; a newer libfabric has it: pip install mpich, or apt-get install libfabric1"
+        return "provider='tcp' takes 'tcp;ofi_rxm' here; a newer libfabric has tcp itself: pip install mpich"
     if name == "shm":
         return "needs /dev/shm"
     return None
@@ -141,10 +168,28 @@ def _gpus() -> list[Finding]:
     driver, count = _cuda.driver_version(), _cuda.device_count()
     built = f"built with CUDA {_version(_cuda.runtime_version())}"
     if driver == 0:
-        return [Finding("cuda", False, f"{built}, but there is no NVIDIA driver", "needs a GPU and its driver: nvidia-smi must list it")]
+        return [
+            Finding(
+                "cuda",
+                False,
+                f"{built}, but there is no NVIDIA driver",
+                "needs a GPU and its driver: nvidia-smi must list it",
+            )
+        ]
     if count == 0:
-        return [Finding("cuda", False, f"{built}, driver for CUDA {_version(driver)}, no GPU visible", "check CUDA_VISIBLE_DEVICES and nvidia-smi")]
-    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU")]
+        return [
+            Finding(
+                "cuda",
+                False,
+                f"{built}, driver for CUDA {_version(driver)}, no GPU visible",
+                "check CUDA_VISIBLE_DEVICES and nvidia-smi",
+            )
+        ]
+    return [
+        Finding(
+            "cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU"
+        )
+    ]
 
 
 def _version(number: int) -> str:
@@ -157,7 +202,11 @@ def _nvshmem() -> Finding:
     except ModuleNotFoundError:
         spec = None
     places = list(spec.submodule_search_locations or []) if spec else []
-    return Finding("nvshmem", False, f"this version has no NVSHMEM transport; the library is {places[0] if places else 'not installed'}")
+    return Finding(
+        "nvshmem",
+        False,
+        f"this version has no NVSHMEM transport; the library is {places[0] if places else 'not installed'}",
+    )
 
 
 def _environment() -> list[Finding]:
@@ -177,13 +226,14 @@ def findings() -> list[Finding]:
 
 
 def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Bytes of one rank, for each number of tokens: what construction reserves, and what one dispatch returns at most."""
+    """Bytes of one rank, by number of tokens: what construction reserves, and what one dispatch returns at most."""
     layout, dtype = layout_of(arguments), DTYPES[arguments.dtype]
     rows: list[dict[str, Any]] = []
     for tokens in arguments.tokens:
         layer = {
-            "num_experts": arguments.experts, "top_k": arguments.top_k, "hidden": arguments.hidden, "max_tokens_per_rank": tokens,
-            "dtype": dtype, "wire": arguments.wire, "layout": layout, "in_flight": arguments.in_flight,
+            "num_experts": arguments.experts, "top_k": arguments.top_k, "hidden": arguments.hidden,
+            "max_tokens_per_rank": tokens, "dtype": dtype, "wire": arguments.wire, "layout": layout,
+            "in_flight": arguments.in_flight,
         }  # fmt: skip
         row: dict[str, Any] = {"max_tokens_per_rank": tokens, "error": None}
         try:
@@ -212,12 +262,15 @@ def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse
     for finding in found:
         mark = {True: "on ", False: "off", None: "   "}[finding.on]
         head = f"  {mark}  {finding.name:<{width}}  "
-        lines += textwrap.wrap(finding.says, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+        lines += textwrap.wrap(
+            finding.says, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
+        )
         if finding.turn_on:
             # One line, so that it can be copied.
             lines.append(f"{' ' * len(head)}-> {finding.turn_on}")
-    layer = f"hidden {arguments.hidden}, {arguments.experts} experts, top-{arguments.top_k}, {arguments.dtype}, wire {arguments.wire}"
-    lines += ["", f"memory of one of {arguments.ranks} ranks: {layer}, {layout_of(arguments)}"]
+    a = arguments
+    layer = f"hidden {a.hidden}, {a.experts} experts, top-{a.top_k}, {a.dtype}, wire {a.wire}"
+    lines += ["", f"memory of one of {a.ranks} ranks: {layer}, {layout_of(a)}"]
     lines.append(f"  {'max tokens':>10}  {'mapped':>11}  {'all by proxy':>12}  one dispatch returns at most")
     for row in needs:
         if row["error"]:
@@ -232,7 +285,12 @@ def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse
 def main(arguments: argparse.Namespace) -> int:
     found, needs = findings(), memory(arguments)
     if arguments.json:
-        print(json.dumps({"version": __version__, "findings": [asdict(finding) for finding in found], "memory_per_rank": needs}, indent=1))
+        print(
+            json.dumps(
+                {"version": __version__, "findings": [asdict(finding) for finding in found], "memory_per_rank": needs},
+                indent=1,
+            )
+        )
     else:
         print(_text(found, needs, arguments))
     return 0

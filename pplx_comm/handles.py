@@ -36,7 +36,7 @@ class Dispatched:
     """What this rank received in a step. Its tensors belong to the caller; they stay valid after combine."""
 
     x: torch.Tensor
-    """Ragged, Compact: [rows, hidden]. Padded: [local experts, max_tokens_per_expert, hidden]. e4m3 with a quantised wire."""
+    """Ragged, Compact: [rows, hidden]. Padded: [local experts, max_tokens_per_expert, hidden]. e4m3 on a quantised wire."""
     scale: torch.Tensor | None
     """The scales of x: [..., ceil(hidden / 128)] float32."""
     counts: torch.Tensor
@@ -44,7 +44,7 @@ class Dispatched:
     offsets: torch.Tensor | None
     """Ragged: int32 [local experts + 1], where each expert's rows start."""
     weights: torch.Tensor | None
-    """float32 [rows], the router's weight of each row. Padded: [local experts, max_tokens_per_expert]. Compact: None."""
+    """float32 [rows], the router's weight of each. Padded: [local experts, max_tokens_per_expert]. Compact: None."""
     src_rank: torch.Tensor
     """int32, shaped like weights (Compact: [rows]): where each row came from."""
     src_token: torch.Tensor
@@ -62,7 +62,7 @@ class Dispatched:
         self.plan = plan
         self.step = step
         self._owner = owner
-        self._inputs: tuple[Any, ...] = inputs   # must live until the step's rows are placed
+        self._inputs: tuple[Any, ...] = inputs  # must live until the step's rows are placed
         self._received: _core.Received | None = None
         self._used = False
         for name in ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows"):

@@ -14,7 +14,7 @@ def _at_least_one(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows by expert, one after the other: ``d.x`` is [rows, hidden], and ``d.offsets`` says where each expert's rows start.
+    """Rows by expert: ``d.x`` is [rows, hidden], and ``d.offsets`` says where each expert's rows start.
 
     align: every expert's segment starts at a multiple of it (128 is what grouped GEMMs want).
     zero_pad: the rows between segments are zero; otherwise they are undefined.
@@ -32,9 +32,10 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Padded:
-    """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden], and ``d.counts`` says how many rows are valid.
+    """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden]; ``d.counts`` rows of each are valid.
 
-    max_tokens_per_expert: None takes world_size * max_tokens_per_rank, which no expert can exceed unless a token names it twice.
+    max_tokens_per_expert: None takes world_size * max_tokens_per_rank, which an expert can exceed only if tokens name
+        it twice.
     """
 
     max_tokens_per_expert: int | None = None
@@ -45,7 +46,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Compact:
-    """Each token once, however many local experts want it: ``d.x`` is [rows, hidden], with ``d.topk_ids`` and ``d.topk_weights``.
+    """Each token once, however many local experts want it: ``d.x`` [rows, hidden], ``d.topk_ids``, ``d.topk_weights``.
 
     What ``combine`` takes is one row per received row: the caller adds its experts' outputs, weighted.
     """

@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -549,6 +550,10 @@ def weak_callback(me: Rank) -> bool:
         return gone() is None
 
 
+def _unacknowledged(sock: socket.socket) -> int:
+    return int.from_bytes(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104)[24:28], sys.byteorder)
+
+
 def lost_cable(me: Rank) -> dict[str, Any]:
     """Rank 2's network goes away without a word."""
     comm = me.communicator()
@@ -561,6 +566,8 @@ def lost_cable(me: Rank) -> dict[str, Any]:
 
     comm._on_failure(callback)
     comm.barrier()
+    while any(_unacknowledged(link.sock) for link in comm._mesh._links.values() if link.is_tcp):
+        time.sleep(0.01)  # on an idle link nothing but the kernel's probes can tell
     me.say("ready", comm._node_of)
     assert came.wait(20)
     # Only the two sides can agree among themselves.
@@ -582,3 +589,56 @@ def half_way(me: Rank) -> dict[str, Any]:
     me.say("met")
     me.hear()
     return _raised(bootstrap.allgather, {})
+
+
+def cut_link(me: Rank) -> dict[str, Any]:
+    """Only the connection between 0 and 1 breaks: rank 2 cannot see that, and must hear of it."""
+    comm = me.communicator()
+    comm.barrier()
+    me.say("ready")
+    if comm.rank == 0:
+        me.hear()
+        comm._mesh._links[1].sock.shutdown(socket.SHUT_RDWR)
+    # Rank 2 may still get through the first one.
+    waited = _raised(lambda: [comm.barrier(20) for _ in range(3)])
+    from pplx_comm.errors import PeerError
+
+    survivors, excluded = None, None
+    try:
+        survivors = comm._agree_survivors(20)
+    except PeerError as problem:
+        excluded = _told(problem)
+    me.say("agreed")
+    me.hear()
+    comm.close()
+    return {"waited": waited, "survivors": survivors, "excluded": excluded}
+
+
+def leave_with_a_reason(me: Rank) -> dict[str, Any]:
+    """Rank 1's abort is lost on its way, and it leaves: the goodbye tells why."""
+    comm = me.communicator()
+    comm.barrier()
+    if comm.rank == 1:
+        comm._mesh._spread = lambda failure: None
+        comm._abort({"phase": "dispatch_recv", "message": "the first cause"})
+        comm.close()
+        return {}
+    told = _raised(comm.barrier, timeout=20)
+    comm.close()
+    return told
+
+
+def reset_beside_a_wait(me: Rank) -> dict[str, Any]:
+    """One thread waits in a collective while another calls reset: the wait ends, and says why."""
+    with me.communicator() as comm:
+        told: list[dict[str, Any]] = []
+        waiter = threading.Thread(
+            target=lambda: told.append(_raised(comm._exchange, {}, f"of {comm.rank}", timeout=20))
+        )
+        waiter.start()
+        while f"of {comm.rank}" not in comm._mesh._inbox._counts:
+            time.sleep(0.001)
+        comm._agree_survivors(20)
+        waiter.join()
+        comm.barrier(20)
+        return told[0]

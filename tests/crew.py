@@ -51,9 +51,10 @@ class RankFailed(AssertionError):
 class Member:
     """One rank, as the functions that it runs see it."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, pipe: Connection) -> None:
         self.rank = rank
         self.world_size = world_size
+        self._pipe = pipe
         self.kept: dict[str, Any] = {}
         """What a function leaves for the next one."""
         self._comm: Any = None
@@ -65,6 +66,10 @@ class Member:
 
             self._comm = pplx_comm.Communicator.from_env(timeout=30)
         return self._comm
+
+    def say(self, word: Any) -> None:
+        """To the test, in the middle of a call: Crew.heard brings it."""
+        self._pipe.send(("said", word))
 
     def close(self) -> None:
         self.kept.clear()
@@ -78,7 +83,7 @@ class Member:
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    me = Member(rank, world_size)
+    me = Member(rank, world_size, pipe)
     while True:
         try:
             job = pipe.recv()
@@ -90,9 +95,9 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         name, args, kwargs = job
         try:
             module, _, function = name.partition(":")
-            answer = True, getattr(importlib.import_module(module), function)(me, *args, **kwargs)
+            answer = "returned", getattr(importlib.import_module(module), function)(me, *args, **kwargs)
         except BaseException:
-            answer = False, traceback.format_exc()
+            answer = "raised", traceback.format_exc()
         with contextlib.suppress(BrokenPipeError):
             pipe.send(answer)
 
@@ -199,26 +204,34 @@ class Crew:
             self._pipes[rank].send((name, args, kwargs))
 
     def collect(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
-        ranks = list(range(self.world_size) if ranks is None else ranks)
         deadline = time.monotonic() + timeout
         results, problems = [], []
-        for rank in ranks:
+        for rank in range(self.world_size) if ranks is None else ranks:
             try:
-                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
-                    problems.append(f"rank {rank} is not back after {timeout} s:\n{self._stack(rank)}")
-                    continue
-                good, value = self._pipes[rank].recv()
-            except (EOFError, ConnectionResetError):
-                problems.append(f"rank {rank} is gone ({self.wait(rank, 5)}):\n{self.output(rank)}")
-                continue
-            if good:
-                results.append(value)
-            else:
-                problems.append(f"rank {rank}:\n{value}{self.output(rank)}")
+                results.append(self._next(rank, "returned", deadline))
+            except RankFailed as problem:
+                problems.append(str(problem))
         if problems:
-            self.broken = True
             raise RankFailed("\n".join(problems))
         return results
+
+    def heard(self, rank: int, timeout: float = 30.0) -> Any:
+        """The next that the rank says."""
+        return self._next(rank, "said", time.monotonic() + timeout)
+
+    def _next(self, rank: int, wanted: str, deadline: float) -> Any:
+        try:
+            if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                problem = f"rank {rank} is not back in time:\n{self._stack(rank)}"
+            else:
+                kind, value = self._pipes[rank].recv()
+                if kind == wanted:
+                    return value
+                problem = f"rank {rank} {kind}:\n{value}{self.output(rank)}"
+        except (EOFError, ConnectionResetError):
+            problem = f"rank {rank} is gone (exit code {self.wait(rank, 5)}):\n{self.output(rank)}"
+        self.broken = True
+        raise RankFailed(problem)
 
     def run(self, name: str, *args: Any, timeout: float = 60.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
         self.start(name, *args, ranks=ranks, **kwargs)

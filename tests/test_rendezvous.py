@@ -639,10 +639,11 @@ def test_proofs_are_good_once_and_one_way(house: _House) -> None:
 def test_proof_before_hello_and_two_hellos(house: _House) -> None:
     for messages in (json_frame(Kind.PROOF, {"proof": "0" * 64}), _hello() + _hello()):
         with house.connect() as sock:
-            answer = _converse(sock, messages)
-            while answer is not None and answer[0] == Kind.CHALLENGE:
-                answer = _converse(sock, b"")
-            assert answer is None or answer[0] == Kind.REJECT
+            sock.sendall(messages)
+            reader, kinds = FrameReader(_handshake.FROM_SERVER), []
+            while data := sock.recv(4096):
+                kinds += [kind for kind, _ in reader.feed(data)]
+            assert kinds[-1] == Kind.REJECT
     assert not house.inside
 
 
@@ -675,6 +676,28 @@ def test_another_user_is_turned_away(house: _House) -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20)
     assert run.stdout == "b''\n"
     assert any("uid 65534" in reason for reason in house.door.refused)
+
+
+def test_almost_right_messages_at_the_door(house: _House) -> None:
+    """With the right job in the HELLO, so that every field of every message is reached."""
+    rng = random.Random(SEED)
+    proofs = ["0" * 64, "", "\ud800", "\0", "\n", "x" * 900, 7, None, True, [], {}]
+    ranks = [1, 2, 3, 1, 2, 3, 0, 4, -1, 10**30, True, None, "1", 1.5]
+    for _ in range(400):
+        hello = {
+            "rank": rng.choice(ranks),
+            "world": rng.choice([4, 4, 4, 4, 4, 5, "4", None]),
+            "job": HOST.job_digest,
+            "nonce": rng.choice([*["0" * 32] * 6, "\ud800" * 32, "0" * 31, "\n" * 32, 7]),
+        }
+        with house.connect() as sock, contextlib.suppress(ConnectionError):
+            answer = _converse(sock, json_frame(Kind.HELLO, hello))
+            if answer is not None and answer[0] == Kind.CHALLENGE:
+                answer = _converse(sock, json_frame(Kind.PROOF, {"proof": rng.choice(proofs)}))
+            assert answer is None or answer[0] == Kind.REJECT, f"seed {SEED}"
+    with house.connect() as sock:
+        greet(sock, _guest(), 0, 5)
+    house.wait_for([1])
 
 
 def test_session_keys() -> None:

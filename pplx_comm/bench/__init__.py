@@ -1,1 +1,1 @@
-"""The latency benchmark: the library beside the bare copies or writes that it cannot beat, and the peers that it must."""
+"""The latency benchmark: the library beside bare copies or writes, which it cannot beat, and peers, which it must."""

@@ -1,5 +1,6 @@
-"""What one iteration carries: routing, values, and where every row must land. A function of seed, iteration and rank, so that
-all backends, and all ranks for the reference, see the same.
+"""What one iteration carries: routing, values, and where every row must land.
+
+A function of seed, iteration and rank, so that all backends, and all ranks for the reference, see the same.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ Ints = npt.NDArray[np.int64]
 ROTATION = 4
 """Token tensors that take turns, as a model's layers do; one that is always the same would live in the cache."""
 
+REFERENCE_BYTES = 64 << 20
+"""How much of other ranks' tokens is kept rather than made again."""
+
 VALUES = 61
 """Distinct rows that the experts put out. Prime, so that neighbouring tokens, experts and ranks differ."""
 
@@ -39,8 +43,8 @@ class Shape:
     def config(self) -> _core.Config:
         o = self.options
         return _config(
-            self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self.tokens,
-            dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1, scale_layout="row",
+            self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden,
+            max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1, scale_layout="row",
         )  # fmt: skip
 
     @property
@@ -128,14 +132,15 @@ class Batch:
 
     def run_experts(self) -> None:
         """Writes the answers, as the experts would have just before combine."""
-        place = torch.from_numpy(self.placement.place)
-        self._source.answer(self.received_values(compact=self.shape.compact))
-        self.expert_out[place] = self.expert_out_by_expert
-        if self.shape.compact:
-            self._source.answer(self.received_values(compact=False))
+        self._source.answer(
+            self.received_values(compact=False), self.received_values(compact=self.shape.compact), self.placement.place
+        )
 
     def x_of(self, rank: int) -> torch.Tensor:
         return self._source.x(self.iteration, rank)
+
+    def quantised_x_of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._source.quantised_x(self.iteration, rank)
 
     def weights_of(self, rank: int) -> torch.Tensor:
         return self._source.weights(self.iteration, rank)
@@ -154,7 +159,9 @@ class Batch:
             begins = np.concatenate([[0], np.cumsum(self.rows[:, shape.rank])])
             place = begins[source] + self.row[source, token, shape.rank]
         else:
-            begins = np.arange(c.local_experts) * c.max_per_expert if isinstance(shape.options.layout, Padded) else offsets
+            begins = (
+                np.arange(c.local_experts) * c.max_per_expert if isinstance(shape.options.layout, Padded) else offsets
+            )
             first_of_expert = np.cumsum(counts) - counts
             place = begins[expert] + np.arange(len(expert)) - first_of_expert[expert]
         return Placement(source, token, k, expert, counts, offsets, place)
@@ -186,9 +193,12 @@ class Source:
         popularity = 1.0 / np.arange(1, options.experts + 1)
         self._popularity = _rng(options.seed, 77).permutation(popularity).astype(np.float32)
         self.expert_out = torch.empty(shape.out_rows, options.hidden, dtype=options.dtype)
+        self._copier = _core.Copier(1)
         self.answers = torch.empty(0, options.hidden, dtype=options.dtype)
-        # Other ranks' tokens are needed by the reference only.
-        self._x = functools.lru_cache(maxsize=ROTATION * 2)(self._make_x)
+        # Other ranks' tokens, and what they are as e4m3, are needed by the reference only.
+        kept = max(shape.world, min(ROTATION * shape.world, REFERENCE_BYTES // (shape.tokens * shape.row_bytes)))
+        self._x = functools.lru_cache(maxsize=kept)(self._make_x)
+        self._quantised_x = functools.lru_cache(maxsize=kept)(self._quantise)
         self._own_x = [self._make_x(turn, shape.rank) for turn in range(ROTATION)]
 
     def ids(self, iteration: int, rank: int) -> Ints:
@@ -202,13 +212,29 @@ class Source:
         return np.argpartition(clocks, o.top_k - 1, axis=1)[:, : o.top_k].astype(np.int64)
 
     def weights(self, iteration: int, rank: int) -> torch.Tensor:
-        raw = _rng(self.shape.options.seed, iteration, rank, 1).random((self.shape.tokens, self.shape.options.top_k), dtype=np.float32)
+        raw = _rng(self.shape.options.seed, iteration, rank, 1).random(
+            (self.shape.tokens, self.shape.options.top_k), dtype=np.float32
+        )
         raw += 0.1
         return torch.from_numpy(raw / raw.sum(axis=1, keepdims=True))
 
     def x(self, iteration: int, rank: int) -> torch.Tensor:
         turn = iteration % ROTATION
         return self._own_x[turn] if rank == self.shape.rank else self._x(turn, rank)
+
+    def quantised_x(self, iteration: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The codes, and the scale of each 128 elements."""
+        return self._quantised_x(iteration % ROTATION, rank)
+
+    def _quantise(self, turn: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.x(turn, rank).float()
+        blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).view(len(x), -1, 128)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        scale = torch.where(largest == 0, 1.0, largest / 448)
+        # Not 448 / largest, which torch computes as a product with the reciprocal: two roundings.
+        factor = torch.where(largest == 0, 1.0, torch.full_like(largest, 448) / largest)
+        codes = (blocks * factor).to(torch.float8_e4m3fn)
+        return codes.view(len(x), -1)[:, : x.shape[1]].contiguous(), scale[..., 0]
 
     def _make_x(self, turn: int, rank: int) -> torch.Tensor:
         o, tokens = self.shape.options, self.shape.tokens
@@ -217,10 +243,13 @@ class Source:
         # Tokens of different size, so that no two have the same scales.
         return (x * torch.exp2(torch.arange(tokens) % 5)[:, None]).to(o.dtype)
 
-    def answer(self, values: Ints) -> None:
-        if len(self.answers) < len(values):
-            self.answers = torch.empty(len(values), *self.table.shape[1:], dtype=self.table.dtype)
-        torch.index_select(self.table, 0, torch.from_numpy(values), out=self.answers[: len(values)])
+    def answer(self, by_expert: Ints, in_place: Ints, place: Ints) -> None:
+        if len(self.answers) < len(by_expert):
+            self.answers = torch.empty(len(by_expert), *self.table.shape[1:], dtype=self.table.dtype)
+        torch.index_select(self.table, 0, torch.from_numpy(by_expert), out=self.answers[: len(by_expert)])
+        size = self.shape.row_bytes
+        to, source = self.expert_out.data_ptr() + place * size, self.table.data_ptr() + in_place * size
+        self._copier.run(np.stack([to, source, np.full_like(to, size)], axis=1), "copy")
 
     def batch(self, iteration: int) -> Batch:
         return Batch(self, iteration)

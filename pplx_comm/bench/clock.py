@@ -36,8 +36,9 @@ class Clock:
     def collect(self) -> dict[Key, Times]:
         """What each iteration took; clears the clock.
 
-        On one host: from the first rank's entry to the last one's exit. Ranks that share cores take turns, and each one's own
-        time would leave out the turns of the others. Between hosts, whose clocks differ: the slowest rank's own time.
+        On one host: from the first rank's entry to the last one's exit. Ranks that share cores take turns, and each
+        one's own time would leave out the turns of the others. Between hosts, whose clocks differ: the slowest rank's
+        own time.
         """
         keys = sorted(self._spans)
         mine = [[[begun - self._origin, ended - self._origin] for begun, ended in self._spans[key]] for key in keys]

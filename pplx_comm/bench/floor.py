@@ -1,5 +1,7 @@
-"""What cannot be beaten: the same threads copying, in the same kind of memory, every byte that a phase must read and write, and
-the bare provider writing the same bytes to the same peers. Neither waits for anybody, plans, quantises, adds or checks.
+"""What cannot be beaten: the same threads copying, in the same kind of memory, every byte that a phase must read and
+write, and the bare provider writing the same bytes to the same peers.
+
+Neither plans, quantises, adds, checks, or waits for a peer's rows.
 """
 
 from __future__ import annotations
@@ -57,10 +59,15 @@ class Copies:
                 tensor.fill_(0)
 
     def _block(self, phase: str, rank: int, peer: int) -> int:
-        """Where, in the memory of `rank`, the block that `peer` sends it lies. What a proxy would carry stays in the send area."""
+        """Where the block that `peer` sends to `rank` lies. What a proxy would carry stays in the send area."""
         at = peer * self._slot[phase] + (self._world.size * self._slot["dispatch"] if phase == "combine" else 0)
         if rank in self._remote:
-            return self._memory.address(peer) + self._send_area + rank * self._slot[phase] + (at - peer * self._slot[phase])
+            return (
+                self._memory.address(peer)
+                + self._send_area
+                + rank * self._slot[phase]
+                + (at - peer * self._slot[phase])
+            )
         return self._memory.address(rank) + at
 
     def _blocks(self, phase: str) -> Ints:
@@ -75,7 +82,13 @@ class Copies:
         for i in range(1, shape.world):
             peer = (me + i) % shape.world
             tokens = np.nonzero(batch.wants[me, :, peer])[0]
-            ops.append(_ops(self._block("dispatch", peer, me) + np.arange(len(tokens)) * pitch, x + tokens * shape.row_bytes, wire))
+            ops.append(
+                _ops(
+                    self._block("dispatch", peer, me) + np.arange(len(tokens)) * pitch,
+                    x + tokens * shape.row_bytes,
+                    wire,
+                )
+            )
         if shape.quantised:
             # The rest of each token is read too, though it does not travel.
             tokens = np.nonzero(batch.wants[me].any(axis=1))[0]
@@ -89,7 +102,13 @@ class Copies:
         block = np.where(source == me, x + token * shape.row_bytes, block)
         ops.append(_ops(self._out.data_ptr() + place * shape.payload_bytes, block, shape.payload_bytes))
         if shape.quantised:
-            ops.append(_ops(self._out_scale.data_ptr() + place * shape.scale_bytes, block + shape.payload_bytes, shape.scale_bytes))
+            ops.append(
+                _ops(
+                    self._out_scale.data_ptr() + place * shape.scale_bytes,
+                    block + shape.payload_bytes,
+                    shape.scale_bytes,
+                )
+            )
         return np.concatenate(ops)
 
     def combine_ops(self, batch: Batch) -> Ints:
@@ -109,7 +128,9 @@ class Copies:
 
         tokens, peers = np.nonzero(batch.wants[me])
         own = peers == me
-        first_own = {int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)}
+        first_own = {
+            int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)
+        }
         back = self._blocks("combine")[peers] + batch.row[me, tokens, peers] * pitch
         alone = batch.wants[me].sum(axis=1)[tokens] == 1
         back[own & alone] = [batch.expert_out.data_ptr() + first_own[int(t)] * row_bytes for t in tokens[own & alone]]
@@ -156,13 +177,9 @@ class Writes:
         self._remote = sorted(remote)
         self._early = 0
         self._slot = shape.tokens * max(shape.row_bytes, shape.payload_bytes + shape.scale_bytes) + 64
-        self._fabric, reason = world.everybody(
+        self._fabric = world.all_or_none(
             lambda: _libfabric.open_fabric(transport.provider, peers_on_this_host=world.together), "floor's fabric"
         )
-        if self._fabric is None or reason is not None:
-            if self._fabric is not None:
-                self._fabric.close()
-            raise RuntimeError(reason)
         nbytes = 2 * world.size * self._slot
         fd = _memory.allocate(nbytes, "the bare writes of the benchmark")
         try:

@@ -57,7 +57,9 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
         for rank, state in enumerate(states):
             if state:
                 if state < 0:
-                    print(f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True)
+                    print(
+                        f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True
+                    )
                 return state if state > 0 else 128 - state
         if all(state == 0 for state in states):
             return 0
@@ -65,7 +67,7 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Waits for all; first asks, then insists. A rank that is asked still removes what its provider left in /dev/shm."""
+    """Waits for all; first asks, then insists. Who is asked still removes what its provider left in /dev/shm."""
     for patience, ask in ((PATIENCE, subprocess.Popen.terminate), (2.0, subprocess.Popen.kill)):
         given_up = time.monotonic() + patience
         for process in processes:

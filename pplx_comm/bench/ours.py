@@ -25,9 +25,9 @@ class Ours:
         self._comm = world.fresh()
         try:
             self._a2a = all_to_all.AllToAll(
-                self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=shape.tokens, dtype=o.dtype,
-                wire=o.wire, layout=o.layout, transport=transport.transport, provider=transport.provider,
-                node_size=transport.node_size, timeout=timeout,
+                self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=shape.tokens,
+                dtype=o.dtype, wire=o.wire, layout=o.layout, transport=transport.transport,
+                provider=transport.provider, node_size=transport.node_size, timeout=timeout,
             )  # fmt: skip
         except BaseException:
             self._comm.close()

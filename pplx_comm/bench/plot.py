@@ -45,11 +45,21 @@ def plot(record: dict[str, Any], path: str) -> None:
             line(mine, "phases", color=colour, marker="o", linewidth=2, label=f"pplx_comm {name}")
             floors = sorted((p["tokens"], p["floor"][phase]["p50"]) for p in mine if phase in p["floor"])
             if floors:
-                axis.plot(*zip(*floors, strict=True), color=colour, linestyle=":", linewidth=1.6, label=f"floor of {name}")
+                axis.plot(
+                    *zip(*floors, strict=True), color=colour, linestyle=":", linewidth=1.6, label=f"floor of {name}"
+                )
         for name in peers:
             colour, marker = PEER_STYLES.get(name, ("#777777", "d"))
             of_peer = [p for p in record["peers"] if p["peer"] == name]
-            line(of_peer, "phases", color=colour, marker=marker, linestyle="--", linewidth=1.4, label=f"{name} + permutes")
+            line(
+                of_peer,
+                "phases",
+                color=colour,
+                marker=marker,
+                linestyle="--",
+                linewidth=1.4,
+                label=f"{name} + permutes",
+            )
 
         axis.set_title(phase)
         axis.set_xscale("log", base=2)
@@ -69,11 +79,9 @@ def plot(record: dict[str, Any], path: str) -> None:
     o, m = record["options"], record["machine"]
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=min(4, len(labels)), frameon=False)
-    figure.suptitle(
-        f"{record['ranks']} ranks, hidden {o['hidden']}, {o['experts']} experts, top-{o['top_k']}, {o['dtype']}, wire {o['wire']}, "
-        f"{o['layout'].partition('(')[0]}\n{m['cpu']}, {m['cores_allowed']} cores; pplx_comm {record['version']}, {record['date']}",
-        fontsize=11,
-    )
+    layer = f"hidden {o['hidden']}, {o['experts']} experts, top-{o['top_k']}, {o['dtype']}, wire {o['wire']}"
+    where = f"{m['cpu']}, {m['cores_allowed']} cores; pplx_comm {record['version']}, {record['date']}"
+    figure.suptitle(f"{record['ranks']} ranks, {layer}, {o['layout'].partition('(')[0]}\n{where}", fontsize=11)
     rows = -(-len(labels) // 4)
     figure.tight_layout(rect=(0, 0.035 * rows + 0.02, 1, 1))
     figure.savefig(path, dpi=130)

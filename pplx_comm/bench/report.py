@@ -37,7 +37,12 @@ def _point_rows(point: Point, results: Results, peers: list[str]) -> list[list[s
     rows = []
     for i, phase in enumerate(FUSED):
         ours = point.phases[phase]
-        row = [point.transport if i == 0 else "", str(point.tokens) if i == 0 else "", str(ours.n) if i == 0 else "", phase]
+        row = [
+            point.transport if i == 0 else "",
+            str(point.tokens) if i == 0 else "",
+            str(ours.n) if i == 0 else "",
+            phase,
+        ]
         row += [_number(ours.p50), _number(ours.p90), _number(ours.p99)]
         ratio = point.ratio(phase)
         row += ["off", ""] if ratio is None else [_number(point.floor[phase].p50), _times(ratio)]
@@ -67,18 +72,23 @@ def table(options: Options, results: Results, world_size: int) -> str:
     header.append("KiB sent")
     measured = [point for point in results.points if point.off is None]
     rows = {id(point): _point_rows(point, results, peers) for point in measured}
-    widths = [max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))]
+    widths = [
+        max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))
+    ]
     left = (0, 3)
 
     def line(cells: list[str]) -> str:
-        aligned = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]
+        aligned = [
+            f"{cell:<{w}}" if i in left else f"{cell:>{w}}"
+            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
+        ]
         return "  ".join(aligned).rstrip()
 
     o = options
     lines = [
         f"pplx_comm {__version__}: {world_size} ranks, hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, "
         f"{str(o.dtype).removeprefix('torch.')}, wire {o.wire}, {o.layout}, {o.routing} routing",
-        f"microseconds, from the first rank's entry to the last one's exit; KiB sent by a rank to others; {_machine_line()}",
+        f"microseconds, from the first rank's entry to the last one's exit; KiB that a rank sends; {_machine_line()}",
         "",
     ]
     indent = sum(widths[:3]) + 6
@@ -119,7 +129,10 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         "machine": machine(),
         "versions": libraries,
         "unit": "us",
-        "points": [{**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}} for point in results.points],
+        "points": [
+            {**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}}
+            for point in results.points
+        ],
         "peers": [asdict(peer) for peer in results.peers],
         "peers_off": results.peers_off,
         "routing_digest": results.routing_digest,

@@ -22,12 +22,17 @@ from .ours import FUSED, HALVES, Ours
 from .peers import Collective, Gloo, Mpi, Peer
 from .progress import Progress
 from .reference import Checks, Wrong
-from .world import World
+from .world import Off, World
 
-ROUNDS = 3
-"""Measuring is spread over so many blocks of each backend, so that a moment in which the machine is busy hits all alike."""
+ROUNDS = 4
+"""Measuring is spread over so many blocks of each backend, so that a moment in which the machine is busy hits all.
 
-FEWEST, MOST = 12, 1500
+The first is short and says how many iterations the others can have.
+"""
+
+FEWEST, MOST = 4, 500
+"""Iterations of a block."""
+
 CHECK_EVERY = 20
 
 
@@ -103,11 +108,10 @@ def _open_collectives(options: Options, world: World, results: Results) -> list[
     }
     opened = []
     for name in options.peers:
-        collective, reason = world.everybody(makers[name], f"peer {name}")
-        if collective is not None and reason is None:
-            opened.append(collective)
-        else:
-            results.peers_off[name] = reason or "off on another rank"
+        try:
+            opened.append(makers[name]())
+        except Off as off:
+            results.peers_off[name] = str(off)
     return opened
 
 
@@ -122,6 +126,8 @@ class _Size:
         self._source = Source(self._shape)
         self._clock = Clock(world)
         self._notes: list[str] = []
+        self._last = -1
+        """The iteration that ends the measuring: it is checked."""
         self._times: defaultdict[Key, list[Times]] = defaultdict(list)
         self._traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._points = {transport.name: Point(transport.name, tokens) for transport in options.transports}
@@ -134,22 +140,31 @@ class _Size:
 
     def measure(self, results: Results) -> None:
         options = self._options
-        begun = time.monotonic()
+        given_up = time.monotonic() + options.seconds / len(options.tokens)
         self._progress.show(self._shape.tokens, "opening", 0.0)
         self._open_all()
-        warmup = max(2, options.warmup)
-        in_blocks, opening = self._round(0, 0, warmup)
+        first = max(2, options.warmup)
+        self._round(0, 0, first)
         self._times.clear()
         self._traffic.clear()
-        left = options.seconds / len(options.tokens) - (time.monotonic() - begun) - ROUNDS * opening
-        wanted = options.iters or int(min(MOST, max(FEWEST, left / max(in_blocks / warmup, 1e-4))))
-        iterations = self._world.gather(wanted, "iterations")[0]
-
-        first = warmup
-        shares = [iterations * (i + 1) // ROUNDS - iterations * i // ROUNDS for i in range(ROUNDS)]
-        for turn, count in enumerate(share for share in shares if share > 0):
-            self._progress.show(self._shape.tokens, f"{iterations} iterations", turn / ROUNDS)
-            self._round(turn, first, count)
+        gc.collect()
+        gc.freeze()  # what is here now stays: later collections need not look at it
+        per_iteration = opening = 0.0
+        for turn in range(ROUNDS):
+            self._progress.show(self._shape.tokens, "measuring", turn / ROUNDS)
+            if options.iters is not None:
+                count = options.iters * (turn + 1) // ROUNDS - options.iters * turn // ROUNDS
+            elif turn == 0:
+                count = FEWEST
+            else:
+                each = (given_up - time.monotonic()) / (ROUNDS - turn) - opening
+                count = max(FEWEST, min(MOST, int(each / per_iteration)))
+            count = self._world.gather(count, "iterations")[0]
+            if count == 0:
+                continue
+            self._last = first + count - 1 if turn == ROUNDS - 1 else -1
+            in_blocks, opening = self._round(turn, first, count)
+            per_iteration = in_blocks / count
             first += count
         for backend in self._passive:
             backend.close()
@@ -159,14 +174,13 @@ class _Size:
 
     def _open(self, transport: Transport) -> Ours | None:
         """Collective: the constructor fails on all ranks or on none."""
-        point = self._points[transport.name]
-        ours, reason = self._world.everybody(
-            lambda: Ours(self._world, self._shape, transport, self._options.timeout), f"transport {transport.name}"
-        )
-        if ours is None or reason is not None:
-            point.off = reason or "off on another rank"
+        try:
+            return self._world.all_or_none(
+                lambda: Ours(self._world, self._shape, transport, self._options.timeout), f"transport {transport.name}"
+            )
+        except Off as off:
+            self._points[transport.name].off = str(off)
             return None
-        return ours
 
     def _open_all(self) -> None:
         """What can be open all the time stays open; the rest is tried."""
@@ -187,22 +201,20 @@ class _Size:
         world, shape = self._world, self._shape
         remote = remote_ranks(world, transport)
 
-        def make() -> tuple[Copies, Writes | None]:
-            copies = self._copies.get(transport.node_size)
-            if copies is None:
-                copies = Copies(world, shape, remote, transport.name)
-                copies.calibrate([self._source.batch(i) for i in range(3)])
-                self._passive.append(copies)
-                self._copies[transport.node_size] = copies
-            return copies, Writes(world, shape, transport, remote) if remote else None
-
-        floor, reason = world.everybody(make, f"floor of {transport.name}")
-        if floor is None or reason is not None:
-            self._points[transport.name].floor_off = reason or "off on another rank"
+        copies = self._copies.get(transport.node_size)
+        if copies is None:
+            copies = Copies(world, shape, remote, transport.name)
+            copies.calibrate([self._source.batch(i) for i in range(3)])
+            self._passive.append(copies)
+            self._copies[transport.node_size] = copies
+        try:
+            writes = Writes(world, shape, transport, remote) if remote else None
+        except Off as off:
+            self._points[transport.name].floor_off = str(off)
             return
-        self._floors[transport.name] = floor
-        if floor[1] is not None:
-            self._passive.append(floor[1])
+        self._floors[transport.name] = (copies, writes)
+        if writes is not None:
+            self._passive.append(writes)
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
@@ -239,7 +251,7 @@ class _Size:
                 batch = self._source.batch(iteration)
                 batch.run_experts()
                 checks = None
-                if self._options.check and recorded and (iteration % CHECK_EVERY == 0 or iteration == first + count - 1):
+                if self._options.check and recorded and (iteration % CHECK_EVERY == 0 or iteration == self._last):
                     checks = Checks(batch, self._source.table, self._notes)
                 turn = iteration % len(backends)
                 for backend in [*backends[turn:], *backends[:turn]]:
@@ -258,17 +270,27 @@ class _Size:
     def _fail_if_wrong(self) -> None:
         notes = [note for notes in self._world.gather(self._notes, "wrong results") for note in notes]
         if notes:
-            raise Wrong("\n  ".join(["wrong results:", *notes[:8], *([f"... and {len(notes) - 8} more"] if len(notes) > 8 else [])]))
+            raise Wrong(
+                "\n  ".join(
+                    ["wrong results:", *notes[:8], *([f"... and {len(notes) - 8} more"] if len(notes) > 8 else [])]
+                )
+            )
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def _figures(self, backend: str, phases: Sequence[str]) -> dict[str, Figure]:
-        return {phase: Figure.of(np.concatenate(self._times[backend, phase])) for phase in phases if (backend, phase) in self._times}
+        return {
+            phase: Figure.of(np.concatenate(self._times[backend, phase]))
+            for phase in phases
+            if (backend, phase) in self._times
+        }
 
     def _bytes_per_rank(self, backend: str) -> dict[str, float]:
         """Of a step, the mean over ranks."""
         t = self._traffic[backend]
-        everybody = self._world.gather([t.dispatch / max(1, t.steps), t.combine / max(1, t.steps)], f"bytes of {backend}")
+        everybody = self._world.gather(
+            [t.dispatch / max(1, t.steps), t.combine / max(1, t.steps)], f"bytes of {backend}"
+        )
         return {phase: float(np.mean([rank[i] for rank in everybody])) for i, phase in enumerate(PHASES)}
 
     def _floor_times(self, name: str) -> tuple[dict[str, Times], dict[str, dict[str, Times]]]:
@@ -292,9 +314,13 @@ class _Size:
             if name in self._floors:
                 total, parts = self._floor_times(name)
                 point.floor = {phase: Figure.of(times) for phase, times in total.items()}
-                point.floor_parts = {phase: {part: Figure.of(times) for part, times in of.items()} for phase, of in parts.items()}
+                point.floor_parts = {
+                    phase: {part: Figure.of(times) for part, times in of.items()} for phase, of in parts.items()
+                }
                 point.floor_copy = self._floors[name][0].kernels
         for peer in self._peers:
-            results.peers.append(PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name)))
+            results.peers.append(
+                PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name))
+            )
         ids = np.ascontiguousarray(self._source.batch(0).ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]

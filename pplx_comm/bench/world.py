@@ -21,6 +21,10 @@ Span = tuple[int, int]
 """When a rank began and ended, nanoseconds of CLOCK_MONOTONIC, which the ranks of a host share."""
 
 
+class Off(Exception):
+    """Something cannot be had here, and every rank knows."""
+
+
 @dataclass(frozen=True)
 class Shared:
     """This rank's memory, and that of the other ranks of its node as this rank sees it."""
@@ -37,7 +41,9 @@ class World:
     def __init__(self, options: Options, mpi: Any) -> None:
         self.mpi = mpi
         """mpi4py's MPI, when mpirun started this process."""
-        self.comm = Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)
+        self.comm = (
+            Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)
+        )
         self.rank, self.size = self.comm.rank, self.comm.world_size
         self.together = self.comm.node_size == self.size
         """All ranks on one host: clocks can be compared, memory mapped."""
@@ -73,15 +79,18 @@ class World:
         answers = self.comm._exchange({"value": value}, f"bench: {tag}", self.patience)
         return [answer["value"] if answer is not None else None for answer in answers]
 
-    def everybody(self, attempt: Callable[[], T], tag: str) -> tuple[T | None, str | None]:
-        """The result, or why some rank could not do it; alike on all ranks."""
-        result, reason = None, None
+    def all_or_none(self, attempt: Callable[[], T], tag: str) -> T:
+        """The result; or Off on every rank if the attempt failed on any. It must not wait for ranks where it failed."""
+        result: list[T] = []
+        reason = None
         try:
-            result = attempt()
+            result.append(attempt())
         except Exception as problem:  # whatever one rank lacks, the others must hear of it
             reason = f"{problem}" or type(problem).__name__
-        reasons = self.gather(reason, tag)
-        return result, next((found for found in reasons if found is not None), None)
+        reasons = [found for found in self.gather(reason, tag) if found is not None]
+        if reasons:
+            raise Off(reasons[0])
+        return result[0]
 
     def share(self, nbytes: int, what: str) -> Shared:
         fd = _memory.allocate(nbytes, what)

@@ -128,6 +128,7 @@ class DispatchRecv final : public PhaseRun {
   void place_rows(std::uint32_t peer, std::uint32_t unit) {
     const std::uint32_t end = std::min(rows_[peer], (unit + 1) * rows_per_unit_);
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) place_row(peer, row);
+    streamed();
   }
 
   void place_row(std::uint32_t peer, std::uint32_t row) {
@@ -197,7 +198,7 @@ class DispatchRecv final : public PhaseRun {
   }
 
   void write_row(std::uint64_t place, std::uint32_t expert, const char* payload, const char* scales) const {
-    k_.copy(out_.x + place * payload_bytes(c_), payload, payload_bytes(c_));
+    k_.stream(out_.x + place * payload_bytes(c_), payload, payload_bytes(c_));
     const std::uint32_t each = scale_bytes_each(c_.wire), n = scales_per_row(c_);
     if (n == 0) return;
     const std::uint64_t group = c_.layout == LayoutKind::Padded ? expert : 0;

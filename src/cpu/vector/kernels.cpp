@@ -75,9 +75,6 @@ void stream(void* to, const void* from, std::size_t bytes) {
   }
   for (; at + kChunk <= bytes; at += kChunk) store_past(out + at, load(in + at));
   std::memcpy(out + at, in + at, bytes - at);
-#ifdef __SSE2__
-  _mm_sfence();   // streamed stores are weakly ordered: they must be out before any release store that follows
-#endif
 }
 
 // Vectors as wide as the instruction set's registers, without naming any instruction.

@@ -1,6 +1,7 @@
 // The inner loops of the CPU device. kernels.cpp is compiled once per instruction set; kernels() picks the best at run time.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 
@@ -15,7 +16,8 @@ struct Kernels {
   // Plain copy; both sides 8-byte aligned or better run fast.
   void (*copy)(void* to, const void* from, std::size_t bytes);
 
-  // The same, past the caches: for rows that nobody reads soon. `to` must be 16-byte aligned, as rows are.
+  // The same, past the caches: for what is larger than they are. Its stores are weakly ordered: streamed() must follow before
+  // anybody is told.
   void (*stream)(void* to, const void* from, std::size_t bytes);
 
   // One row to e4m3 codes with a float scale per 128 elements.
@@ -25,6 +27,9 @@ struct Kernels {
   void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
                    std::uint32_t hidden);
 };
+
+// After stream(), before whatever tells others of it.
+inline void streamed() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 const Kernels& kernels();                       // the best that this processor runs
 const Kernels* kernels_named(const char* isa);  // "baseline", "avx2", "avx512": null where it does not run; for tests

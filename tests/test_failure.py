@@ -1,0 +1,209 @@
+"""DESIGN.md 5.4 and 5.9: death, slowness, leaving and interruption, on every transport.
+
+Where a rank dies, it says itself, so nothing here depends on timing; times are measured from the kill.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew, Crews, seed
+from rank_cases import PLACES, Case
+
+TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
+NOTICED = 1.0     # seconds from a death until every survivor has raised
+CLOSED = 2.0
+
+
+def left_in_shm(crew: Crew) -> list[str]:
+    """Files whose name says that one of these processes made them; only that, since other programs run here too."""
+    return [name for name in os.listdir("/dev/shm") if any(f".{pid}." in name or name.endswith(str(pid)) for pid in crew.pids)]
+
+
+def check_survivors(results: list[dict[str, Any]], victim: int, died: float) -> None:
+    for r in results:
+        assert r.get("is_peer"), r
+        assert not r["is_timeout"], r
+        assert r["peer"] == victim, r
+        assert f"rank {victim}" in r["message"], r
+        assert r["at"] - died < NOTICED, (r["at"] - died, r)
+        assert r["closing"] < CLOSED, r
+
+
+def check_all_gone(crew: Crew, victim: int) -> None:
+    begin = time.monotonic()
+    codes = crew.leave()
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(crew.world_size)], crew.output((victim + 1) % crew.world_size)
+    assert time.monotonic() - begin < CLOSED
+    assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_death_in_a_phase(transport: str, place: str, tmp_path: Path) -> None:
+    victim = PLACES.index(place) % 3
+    others = [rank for rank in range(3) if rank != victim]
+    case = Case(21, 3, transport=transport, max_tokens=16, hidden=256, crowd="uneven", wire=("native", "fp8")[PLACES.index(place) % 2])
+    with Crew(3) as crew:
+        crew.start("rank_cases:survive", case, victim, place, str(tmp_path / "died"), close=PLACES.index(place) % 3 != 0)
+        results = crew.collect(30, others)
+        check_survivors(results, victim, float((tmp_path / "died").read_text()))
+        check_all_gone(crew, victim)
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:tcp"])
+def test_death_at_any_time(transport: str) -> None:
+    r = random.Random(f"{seed()} {transport}")
+    for number in range(3):
+        world_size = 4 if number == 0 or transport == "mixed:tcp" else 2
+        victim = r.randrange(world_size)
+        case = Case(31 + number, world_size, transport=transport, max_tokens=64, hidden=512, in_flight=1)
+        with Crew(world_size) as crew:
+            crew.start("rank_cases:endless", case)
+            for rank in range(world_size):
+                crew.heard(rank)
+            time.sleep(r.random() * 0.2)   # any point of a step
+            died = crew.kill(victim)
+            check_survivors(crew.collect(30, [rank for rank in range(world_size) if rank != victim]), victim, died)
+            check_all_gone(crew, victim)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_two_die_at_once(transport: str) -> None:
+    case = Case(41, 4, transport=transport, max_tokens=16)
+    with Crew(4) as crew:
+        crew.start("rank_cases:endless", case)
+        for rank in range(4):
+            crew.heard(rank)
+        died = [crew.kill(rank) for rank in (1, 2)][0]
+        for r in crew.collect(30, [0, 3]):
+            assert r.get("is_peer"), r
+            assert r["peer"] in (1, 2), r
+            assert r["at"] - died < NOTICED, r
+            assert r["closing"] < CLOSED, r
+        assert crew.leave() == [0, -9, -9, 0]
+        assert left_in_shm(crew) == []
+
+
+def _wake_when_stopped(crew: Crew, rank: int, after: float) -> None:
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{crew.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < deadline, "the rank did not stop"
+        time.sleep(0.001)
+    time.sleep(after)
+    crew.signal(rank, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_slow_rank_is_waited_for(transport: str) -> None:
+    case = Case(51, 3, transport=transport)
+    with Crew(3) as crew:
+        crew.start("rank_cases:slow_rank", case, 1, 4.0, "dispatch_send", 6)
+        _wake_when_stopped(crew, 1, 1.5)
+        for r in crew.collect(30):
+            assert r["type"] == "", r
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("phase", ["dispatch_send", "combine_send"])
+def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
+    case = Case(52, 3, transport=transport)
+    with Crew(3) as crew:
+        crew.start("rank_cases:slow_rank", case, 1, 1.0, phase, 6)
+        begin = time.monotonic()
+        _wake_when_stopped(crew, 1, 2.5)
+        results = crew.collect(30)
+        blocked = {"dispatch_send": "dispatch_recv", "combine_send": "combine_recv"}[phase]
+        for rank in (0, 2):
+            r = results[rank]
+            assert r["type"] == "StepTimeout" and r["is_timeout"] and r["is_peer"], r
+            assert r["peer"] == 1 and r["phase"] == blocked and r["step"] == 4, r
+            assert r["at"] - begin < 3.5 and r["closing"] < CLOSED, r
+            assert "rank 1" in r["message"] and "timeout" in r["message"], r
+        # Awake again, it hears that it was given up.
+        assert results[1].get("is_peer"), results[1]
+        assert "rank 1" in results[1]["message"], results[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("what", ["all_to_all", "communicator"])
+def test_a_rank_that_leaves(transport: str, what: str) -> None:
+    with Crew(3) as crew:
+        results = crew.run("rank_cases:leaves", Case(61, 3, transport=transport), 2, what)
+        for r in results[:2]:
+            assert r.get("is_peer") and r["peer"] == 2, r
+            assert "rank 2" in r["message"] and "closed" in r["message"], r
+            assert r["at"] - results[2]["at"] < 3.0 and r["closing"] < CLOSED, r
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
+    with Crew(3) as crew:
+        crew.run("rank_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 12)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["dispatch_recv", "combine_recv"])
+def test_interrupt(transport: str, place: str) -> None:
+    """Ctrl-C on a rank that waits: KeyboardInterrupt there, and the others hear who it was."""
+    with Crew(3) as crew:
+        crew.start("rank_cases:interrupted", Case(71, 3, transport=transport), 0, place)
+        crew.heard(0)
+        at = time.monotonic()
+        crew.signal(0, signal.SIGINT)
+        results = crew.collect(30)
+        assert results[0]["type"] == "KeyboardInterrupt", results[0]
+        for r in results:
+            assert r["at"] - at < 1.0 and r["closing"] < CLOSED, r
+            assert r["later"].get("is_peer"), r
+        for r in results[1:]:
+            assert r.get("is_peer") and r["peer"] == 0 and "rank 0" in r["message"], r
+            assert "interrupted" in r["message"], r
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["release", "weights", "no_weights"])
+def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
+    with Crew(3) as crew:
+        results = crew.run("rank_cases:mismatch", Case(81, 3, transport=transport), kind)
+        for r in results:
+            assert r.get("is_peer") and not r["is_timeout"], r
+            assert r["closing"] < CLOSED, r
+        word = "release" if kind == "release" else "weights"
+        assert any(word in r["message"] for r in results), results
+
+
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm"])
+def test_reset(transport: str, tmp_path: Path) -> None:
+    """Two of four die, one after the other. The dead ranks' experts answer nothing; everything else is as before."""
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    for wire in ("native", "fp8"):
+        case = Case(91, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", wire=wire, in_flight=2)
+        with Crew(4) as crew:
+            crew.start("rank_cases:reset_after", case, [2, 0], paths)
+            results = crew.collect(60, [1, 3])
+            for r in results:
+                assert r["rounds"][0] - float(Path(paths[0]).read_text()) < NOTICED, r
+                assert r["rounds"][1] - float(Path(paths[1]).read_text()) < NOTICED, r
+                assert r["closing"] < CLOSED, r
+            assert crew.leave() == [-9, 0, -9, 0]
+            assert left_in_shm(crew) == []
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    crews = Crews(3)
+    yield crews
+    crews.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_reset_when_nobody_died(crew: Crews, transport: str) -> None:
+    crew.run("rank_cases:reset_after_timeout", Case(95, 3, transport=transport))
