@@ -1,4 +1,4 @@
-"""Expert-parallel communication: dispatch() sends every token to the ranks that own its experts, combine() brings the results back."""
+"""Expert-parallel communication: dispatch() sends tokens to the ranks that own their experts, combine() brings the results back."""
 
 from ._version import __version__
 from .all_to_all import AllToAll

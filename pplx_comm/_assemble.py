@@ -42,9 +42,7 @@ class Peer:
     def from_json(cls, value: dict[str, Any]) -> Peer:
         try:
             place, node_size = field(value, "place", dict), value.get("node_size")
-            here = Place(
-                field(place, "boot_id", str), field(place, "net_namespace", int), field(place, "ipc_namespace", int)
-            )
+            here = Place(field(place, "boot_id", str), field(place, "net_namespace", int), field(place, "ipc_namespace", int))
             if not (node_size is None or isinstance(node_size, int)):
                 raise FrameError("field 'node_size' is no number")
             return cls(here, node_size, field(value, "unix", str), field(value, "nonce", str))

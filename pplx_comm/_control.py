@@ -85,9 +85,7 @@ class Mesh:
         link = Link(
             rank,
             sock,
-            lambda link: self._on_control_thread(
-                lambda: self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            ),
+            lambda link: self._on_control_thread(lambda: self._watch(link, selectors.EVENT_READ | selectors.EVENT_WRITE)),
         )
         with self._condition:  # one piece: a request to watch for writing must come after this one
             self._links[rank] = link
@@ -265,9 +263,7 @@ class Mesh:
                 raise Error(f"{call.tag!r} was cut off: another thread of this rank called reset()")
             for rank in missing:
                 if rank in self._lost:
-                    raise PeerError(
-                        f"{call.tag!r} cannot complete: {self._lost[rank].message}", peer=rank, phase=call.tag
-                    )
+                    raise PeerError(f"{call.tag!r} cannot complete: {self._lost[rank].message}", peer=rank, phase=call.tag)
             if not remaining(deadline):
                 raise StepTimeout(
                     f"rank {self.rank} waited {timeout:.3g} s in {call.tag!r} for "
@@ -299,19 +295,14 @@ class Mesh:
         self._tell()
 
     def on_failure(self, callback: Callback) -> Callable[[], None]:
-        keep: Callable[[], Callback | None]
-        if hasattr(callback, "__self__") and hasattr(callback, "__func__"):
-            keep = weakref.WeakMethod(callback)
-        else:
-            keep = lambda: callback  # noqa: E731
+        bound = hasattr(callback, "__self__") and hasattr(callback, "__func__")
+        keep: Callable[[], Callback | None] = weakref.WeakMethod(callback) if bound else lambda: callback
         with self._condition:
             self._check_usable()
             self._handles += 1
             handle = self._handles
             self._callbacks[handle] = keep
-            known = [
-                failure for failure in self._lost.values() if failure.kind == "closed" and failure.rank in self.members
-            ]
+            known = [failure for failure in self._lost.values() if failure.kind == "closed" and failure.rank in self.members]
             if self.failure is not None:
                 known.append(self.failure)
             self._untold += [(handle, failure) for failure in known]
@@ -409,9 +400,7 @@ class Mesh:
         except BaseException as problem:
             log.exception("the control thread of rank %d failed", self.rank)
             with self._condition:
-                self._latch(
-                    Failure("abort", self.rank, message=f"the control thread of rank {self.rank} failed: {problem!r}")
-                )
+                self._latch(Failure("abort", self.rank, message=f"the control thread of rank {self.rank} failed: {problem!r}"))
                 self._closing = self._closing or f"its control thread failed: {problem!r}"
                 self._condition.notify_all()
             self._tell()
@@ -526,9 +515,7 @@ class Mesh:
         if thread is not None and thread is not threading.current_thread():
             thread.join(JOIN_SECONDS)
             if thread.is_alive():
-                log.warning(
-                    "rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank
-                )
+                log.warning("rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank)
 
     def abandon(self, reason: str) -> None:
         """close() for the garbage collector, which may run in the middle of anything: no waiting, and no lock that is

@@ -87,9 +87,7 @@ def field(value: dict[str, Any], name: str, kind: type) -> Any:
     found = value.get(name)
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
         raise FrameError(f"field {name!r} is not {kind.__name__}")
-    if (
-        isinstance(found, str) and not found.isprintable()
-    ):  # lone surrogates and control characters would fail later, elsewhere
+    if isinstance(found, str) and not found.isprintable():  # lone surrogates and control characters would fail later, elsewhere
         raise FrameError(f"field {name!r} has unprintable characters")
     return found
 
@@ -123,9 +121,7 @@ class FrameReader:
             if magic != MAGIC or zero:
                 raise FrameError("not a pplx_comm connection")
             if version != VERSION:
-                raise FrameError(
-                    f"speaks control protocol {version}, this rank speaks {VERSION}: install one version of pplx_comm"
-                )
+                raise FrameError(f"speaks control protocol {version}, this rank speaks {VERSION}: install one version of pplx_comm")
             if number not in self.allowed:
                 raise FrameError(f"message kind {number} does not belong here")
             kind = Kind(number)

@@ -194,9 +194,7 @@ class Door:
                 sock, _ = listener.accept()
             except OSError as problem:
                 if problem.errno in (errno.EMFILE, errno.ENFILE):
-                    log.warning(
-                        "cannot accept a control connection: %s (raise `ulimit -n`)", os.strerror(problem.errno)
-                    )
+                    log.warning("cannot accept a control connection: %s (raise `ulimit -n`)", os.strerror(problem.errno))
                     time.sleep(0.05)  # the listener stays readable: without this the loop would spin
                 return
             sock.setblocking(False)

@@ -79,9 +79,7 @@ def _read(environ: Mapping[str, str], launcher: _Launcher, size_name: str) -> La
     local_job = None
     if world_size == _local_size(environ, launcher, world_size):
         # Without an id from the launcher, the launcher's own process is the id.
-        enough = environ.get("PPLX_COMM_JOB") or (
-            launcher.unique and all(environ.get(name) for name in launcher.unique)
-        )
+        enough = environ.get("PPLX_COMM_JOB") or (launcher.unique and all(environ.get(name) for name in launcher.unique))
         local_job = job if enough else f"{job};{_launcher_process(launcher.rank)}"
     address, address_source = _address(environ)
     return Launch(rank, world_size, f"{launcher.rank} and {size_name}", job, local_job, address, address_source)

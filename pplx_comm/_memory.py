@@ -31,9 +31,7 @@ def allocate(nbytes: int, what: str) -> int:
     except OSError as problem:
         os.close(fd)
         if problem.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-            raise Error(
-                f"{what} needs {nbytes} bytes of shared memory: {problem.strerror}. {_ADVICE.capitalize()}"
-            ) from None
+            raise Error(f"{what} needs {nbytes} bytes of shared memory: {problem.strerror}. {_ADVICE.capitalize()}") from None
         raise
     except BaseException:
         os.close(fd)

@@ -20,9 +20,7 @@ def _round_up(value: int, to: int) -> int:
 class Outputs:
     """Allocates the outputs of one AllToAll's dispatches."""
 
-    def __init__(
-        self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool
-    ) -> None:
+    def __init__(self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool) -> None:
         self._layout = layout
         self._hidden = config.hidden
         self._top_k = config.top_k

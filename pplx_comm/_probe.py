@@ -61,8 +61,7 @@ def candidates(places: Sequence[Place], node_size: int | None) -> list[int]:
             why = places[first].difference(places[rank])
             if why:
                 raise Error(
-                    f"node_size={node_size} puts ranks {first} and {rank} on one node, but {why}. Use a smaller "
-                    "node_size, or none"
+                    f"node_size={node_size} puts ranks {first} and {rank} on one node, but {why}. Use a smaller node_size, or none"
                 )
         return claimed
     numbers: dict[Place, int] = {}
@@ -79,9 +78,7 @@ def partition(claimed: Sequence[int], shares: Sequence[set[int]], node_size: int
     node_of = []
     for rank, claim in enumerate(claimed):
         for number, members in enumerate(nodes):
-            if claimed[members[0]] == claim and all(
-                rank in shares[member] and member in shares[rank] for member in members
-            ):
+            if claimed[members[0]] == claim and all(rank in shares[member] and member in shares[rank] for member in members):
                 members.append(rank)
                 node_of.append(number)
                 break
@@ -117,8 +114,7 @@ def probe(mesh: Mesh, neighbours: Sequence[int], timeout: float) -> list[set[int
         proved = [
             peer
             for peer in pages
-            if _claims(answers[peer], rank) == token.hex()
-            and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
+            if _claims(answers[peer], rank) == token.hex() and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
         ]
     verdicts = mesh.exchange({"proved": proved}, "node probe verdict", timeout)
     return [set(verdict["proved"]) if verdict else set() for verdict in verdicts]

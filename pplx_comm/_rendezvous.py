@@ -71,8 +71,7 @@ def _where(launch: Launch, environ: Mapping[str, str]) -> tuple[list[Address], b
         hosts = resolve(host)
     except OSError as problem:
         raise Error(
-            f"cannot resolve {host!r} ({launch.address_source}): {problem.strerror}. Set PPLX_COMM_ADDR=<host of rank "
-            "0>:<port>"
+            f"cannot resolve {host!r} ({launch.address_source}): {problem.strerror}. Set PPLX_COMM_ADDR=<host of rank 0>:<port>"
         ) from None
     if secret is None:
         if not all(is_loopback(found) for found in hosts):
@@ -138,9 +137,7 @@ class _Host:
         if rank == self.rank:
             return "rank 0 is here already: two processes were started as rank 0"
         if rank in self._visitors:
-            return (
-                f"rank {rank} is here already: two processes were started as this rank, or two jobs share one address"
-            )
+            return f"rank {rank} is here already: two processes were started as this rank, or two jobs share one address"
         return None
 
     def _came(self, sock: socket.socket, rank: int) -> None:
@@ -225,8 +222,7 @@ class _Visitor:
                         "Is rank 0 running, in this network namespace, under this user, started by the same launcher? "
                         "If not: export PPLX_COMM_ADDR=<host>:<port> on every rank"
                         if launch.local_job is not None
-                        else f"Is rank 0 running there? The address comes from {launch.address_source}; "
-                        "PPLX_COMM_ADDR overrides it"
+                        else f"Is rank 0 running there? The address comes from {launch.address_source}; PPLX_COMM_ADDR overrides it"
                     )
                     raise StepTimeout(
                         f"start-up: rank {self.rank} could not reach rank 0 within {timeout:g} s "
@@ -250,9 +246,7 @@ class _Visitor:
                 phase="rendezvous",
             ) from None
         except FrameError as problem:
-            raise PeerError(
-                f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous"
-            ) from None
+            raise PeerError(f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous") from None
         except OSError:
             raise PeerError("rank 0 went away during start-up: see its own error", peer=0, phase="rendezvous") from None
         if kind == Kind.FAIL:
@@ -316,13 +310,11 @@ def _listen(addresses: list[Address], deadline: float) -> list[socket.socket]:
                 problems.append(f"{describe(address)}: {problem.strerror}")
                 if problem.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise Error(
-                        f"rank 0 cannot listen at {describe(address)}: {problem.strerror}. Set PPLX_COMM_ADDR to "
-                        "another host:port"
+                        f"rank 0 cannot listen at {describe(address)}: {problem.strerror}. Set PPLX_COMM_ADDR to another host:port"
                     ) from None
         if not remaining(deadline):
             raise Error(
-                f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR "
-                "to a free one"
+                f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR to a free one"
             )
         time.sleep(0.05)
 

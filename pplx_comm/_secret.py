@@ -22,8 +22,7 @@ def from_environment(environ: Mapping[str, str]) -> bytes | None:
         return None
     if len(secret) < 16:
         raise Error(
-            f"PPLX_COMM_SECRET has {len(secret)} characters; at least 16 are needed. On one host, then copied to all: "
-            f"{HOW_TO_SET}"
+            f"PPLX_COMM_SECRET has {len(secret)} characters; at least 16 are needed. On one host, then copied to all: {HOW_TO_SET}"
         )
     return secret.encode()
 
@@ -38,8 +37,7 @@ def user_key(environ: Mapping[str, str]) -> bytes:
         except OSError as problem:
             problems.append(f"{folder}: {problem.strerror or problem}")
     raise Error(
-        f"no private place for this user's key ({'; '.join(problems)}). Set it by hand, the same on every rank: "
-        f"{HOW_TO_SET}"
+        f"no private place for this user's key ({'; '.join(problems)}). Set it by hand, the same on every rank: {HOW_TO_SET}"
     )
 
 

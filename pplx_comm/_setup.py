@@ -88,9 +88,7 @@ def _compare(answers: list[dict[str, Any] | None]) -> None:
         for rank, answer in alive:
             by_value.setdefault(repr(answer["compared"].get(name)), []).append(rank)
         if len(by_value) > 1:
-            differing.append(
-                f"{name} is " + ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in by_value.items())
-            )
+            differing.append(f"{name} is " + ", ".join(f"{value} on {_name_ranks(ranks)}" for value, ranks in by_value.items()))
     if differing:
         raise Error("AllToAll() must be called alike on all ranks, but " + "; ".join(differing))
 

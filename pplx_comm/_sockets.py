@@ -80,9 +80,7 @@ def wrong_user(sock: socket.socket) -> str | None:
 def resolve(host: str) -> list[str]:
     """Literal addresses of `host`, IPv4 first (gethostbyname-style clusters often have half-configured IPv6)."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return list(
-        dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET))
-    )
+    return list(dict.fromkeys(str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)))
 
 
 def is_loopback(address: str) -> bool:

@@ -74,9 +74,7 @@ def _config(
         raise Error(f"dtype={dtype} is not supported: torch.bfloat16, torch.float16 and torch.float32 are")
     c.dtype = _DTYPES[dtype]
     if hidden * dtype.itemsize % 16:
-        raise Error(
-            f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes"
-        )
+        raise Error(f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes")
     wire = Wire.of(wire)
     if wire not in (Wire.NATIVE, Wire.FP8):
         raise Error(f"wire={wire.value!r} is not built yet; 'native' and 'fp8' are")
@@ -200,13 +198,10 @@ class AllToAll:
             "first_step": config.first_step,
         }  # fmt: skip
         compared = {
-            name: value if isinstance(value, (int, float, str, type(None))) else repr(value)
-            for name, value in compared.items()
+            name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()
         }
         begun = time.monotonic()
-        self._request = Request(
-            config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error
-        )
+        self._request = Request(config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error)
         self._wiring, self._number = wire_up(comm, self._request, {a2a._number for a2a in _live(comm)})
         self.dtype, self.wire, self.layout = dtype, Wire.of(wire), layout
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
@@ -335,9 +330,7 @@ class AllToAll:
         out: where to write, [tokens, hidden]; accumulate adds to what is there.
         async_op: returns after the send half; .wait() returns y.
         """
-        c = self.combine_send(
-            expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate
-        )
+        c = self.combine_send(expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate)
         return c if async_op else self.combine_recv(c)
 
     def combine_send(
@@ -399,9 +392,7 @@ class AllToAll:
         if self._closed:
             raise Error(f"{call}: this AllToAll is closed")
         if os.getpid() != self._pid:
-            raise Error(
-                f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here"
-            )
+            raise Error(f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here")
         if notices:
             self._raise_failure()
             self._core.raise_notice()
@@ -410,9 +401,7 @@ class AllToAll:
         with self._failing("check"):
             self._core.raise_failure()
 
-    def _check_handle(
-        self, call: str, handle: Dispatched | Combining, kind: type[Dispatched] | type[Combining]
-    ) -> None:
+    def _check_handle(self, call: str, handle: Dispatched | Combining, kind: type[Dispatched] | type[Combining]) -> None:
         if not isinstance(handle, kind):
             wanted = "what dispatch returned" if kind is Dispatched else "what combine_send returned"
             raise Error(f"{call} takes {wanted}, not {type(handle).__name__}")
@@ -468,9 +457,7 @@ class AllToAll:
         core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
         return Plan(self, core, weights, self._core.generation)
 
-    def _check_plan(
-        self, plan: Plan, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int
-    ) -> Plan:
+    def _check_plan(self, plan: Plan, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, tokens: int) -> Plan:
         if not isinstance(plan, Plan):
             raise Error(f"dispatch: plan= takes d.plan of an earlier dispatch, not {type(plan).__name__}")
         if plan._owner is not self:
@@ -623,11 +610,7 @@ class _Failing:
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         owner = self._owner
-        if (
-            error is None
-            or owner._failed is not None
-            or (isinstance(error, Error) and not isinstance(error, PeerError))
-        ):
+        if error is None or owner._failed is not None or (isinstance(error, Error) and not isinstance(error, PeerError)):
             return
         owner._failed = error
         if owner._comm.failure is not None:

@@ -78,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return launch(ranks, of_bench)
     elif parsed.ranks is not None and parsed.ranks != detect(os.environ).world_size:
-        top.error(
-            f"bench: -n {parsed.ranks}, but the launcher started {detect(os.environ).world_size} ranks: leave -n out"
-        )
+        top.error(f"bench: -n {parsed.ranks}, but the launcher started {detect(os.environ).world_size} ranks: leave -n out")
     from .bench.main import leave, measure
 
     leave(measure(bench_options.from_arguments(parsed), ["bench", *of_bench]))

@@ -48,9 +48,7 @@ class Communicator:
         weakref.finalize(self, self._mesh.abandon, "it was dropped without close()").atexit = False
 
     @classmethod
-    def from_mpi(
-        cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> Communicator:
+    def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
         """Over an mpi4py communicator, MPI.COMM_WORLD by default. MPI is used during this call only."""
         if comm is None:
             from mpi4py import MPI
@@ -59,18 +57,14 @@ class Communicator:
         return cls(Gathered(comm.Get_rank(), comm.Get_size(), comm.allgather), node_size=node_size, timeout=timeout)
 
     @classmethod
-    def from_torch(
-        cls, group: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT
-    ) -> Communicator:
+    def from_torch(cls, group: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
         """Over a torch.distributed process group of any backend, the default group if None. It is used during this call
         only.
         """
         import torch.distributed as dist
 
         if not dist.is_initialized():
-            raise Error(
-                "torch.distributed is not initialised: call init_process_group first, or use Communicator.from_env()"
-            )
+            raise Error("torch.distributed is not initialised: call init_process_group first, or use Communicator.from_env()")
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise Error("this process is not in the group: only its members may call from_torch(group)")
@@ -109,15 +103,12 @@ class Communicator:
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         self._mesh.close("close() was called" if kind is None else f"{kind.__name__}: {problem}")
 
     def __repr__(self) -> str:
         return (
-            f"Communicator(rank={self.rank}, world_size={self.world_size}, "
-            f"node_rank={self.node_rank}, node_size={self.node_size})"
+            f"Communicator(rank={self.rank}, world_size={self.world_size}, node_rank={self.node_rank}, node_size={self.node_size})"
         )
 
     # For AllToAll

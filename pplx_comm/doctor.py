@@ -44,17 +44,13 @@ class Finding:
 def _processor() -> list[Finding]:
     m = machine()
     cores = (
-        f"{m['cores_allowed']} cores"
-        if m["cores"] == m["cores_allowed"]
-        else f"{m['cores_allowed']} of {m['cores']} cores allowed"
+        f"{m['cores_allowed']} cores" if m["cores"] == m["cores_allowed"] else f"{m['cores_allowed']} of {m['cores']} cores allowed"
     )
     free, limit = _memory.available_bytes()
     thp = f"transparent huge pages: {m['transparent_hugepages']}, for shared memory: {m['transparent_hugepages_shmem']}"
     return [
         Finding("cpu", True, f"{m['cpu']}, {cores}, {m['isa']} kernels, Linux {m['kernel']}"),
-        Finding(
-            "threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"
-        ),
+        Finding("threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"),
         Finding("memory", None, f"{_gib(free)} available ({limit}) of {_gib(m['memory_bytes'])}; {thp}"),
     ]
 
@@ -63,9 +59,7 @@ def _shared_memory() -> list[Finding]:
     findings = []
     try:
         os.close(_memory.allocate(4096, "a test of doctor"))
-        findings.append(
-            Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter")
-        )
+        findings.append(Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter"))
     except Exception as problem:  # whatever the kernel objects to, it is the finding
         findings.append(
             Finding(
@@ -138,9 +132,7 @@ def _fabric() -> list[Finding]:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
         findings.append(
-            Finding(
-                "locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited"
-            )
+            Finding("locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited")
         )
     return findings
 
@@ -185,11 +177,7 @@ def _gpus() -> list[Finding]:
                 "check CUDA_VISIBLE_DEVICES and nvidia-smi",
             )
         ]
-    return [
-        Finding(
-            "cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU"
-        )
-    ]
+    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU")]
 
 
 def _version(number: int) -> str:
@@ -262,9 +250,7 @@ def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse
     for finding in found:
         mark = {True: "on ", False: "off", None: "   "}[finding.on]
         head = f"  {mark}  {finding.name:<{width}}  "
-        lines += textwrap.wrap(
-            finding.says, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False
-        )
+        lines += textwrap.wrap(finding.says, 118, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
         if finding.turn_on:
             # One line, so that it can be copied.
             lines.append(f"{' ' * len(head)}-> {finding.turn_on}")

@@ -98,9 +98,7 @@ def share_files(me: Rank, count: int) -> dict[str, Any]:
         comm.barrier()
         fds = [_memory.allocate(4096, "a test") for _ in range(count)]
         theirs = comm._share_fds(fds, "files")
-        assert sorted(theirs) == [
-            rank for rank in range(comm.world_size) if rank != comm.rank and comm._same_node(rank)
-        ]
+        assert sorted(theirs) == [rank for rank in range(comm.world_size) if rank != comm.rank and comm._same_node(rank)]
         for rank, received in theirs.items():
             assert len(received) == count
             for number, fd in enumerate(received):
@@ -387,9 +385,7 @@ def fork_child(me: Rank) -> dict[str, Any]:
             comm.barrier(5)
         except Exception as problem:
             text = f"{type(problem).__name__}: {problem}"
-        sockets = sum(
-            name.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")) for name in _open_fds()
-        )
+        sockets = sum(name.startswith(("socket:", "anon_inode:[eventpoll]", "anon_inode:[eventfd]")) for name in _open_fds())
         comm.close()
         os.write(writer, f"{sockets}|{text}".encode())
         os.close(writer)
@@ -632,9 +628,7 @@ def reset_beside_a_wait(me: Rank) -> dict[str, Any]:
     """One thread waits in a collective while another calls reset: the wait ends, and says why."""
     with me.communicator() as comm:
         told: list[dict[str, Any]] = []
-        waiter = threading.Thread(
-            target=lambda: told.append(_raised(comm._exchange, {}, f"of {comm.rank}", timeout=20))
-        )
+        waiter = threading.Thread(target=lambda: told.append(_raised(comm._exchange, {}, f"of {comm.rank}", timeout=20)))
         waiter.start()
         while f"of {comm.rank}" not in comm._mesh._inbox._counts:
             time.sleep(0.001)

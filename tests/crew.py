@@ -21,7 +21,6 @@ import pickle
 import secrets
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -107,10 +106,10 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
 
 def _nest(control: socket.socket) -> None:
     import numpy  # noqa: F401
+    import rank_cases  # noqa: F401
     import torch
 
     import pplx_comm  # noqa: F401
-    import rank_cases  # noqa: F401
 
     torch.set_num_threads(1)
     control.sendall(b"!")
@@ -129,8 +128,8 @@ def _nest(control: socket.socket) -> None:
             os.dup2(fds[1], 1)
             os.dup2(fds[1], 2)
             os.close(fds[1])
-            os.setpgid(0, 0)   # Ctrl-C at the test is not for its ranks
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)   # PR_SET_PDEATHSIG: a test that is killed leaves nothing running
+            os.setpgid(0, 0)  # Ctrl-C at the test is not for its ranks
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test that is killed leaves nothing running
             os.environ.update(request["env"])
             # Not os._exit: what a program does at its end is tested, too.
             _serve(Connection(fds[0]), request["rank"], request["world_size"])
@@ -300,7 +299,7 @@ class Crew:
             return f"exit code {self._exit_codes[rank]}\n{self.output(rank)}"
         os.kill(self.pids[rank], signal.SIGUSR2)
         before = -1
-        for _ in range(20):   # until it has printed everything
+        for _ in range(20):  # until it has printed everything
             time.sleep(0.05)
             size = os.fstat(self._output[rank].fileno()).st_size
             if size == before and size > 0:
@@ -329,7 +328,9 @@ class Crews:
                 pass
 
 
-def run_ranks(world_size: int, name: str, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, name: str, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None, **kwargs: Any
+) -> list[Any]:
     """Once, in processes of their own, which must end well."""
     with Crew(world_size, env) as crew:
         return crew.run(name, *args, timeout=timeout, **kwargs)

@@ -138,9 +138,7 @@ class Ranks:
                 (wrap or {}).get(rank, ()),
             )
 
-    def _start(
-        self, rank: int, target: str, args: dict[str, Any], env: Mapping[str, str | None], wrap: Sequence[str]
-    ) -> None:
+    def _start(self, rank: int, target: str, args: dict[str, Any], env: Mapping[str, str | None], wrap: Sequence[str]) -> None:
         environment: dict[str, str | None] = {
             **clean_environment(),
             "RANK": str(rank),

@@ -42,7 +42,7 @@ class Case:
     layout: str = "ragged"
     align: int = 1
     zero_pad: bool = False
-    rows: int | None = None           # a bound of the output, as Shape.rows
+    rows: int | None = None  # a bound of the output, as Shape.rows
     transport: str = "mapped"
     in_flight: int = 1
     scale_layout: str = "row"
@@ -99,14 +99,14 @@ def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSP
 class Step:
     """One step of a case, as all ranks know it."""
 
-    tokens: list[Tokens]                        # by rank
-    late_weights: list[torch.Tensor] | None     # weights= at combine
+    tokens: list[Tokens]  # by rank
+    late_weights: list[torch.Tensor] | None  # weights= at combine
     weighted: bool
     released: bool
-    start: list[torch.Tensor] | None            # accumulate=True adds to it
+    start: list[torch.Tensor] | None  # accumulate=True adds to it
     given_out: bool
-    plan_of: int | None                         # reuse that step's plan
-    how: list[str] = field(default_factory=list)            # by rank: whole, halves, async, other_thread
+    plan_of: int | None  # reuse that step's plan
+    how: list[str] = field(default_factory=list)  # by rank: whole, halves, async, other_thread
     strided: list[bool] = field(default_factory=list)
 
 
@@ -130,7 +130,11 @@ def _ids(case: Case, rank: int, tokens: int, g: torch.Generator) -> torch.Tensor
 
 
 def _count(case: Case, rank: int, chosen: int, r: random.Random) -> int:
-    if case.crowd == "nobody" or (case.crowd == "one_has_all" and rank != chosen) or (case.crowd == "one_has_none" and rank == chosen):
+    if (
+        case.crowd == "nobody"
+        or (case.crowd == "one_has_all" and rank != chosen)
+        or (case.crowd == "one_has_none" and rank == chosen)
+    ):
         return 0
     return case.max_tokens if case.crowd in ("full", "one_has_all") else r.randint(0, case.max_tokens)
 
@@ -254,7 +258,11 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
         _must(d.scale is not None and d.scale.dtype == torch.float32, "scale")
         _must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // 128)), "the shape of scale", d.scale.shape)
         if case.scale_layout == "tma" and d.scale.numel():
-            _must(d.scale.stride(-2) == 1 and d.scale.stride(-1) * 4 % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
+            _must(
+                d.scale.stride(-2) == 1 and d.scale.stride(-1) * 4 % 16 == 0 and d.scale.data_ptr() % 16 == 0,
+                "tma strides",
+                d.scale.stride(),
+            )
         elif d.scale.numel():
             _must(d.scale.is_contiguous(), "scale is row-major")
     else:
@@ -281,7 +289,9 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
             ids = step.tokens[s].ids[t].long()
             here = (ids >= first) & (ids < stop)
             _must(d.topk_ids[i].tolist() == torch.where(here, ids - first, -1).tolist(), "topk_ids of row", i)
-            _must(same_bits(d.topk_weights[i], torch.where(here, step.tokens[s].effective_weights[t], 0.0)), "topk_weights of row", i)
+            _must(
+                same_bits(d.topk_weights[i], torch.where(here, step.tokens[s].effective_weights[t], 0.0)), "topk_weights of row", i
+            )
         source, token = (torch.tensor([row[i] for row in rows], dtype=torch.long) for i in (0, 1))
         same_rows(slice(0, n), source, token, "compact")
         return
@@ -351,7 +361,7 @@ class Runner:
         self.rank, self.case, self.a2a = me.rank, case, a2a
         self.steps = make_steps(case)
         self.plans: dict[int, pc.Plan] = {}
-        self.random = random.Random(f"{case.seed} rank {me.rank}")   # what ranks may do differently
+        self.random = random.Random(f"{case.seed} rank {me.rank}")  # what ranks may do differently
         self.digest = hashlib.sha256()
 
     def run(self) -> str:
@@ -370,7 +380,7 @@ class Runner:
                 self.dispatch_recv(n, opened[n])
             order = self.random.sample(group, len(group))
             if any(self.steps[n].late_weights for n in group):
-                order = group   # with weights= a send waits for the others' weights of that step
+                order = group  # with weights= a send waits for the others' weights of that step
             open_steps = {n: self.combine_send(n, opened[n]) for n in order if not self.steps[n].released}
             for n in self.random.sample(sorted(open_steps), len(open_steps)):
                 self.combine_recv(n, open_steps[n])
@@ -443,7 +453,7 @@ class Runner:
             c = self.a2a.combine_send(expert_out, d, **options)
         else:
             c = self.a2a.combine(expert_out, d, **options, async_op=True)
-        expert_out.fill_(float("nan"))   # sent
+        expert_out.fill_(float("nan"))  # sent
         return c
 
     def combine_recv(self, n: int, c: pc.Combining) -> None:
@@ -457,7 +467,9 @@ class Runner:
         if not same_bits(y, wanted):
             wrong = (reference.as_bits(y) != reference.as_bits(wanted)).nonzero()
             t, h = wrong[0].tolist()
-            raise Failed(f"y differs in {len(wrong)} of {y.numel()}, first [{t}, {h}]: {y[t, h]!r}, must be {wanted[t, h]!r}; {y.shape}")
+            raise Failed(
+                f"y differs in {len(wrong)} of {y.numel()}, first [{t}, {h}]: {y[t, h]!r}, must be {wanted[t, h]!r}; {y.shape}"
+            )
         self.digest.update(reference.as_bits(y).numpy().tobytes())
 
     def _digest(self, d: pc.Dispatched) -> None:
@@ -558,7 +570,7 @@ def overflow(me: Any, case: Case) -> int:
                 _must(any(f"rank {rank}" in str(error) for rank in small), "names a rank:", error)
             else:
                 raise Failed(f"step {n} overflowed on ranks {small}, and nothing was said")
-            a2a.check()   # said once
+            a2a.check()  # said once
     return happened
 
 
@@ -653,7 +665,10 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.dispatch(x.to("meta"), ids), "meta"),
             (lambda: a2a.dispatch(x, ids.to("meta")), "meta"),
             (lambda: a2a.dispatch(x, ids, w.to("meta")), "meta"),
-            (lambda: a2a.dispatch(torch.zeros(most + 1, hidden, dtype=dtype), torch.zeros(most + 1, k, dtype=torch.int64)), f"{most + 1} tokens.*max_tokens_per_rank={most}"),
+            (
+                lambda: a2a.dispatch(torch.zeros(most + 1, hidden, dtype=dtype), torch.zeros(most + 1, k, dtype=torch.int64)),
+                f"{most + 1} tokens.*max_tokens_per_rank={most}",
+            ),
             (lambda: a2a.dispatch(x), "topk_ids"),
             (lambda: a2a.dispatch(x, ids.float()), "int32 or int64"),
             (lambda: a2a.dispatch(x, ids.to(torch.int16)), "int32 or int64"),
@@ -697,7 +712,12 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
             _mistake(lambda: a2a.dispatch(mine.x, mine.ids, mine.weights, x_scale=mine.x_scale), "in_flight=1.*combine it")
             _mistake(lambda: other.dispatch(torch.zeros(plan.tokens, hidden, dtype=dtype), plan=plan), "another AllToAll")
             _mistake(lambda: a2a.dispatch(torch.zeros(plan.tokens + 1, hidden, dtype=dtype), plan=plan), "tokens")
-            _mistake(lambda: a2a.dispatch(torch.zeros(plan.tokens, hidden, dtype=dtype), torch.zeros(plan.tokens, k, dtype=torch.int64), plan=plan), "plan=")
+            _mistake(
+                lambda: a2a.dispatch(
+                    torch.zeros(plan.tokens, hidden, dtype=dtype), torch.zeros(plan.tokens, k, dtype=torch.int64), plan=plan
+                ),
+                "plan=",
+            )
         good.combine(d)
         good.step()
         Good(me, case, other).step()
@@ -820,7 +840,9 @@ def numbers_of_tokens(me: Any) -> None:
         _must(not y.requires_grad, "no graph is built")
 
 
-def construct(me: Any, arguments: dict[str, Any], per_rank: dict[int, dict[str, Any]], env: dict[int, dict[str, str]]) -> dict[str, Any]:
+def construct(
+    me: Any, arguments: dict[str, Any], per_rank: dict[int, dict[str, Any]], env: dict[int, dict[str, str]]
+) -> dict[str, Any]:
     """Makes an AllToAll, on some ranks otherwise than on the rest; says what was raised, then makes a good one."""
     usual: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8, "device": "cpu"}
     with environment(**env.get(me.rank, {})):
@@ -1007,7 +1029,7 @@ def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps:
         for n in range(steps):
             stopping = n == 3 and me.rank == slow
             if n == 3:
-                me.comm.barrier()   # what the slow rank sent before has arrived
+                me.comm.barrier()  # what the slow rank sent before has arrived
             if stopping and phase == "dispatch_send":
                 os.kill(os.getpid(), signal.SIGSTOP)
             d = good.dispatch()
@@ -1167,7 +1189,9 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> di
         survivor = Survivor(me, replace(case, seed=case.seed + victim + 1), a2a, alive)
         _mistake(lambda: a2a.combine(torch.zeros(old.x.shape, dtype=DTYPES[case.dtype]), old), "reset|already")
         if case.wire == "native":
-            _mistake(lambda: a2a.dispatch(torch.zeros(old.plan.tokens, case.hidden, dtype=DTYPES[case.dtype]), plan=old.plan), "reset")
+            _mistake(
+                lambda: a2a.dispatch(torch.zeros(old.plan.tokens, case.hidden, dtype=DTYPES[case.dtype]), plan=old.plan), "reset"
+            )
         for _ in range(5):
             old = survivor.step()
         a2a.check()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-BLOCK = 128   # elements of a row that share a scale
+BLOCK = 128  # elements of a row that share a scale
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Shape:
     max_tokens: int
     dtype: torch.dtype = torch.bfloat16
     fp8: bool = False
-    layout: str = "ragged"            # or padded, compact
+    layout: str = "ragged"  # or padded, compact
     align: int = 1
-    rows: int | None = None           # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
+    rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
 
     @property
     def experts_per_rank(self) -> int:
@@ -42,9 +42,9 @@ class Shape:
 class Tokens:
     """What one rank puts into one step."""
 
-    x: torch.Tensor                   # [tokens, hidden]; e4m3 if the caller quantised
-    ids: torch.Tensor                 # int32 or int64 [tokens, top_k]
-    weights: torch.Tensor | None      # float32 [tokens, top_k]
+    x: torch.Tensor  # [tokens, hidden]; e4m3 if the caller quantised
+    ids: torch.Tensor  # int32 or int64 [tokens, top_k]
+    weights: torch.Tensor | None  # float32 [tokens, top_k]
     x_scale: torch.Tensor | None = None
 
     @property
@@ -113,7 +113,9 @@ def segments(shape: Shape, everybody: list[Tokens], rank: int) -> list[Segment]:
         parts = []
         for source, tokens in enumerate(everybody):
             at = (tokens.ids.reshape(-1) == expert).nonzero().reshape(-1)
-            parts.append((torch.full_like(at, source), at // shape.top_k, at % shape.top_k, tokens.effective_weights.reshape(-1)[at]))
+            parts.append(
+                (torch.full_like(at, source), at // shape.top_k, at % shape.top_k, tokens.effective_weights.reshape(-1)[at])
+            )
         columns: list[Any] = [torch.cat(column) for column in zip(*parts, strict=True)]
         result.append(Segment(*columns))
     return result

@@ -69,7 +69,13 @@ def test_ranks_that_differ(crew: Crews, field: str, values: tuple[Any, Any]) -> 
     """Every rank names the field, the ranks and both values."""
     for r in crew.run("rank_cases:construct", {field: values[0]}, {1: {field: values[1]}}, {}):
         assert r["is_error"], r
-        for part in (field, "rank 1", "ranks 0, 2", str(getattr(values[0], "align", values[0])), str(getattr(values[1], "align", values[1]))):
+        for part in (
+            field,
+            "rank 1",
+            "ranks 0, 2",
+            str(getattr(values[0], "align", values[0])),
+            str(getattr(values[1], "align", values[1])),
+        ):
             assert part.split("(")[0] in r["message"], r
 
 

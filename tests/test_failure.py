@@ -18,7 +18,7 @@ from crew import Crew, Crews, seed
 from rank_cases import PLACES, Case
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
-NOTICED = 1.0     # seconds from a death until every survivor has raised
+NOTICED = 1.0  # seconds from a death until every survivor has raised
 CLOSED = 2.0
 
 
@@ -40,7 +40,9 @@ def check_survivors(results: list[dict[str, Any]], victim: int, died: float) -> 
 def check_all_gone(crew: Crew, victim: int) -> None:
     begin = time.monotonic()
     codes = crew.leave()
-    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(crew.world_size)], crew.output((victim + 1) % crew.world_size)
+    assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(crew.world_size)], crew.output(
+        (victim + 1) % crew.world_size
+    )
     assert time.monotonic() - begin < CLOSED
     assert left_in_shm(crew) == []
 
@@ -50,7 +52,9 @@ def check_all_gone(crew: Crew, victim: int) -> None:
 def test_death_in_a_phase(transport: str, place: str, tmp_path: Path) -> None:
     victim = PLACES.index(place) % 3
     others = [rank for rank in range(3) if rank != victim]
-    case = Case(21, 3, transport=transport, max_tokens=16, hidden=256, crowd="uneven", wire=("native", "fp8")[PLACES.index(place) % 2])
+    case = Case(
+        21, 3, transport=transport, max_tokens=16, hidden=256, crowd="uneven", wire=("native", "fp8")[PLACES.index(place) % 2]
+    )
     with Crew(3) as crew:
         crew.start("rank_cases:survive", case, victim, place, str(tmp_path / "died"), close=PLACES.index(place) % 3 != 0)
         results = crew.collect(30, others)
@@ -69,7 +73,7 @@ def test_death_at_any_time(transport: str) -> None:
             crew.start("rank_cases:endless", case)
             for rank in range(world_size):
                 crew.heard(rank)
-            time.sleep(r.random() * 0.2)   # any point of a step
+            time.sleep(r.random() * 0.2)  # any point of a step
             died = crew.kill(victim)
             check_survivors(crew.collect(30, [rank for rank in range(world_size) if rank != victim]), victim, died)
             check_all_gone(crew, victim)

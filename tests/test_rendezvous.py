@@ -362,9 +362,7 @@ def test_secret_over_every_address() -> None:
 
 
 def test_world_sizes_differ() -> None:
-    with Ranks(
-        2, CASES + "fail_to_meet", {"timeout": 2}, rank_env={1: {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}}
-    ) as ranks:
+    with Ranks(2, CASES + "fail_to_meet", {"timeout": 2}, rank_env={1: {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}}) as ranks:
         zero, one = ranks.results()
     assert "world size 2" in one["message"]
     assert "world size 2, this rank with 3 (x1)" in zero["message"]
@@ -400,9 +398,7 @@ def _garbage(rng: random.Random) -> bytes:
     if kind == 0:
         return rng.randbytes(rng.randrange(1, 4000))
     if kind == 1:
-        return HEADER.pack(
-            MAGIC, VERSION, rng.randrange(256), rng.randrange(2), rng.randrange(1 << 32)
-        ) + rng.randbytes(50)
+        return HEADER.pack(MAGIC, VERSION, rng.randrange(256), rng.randrange(2), rng.randrange(1 << 32)) + rng.randbytes(50)
     if kind == 2:
         return b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     if kind == 3:

@@ -44,7 +44,8 @@ class Shape:
         o = self.options
         return _config(
             self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden,
-            max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1, scale_layout="row",
+            max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1,
+            scale_layout="row",
         )  # fmt: skip
 
     @property
@@ -159,9 +160,7 @@ class Batch:
             begins = np.concatenate([[0], np.cumsum(self.rows[:, shape.rank])])
             place = begins[source] + self.row[source, token, shape.rank]
         else:
-            begins = (
-                np.arange(c.local_experts) * c.max_per_expert if isinstance(shape.options.layout, Padded) else offsets
-            )
+            begins = np.arange(c.local_experts) * c.max_per_expert if isinstance(shape.options.layout, Padded) else offsets
             first_of_expert = np.cumsum(counts) - counts
             place = begins[expert] + np.arange(len(expert)) - first_of_expert[expert]
         return Placement(source, token, k, expert, counts, offsets, place)

@@ -62,12 +62,7 @@ class Copies:
         """Where the block that `peer` sends to `rank` lies. What a proxy would carry stays in the send area."""
         at = peer * self._slot[phase] + (self._world.size * self._slot["dispatch"] if phase == "combine" else 0)
         if rank in self._remote:
-            return (
-                self._memory.address(peer)
-                + self._send_area
-                + rank * self._slot[phase]
-                + (at - peer * self._slot[phase])
-            )
+            return self._memory.address(peer) + self._send_area + rank * self._slot[phase] + (at - peer * self._slot[phase])
         return self._memory.address(rank) + at
 
     def _blocks(self, phase: str) -> Ints:
@@ -128,9 +123,7 @@ class Copies:
 
         tokens, peers = np.nonzero(batch.wants[me])
         own = peers == me
-        first_own = {
-            int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)
-        }
+        first_own = {int(t): int(at) for t, at in zip(token[source == me][::-1], place[source == me][::-1], strict=True)}
         back = self._blocks("combine")[peers] + batch.row[me, tokens, peers] * pitch
         alone = batch.wants[me].sum(axis=1)[tokens] == 1
         back[own & alone] = [batch.expert_out.data_ptr() + first_own[int(t)] * row_bytes for t in tokens[own & alone]]

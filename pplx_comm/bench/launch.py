@@ -57,9 +57,7 @@ def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
         for rank, state in enumerate(states):
             if state:
                 if state < 0:
-                    print(
-                        f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True
-                    )
+                    print(f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True)
                 return state if state > 0 else 128 - state
         if all(state == 0 for state in states):
             return 0

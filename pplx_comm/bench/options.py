@@ -81,20 +81,14 @@ def _peers(text: str) -> tuple[str, ...]:
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     """The MoE layer: what doctor asks for too."""
     shape = parser.add_argument_group("the MoE layer")
-    shape.add_argument(
-        "--tokens", type=_numbers, default=(1, 8, 32, 128), metavar="N,N,...", help="tokens per rank (1,8,32,128)"
-    )
+    shape.add_argument("--tokens", type=_numbers, default=(1, 8, 32, 128), metavar="N,N,...", help="tokens per rank (1,8,32,128)")
     shape.add_argument("--hidden", type=_positive, default=7168, help="elements of a token (7168)")
     shape.add_argument("--experts", type=_positive, default=256, help="experts of all ranks together (256)")
     shape.add_argument("--top-k", type=_positive, default=8, help="experts per token (8)")
     shape.add_argument("--dtype", choices=DTYPES, default="bf16", help="what dispatch takes and combine returns (bf16)")
     shape.add_argument("--wire", default="native", help="what travels in dispatch: native or fp8 (native)")
-    shape.add_argument(
-        "--layout", choices=("ragged", "padded", "compact"), default="ragged", help="of the rows received (ragged)"
-    )
-    shape.add_argument(
-        "--align", type=_positive, default=128, help="ragged: each expert's rows start at a multiple of it (128)"
-    )
+    shape.add_argument("--layout", choices=("ragged", "padded", "compact"), default="ragged", help="of the rows received (ragged)")
+    shape.add_argument("--align", type=_positive, default=128, help="ragged: each expert's rows start at a multiple of it (128)")
 
 
 def layout_of(arguments: argparse.Namespace) -> Layout:
@@ -111,12 +105,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "provider; auto (auto)",
     )  # fmt: skip
     what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
-    what.add_argument(
-        "--node-size", type=_positive, help="auto: pretend that so many ranks share a node; the rest goes by proxy"
-    )
-    what.add_argument(
-        "--peers", type=_peers, default=PEERS, metavar="P,P", help="compare with gloo, mpi, or none (gloo,mpi)"
-    )
+    what.add_argument("--node-size", type=_positive, help="auto: pretend that so many ranks share a node; the rest goes by proxy")
+    what.add_argument("--peers", type=_peers, default=PEERS, metavar="P,P", help="compare with gloo, mpi, or none (gloo,mpi)")
     what.add_argument(
         "--routing",
         choices=("uniform", "zipf", "one-hot"),
@@ -124,14 +114,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how tokens choose experts (uniform)",
     )
     what.add_argument("--seed", type=int, default=1, help="of routing and values; all backends see the same (1)")
-    what.add_argument(
-        "--threads", type=_positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)"
-    )
+    what.add_argument("--threads", type=_positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)")
 
     how = parser.add_argument_group("how long")
-    how.add_argument(
-        "--seconds", type=float, default=36.0, help="for all measuring together; iterations follow from it (36)"
-    )
+    how.add_argument("--seconds", type=float, default=36.0, help="for all measuring together; iterations follow from it (36)")
     how.add_argument("--iters", type=_positive, help="iterations of every point, instead of --seconds")
     how.add_argument("--warmup", type=int, default=5, help="iterations before each point that do not count (5)")
     how.add_argument("--no-check", action="store_true", help="do not compare results with the reference")

@@ -1,4 +1,4 @@
-"""What a user would write without this library: sort the top-k copies by expert, exchange counts, then rows, permute."""
+"""What a user would write without this library: sort top-k copies by expert, exchange counts, then rows, permute."""
 
 from __future__ import annotations
 
@@ -35,11 +35,7 @@ class Gloo:
         host = "127.0.0.1" if world.together else world.gather(socket.gethostname(), "gloo's host")[0]
 
         def serve() -> dist.TCPStore | None:
-            return (
-                dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-                if world.rank == 0
-                else None
-            )
+            return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit) if world.rank == 0 else None
 
         store = world.all_or_none(serve, "gloo's store")
         port = world.gather(store.port if store else None, "gloo's port")[0]

@@ -45,9 +45,7 @@ def plot(record: dict[str, Any], path: str) -> None:
             line(mine, "phases", color=colour, marker="o", linewidth=2, label=f"pplx_comm {name}")
             floors = sorted((p["tokens"], p["floor"][phase]["p50"]) for p in mine if phase in p["floor"])
             if floors:
-                axis.plot(
-                    *zip(*floors, strict=True), color=colour, linestyle=":", linewidth=1.6, label=f"floor of {name}"
-                )
+                axis.plot(*zip(*floors, strict=True), color=colour, linestyle=":", linewidth=1.6, label=f"floor of {name}")
         for name in peers:
             colour, marker = PEER_STYLES.get(name, ("#777777", "d"))
             of_peer = [p for p in record["peers"] if p["peer"] == name]

@@ -28,9 +28,7 @@ class Progress:
             self._length = len(line)
         elif index != self._shown and fraction == 0.0:
             self._shown = index
-            print(
-                f"measuring {tokens} tokens per rank ({index + 1} of {len(self._tokens)})", file=sys.stderr, flush=True
-            )
+            print(f"measuring {tokens} tokens per rank ({index + 1} of {len(self._tokens)})", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar and self._length:

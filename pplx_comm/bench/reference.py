@@ -41,9 +41,7 @@ def _same_bits(rows: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.equal(rows.view(torch.int32), expected.view(torch.int32))
 
 
-def check_rows(
-    batch: Batch, rows: torch.Tensor, scales: torch.Tensor | None, source: torch.Tensor, token: torch.Tensor
-) -> None:
+def check_rows(batch: Batch, rows: torch.Tensor, scales: torch.Tensor | None, source: torch.Tensor, token: torch.Tensor) -> None:
     """Received rows against the tokens that they must be: the same bits, or as close as e4m3 can come."""
     for rank in range(batch.shape.world):
         mine = (source == rank).nonzero()[:, 0]
@@ -138,8 +136,7 @@ def check_close(y: torch.Tensor, expected: torch.Tensor, magnitude: torch.Tensor
     if bad.any():
         at = _first(bad)
         raise Wrong(
-            f"combine: y{list(at)} is {y[at].item()}, expected {expected[at].item()} "
-            f"({int(bad.sum())} of {bad.numel()} too far)"
+            f"combine: y{list(at)} is {y[at].item()}, expected {expected[at].item()} ({int(bad.sum())} of {bad.numel()} too far)"
         )
 
 
@@ -167,9 +164,7 @@ class Checks:
             check()
         except Wrong as wrong:
             shape = self._batch.shape
-            self._notes.append(
-                f"{backend}, {shape.tokens} tokens, rank {shape.rank}, iteration {self._batch.iteration}: {wrong}"
-            )
+            self._notes.append(f"{backend}, {shape.tokens} tokens, rank {shape.rank}, iteration {self._batch.iteration}: {wrong}")
 
     def dispatched(self, backend: str, d: Dispatched) -> None:
         self._note(backend, lambda: check_dispatched(self._batch, d))

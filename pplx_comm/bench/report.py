@@ -72,16 +72,11 @@ def table(options: Options, results: Results, world_size: int) -> str:
     header.append("KiB sent")
     measured = [point for point in results.points if point.off is None]
     rows = {id(point): _point_rows(point, results, peers) for point in measured}
-    widths = [
-        max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))
-    ]
+    widths = [max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))]
     left = (0, 3)
 
     def line(cells: list[str]) -> str:
-        aligned = [
-            f"{cell:<{w}}" if i in left else f"{cell:>{w}}"
-            for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-        ]
+        aligned = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]
         return "  ".join(aligned).rstrip()
 
     o = options
@@ -130,8 +125,7 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         "versions": libraries,
         "unit": "us",
         "points": [
-            {**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}}
-            for point in results.points
+            {**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}} for point in results.points
         ],
         "peers": [asdict(peer) for peer in results.peers],
         "peers_off": results.peers_off,

@@ -118,9 +118,7 @@ def _open_collectives(options: Options, world: World, results: Results) -> list[
 class _Size:
     """Everything at one number of tokens."""
 
-    def __init__(
-        self, options: Options, world: World, collectives: Sequence[Collective], tokens: int, progress: Progress
-    ) -> None:
+    def __init__(self, options: Options, world: World, collectives: Sequence[Collective], tokens: int, progress: Progress) -> None:
         self._options, self._world, self._progress = options, world, progress
         self._shape = Shape(options, tokens, world.rank, world.size)
         self._source = Source(self._shape)
@@ -271,26 +269,20 @@ class _Size:
         notes = [note for notes in self._world.gather(self._notes, "wrong results") for note in notes]
         if notes:
             raise Wrong(
-                "\n  ".join(
-                    ["wrong results:", *notes[:8], *([f"... and {len(notes) - 8} more"] if len(notes) > 8 else [])]
-                )
+                "\n  ".join(["wrong results:", *notes[:8], *([f"... and {len(notes) - 8} more"] if len(notes) > 8 else [])])
             )
 
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def _figures(self, backend: str, phases: Sequence[str]) -> dict[str, Figure]:
         return {
-            phase: Figure.of(np.concatenate(self._times[backend, phase]))
-            for phase in phases
-            if (backend, phase) in self._times
+            phase: Figure.of(np.concatenate(self._times[backend, phase])) for phase in phases if (backend, phase) in self._times
         }
 
     def _bytes_per_rank(self, backend: str) -> dict[str, float]:
         """Of a step, the mean over ranks."""
         t = self._traffic[backend]
-        everybody = self._world.gather(
-            [t.dispatch / max(1, t.steps), t.combine / max(1, t.steps)], f"bytes of {backend}"
-        )
+        everybody = self._world.gather([t.dispatch / max(1, t.steps), t.combine / max(1, t.steps)], f"bytes of {backend}")
         return {phase: float(np.mean([rank[i] for rank in everybody])) for i, phase in enumerate(PHASES)}
 
     def _floor_times(self, name: str) -> tuple[dict[str, Times], dict[str, dict[str, Times]]]:
@@ -314,13 +306,9 @@ class _Size:
             if name in self._floors:
                 total, parts = self._floor_times(name)
                 point.floor = {phase: Figure.of(times) for phase, times in total.items()}
-                point.floor_parts = {
-                    phase: {part: Figure.of(times) for part, times in of.items()} for phase, of in parts.items()
-                }
+                point.floor_parts = {phase: {part: Figure.of(times) for part, times in of.items()} for phase, of in parts.items()}
                 point.floor_copy = self._floors[name][0].kernels
         for peer in self._peers:
-            results.peers.append(
-                PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name))
-            )
+            results.peers.append(PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name)))
         ids = np.ascontiguousarray(self._source.batch(0).ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]

@@ -41,9 +41,7 @@ class World:
     def __init__(self, options: Options, mpi: Any) -> None:
         self.mpi = mpi
         """mpi4py's MPI, when mpirun started this process."""
-        self.comm = (
-            Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)
-        )
+        self.comm = Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)
         self.rank, self.size = self.comm.rank, self.comm.world_size
         self.together = self.comm.node_size == self.size
         """All ranks on one host: clocks can be compared, memory mapped."""
