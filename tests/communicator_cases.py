@@ -448,7 +448,7 @@ def cycles(me: Rank, times: int) -> dict[str, Any]:
 
     def measure() -> tuple[int, int, int]:
         gc.collect()
-        rss = int(open("/proc/self/statm").read().split()[1]) * 4096  # noqa: SIM115
+        rss = int(open("/proc/self/statm").read().split()[1]) * 4096
         return len(_open_fds()), threading.active_count(), rss
 
     def once(number: int) -> None:

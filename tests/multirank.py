@@ -151,7 +151,7 @@ class Ranks:
         if wrap:
             environment["wrapped"] = "1"
         ours, theirs = socket.socketpair()
-        self._output[rank] = tempfile.TemporaryFile()  # noqa: SIM115
+        self._output[rank] = tempfile.TemporaryFile()
         call = json.dumps([theirs.fileno(), target, args, os.getpid()])
         self.processes[rank] = subprocess.Popen(
             [*wrap, sys.executable, str(TESTS / "multirank.py"), call],
