@@ -508,6 +508,8 @@ class AllToAll:
         if not isinstance(out, torch.Tensor) or out.dtype != self.dtype:
             raise Error(f"combine: out must be a {self.dtype} tensor, not {getattr(out, 'dtype', type(out).__name__)}")
         self._check_tensor("combine: out", out, (tokens, self.hidden))
+        if tokens > 1 and out.stride(0) < self.hidden:
+            raise Error("combine: the rows of out overlap in memory (an expanded tensor?); give it rows of its own")
         return out
 
     # ---- failure -----------------------------------------------------------------------------------------------------

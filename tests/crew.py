@@ -81,6 +81,7 @@ class Member:
 
 
 def _serve(pipe: Connection, rank: int, world_size: int) -> None:
+    faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     me = Member(rank, world_size, pipe)
     while True:
@@ -95,6 +96,8 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         try:
             module, _, function = name.partition(":")
             answer = "returned", getattr(importlib.import_module(module), function)(me, *args, **kwargs)
+        except SystemExit:   # of a child that the function forked
+            raise
         except BaseException:
             answer = "raised", traceback.format_exc()
         with contextlib.suppress(BrokenPipeError):

@@ -120,7 +120,6 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
         ({"hidden": 7168, "max_tokens_per_rank": 65536, "top_k": 8}, ["max_rows=", "GiB", "bytes"]),
         ({"hidden": 7168, "max_tokens_per_rank": 65536, "top_k": 8, "layout": pc.Padded()}, ["max_tokens_per_expert=", "GiB"]),
         ({"max_tokens_per_rank": 2**20}, ["max_tokens_per_rank", "top_k", str(2**20)]),
-        ({"max_tokens_per_rank": 2**19, "hidden": 2**20, "layout": pc.Ragged(max_rows=8)}, ["bytes", "available"]),
         ({"num_experts": 3 * 4096 + 1}, ["4096"]),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
@@ -137,6 +136,14 @@ def test_bad_configurations(crew: Crews, arguments: dict[str, Any], parts: list[
             assert part in r["message"], r
         if who == "one" and rank != 1:
             assert "rank 1" in r["message"], r
+
+
+def test_more_memory_than_there_is(crew: Crews) -> None:
+    huge = {"max_tokens_per_rank": 2**19, "hidden": 2**20, "layout": pc.Ragged(max_rows=8)}
+    for r in crew.run("rank_cases:construct", huge, {}, {}):
+        assert r.get("is_error"), r
+        for part in ("bytes", "available", "max_tokens_per_rank"):
+            assert part in r["message"], r
 
 
 def test_one_rank_fails_to_construct(crew: Crews) -> None:

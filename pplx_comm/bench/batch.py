@@ -6,6 +6,7 @@ A function of seed, iteration and rank, so that all backends, and all ranks for 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -71,10 +72,16 @@ class Shape:
         return 4 * int(self.config.scales_per_row)
 
     @property
-    def out_rows(self) -> int:
-        """Rows of d.x."""
+    def out_shape(self) -> tuple[int, ...]:
+        """Of d.x."""
         c = self.config
-        return int(c.local_experts * c.max_per_expert if isinstance(self.options.layout, Padded) else c.max_rows)
+        rows = (c.local_experts, c.max_per_expert) if isinstance(self.options.layout, Padded) else (c.max_rows,)
+        return (*rows, self.options.hidden)
+
+    @property
+    def out_rows(self) -> int:
+        """Rows of d.x seen as [rows, hidden]."""
+        return math.prod(self.out_shape[:-1])
 
 
 @dataclass(frozen=True)
@@ -191,7 +198,7 @@ class Source:
         """What the experts put out."""
         popularity = 1.0 / np.arange(1, options.experts + 1)
         self._popularity = _rng(options.seed, 77).permutation(popularity).astype(np.float32)
-        self.expert_out = torch.empty(shape.out_rows, options.hidden, dtype=options.dtype)
+        self.expert_out = torch.empty(shape.out_shape, dtype=options.dtype)
         self._copier = _core.Copier(1)
         self.answers = torch.empty(0, options.hidden, dtype=options.dtype)
         # Other ranks' tokens, and what they are as e4m3, are needed by the reference only.

@@ -75,7 +75,12 @@ def plot(record: dict[str, Any], path: str) -> None:
 
     axes[0].set_ylabel("latency, p50 with p99 whiskers")
     o, m = record["options"], record["machine"]
-    handles, labels = axes[0].get_legend_handles_labels()
+    # Ours, floors, peers: each a group.
+    entries = sorted(
+        zip(*axes[0].get_legend_handles_labels(), strict=True),
+        key=lambda entry: 0 if entry[1].startswith("pplx") else 1 if entry[1].startswith("floor") else 2,
+    )
+    handles, labels = [handle for handle, _ in entries], [label for _, label in entries]
     figure.legend(handles, labels, loc="lower center", ncol=min(4, len(labels)), frameon=False)
     layer = f"hidden {o['hidden']}, {o['experts']} experts, top-{o['top_k']}, {o['dtype']}, wire {o['wire']}"
     where = f"{m['cpu']}, {m['cores_allowed']} cores; pplx_comm {record['version']}, {record['date']}"

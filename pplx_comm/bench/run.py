@@ -141,6 +141,9 @@ class _Size:
         given_up = time.monotonic() + options.seconds / len(options.tokens)
         self._progress.show(self._shape.tokens, "opening", 0.0)
         self._open_all()
+        if all(point.off for point in self._points.values()):
+            results.points += self._points.values()
+            return
         first = max(2, options.warmup)
         self._round(0, 0, first)
         self._times.clear()
@@ -227,7 +230,8 @@ class _Size:
         turn %= len(order)
         for transport in order[turn:] + order[:turn]:
             if transport is None:
-                in_blocks += self._block(self._passive, first, count)
+                if self._passive:
+                    in_blocks += self._block(self._passive, first, count)
                 continue
             ours = self._open(transport)
             if ours is None:
@@ -251,9 +255,9 @@ class _Size:
                 checks = None
                 if self._options.check and recorded and (iteration % CHECK_EVERY == 0 or iteration == self._last):
                     checks = Checks(batch, self._source.table, self._notes)
-                turn = iteration % len(backends)
-                for backend in [*backends[turn:], *backends[:turn]]:
-                    backend.step(batch, clock, checks)
+                # Shuffled, on all ranks alike: who comes before leaves its bytes in the caches.
+                for which in np.random.default_rng(iteration).permutation(len(backends)):
+                    backends[which].step(batch, clock, checks)
         finally:
             gc.enable()
         for key, times in clock.collect().items():

@@ -1,0 +1,234 @@
+"""The benchmark as its users start it: what it writes, and that what is wrong or off does not pass for a figure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from crew import Crew
+
+TESTS = Path(__file__).resolve().parent
+TINY = ["--hidden", "256", "--experts", "8", "--top-k", "2", "--warmup", "2", "--timeout", "30"]
+PHASES = {"dispatch", "combine", "round trip"}
+HALVES = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
+LAUNCHERS = ("RANK", "WORLD_SIZE", "PMI_", "PMIX_", "OMPI_", "SLURM_", "MASTER_")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    with Crew(3) as three:
+        yield three
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Ours, as if no launcher had started us."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    # The package that is tested, wherever the tests run from.
+    return {**clean, "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS.parent), os.environ.get("PYTHONPATH")])), **more}
+
+
+def bench(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pplx_comm", "bench", "-n", str(ranks), *TINY, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+
+
+def ranks_of(script: str, *arguments: str) -> tuple[list[int], str]:
+    """Two ranks of a test's own script: their exit statuses, and what they said."""
+    job = secrets.token_hex(4)
+    processes = []
+    for rank in range(2):
+        launched = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "PPLX_COMM_JOB": job}
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, str(TESTS / script), *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=environment(**launched),
+            )
+        )
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    return [process.returncode for process in processes], "\n".join(said)
+
+
+def check_figures(phases: dict[str, Any], names: set[str], n: int) -> None:
+    assert set(phases) == names
+    for figure in phases.values():
+        assert figure["n"] == n
+        assert 0 < figure["least"] <= figure["p50"] <= figure["p90"] <= figure["p99"]
+
+
+def test_everything_that_it_writes(tmp_path: Path) -> None:
+    written, picture = tmp_path / "bench.json", tmp_path / "bench.png"
+    transports = ["mapped", "proxy:shm", "proxy:nosuch"]
+    arguments = ["--tokens", "3,1", "--wire", "fp8", "--transport", ",".join(transports), "--iters", "9"]
+    done = bench(*arguments, "--json", str(written), "--plot", str(picture))
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(written.read_text())
+
+    assert record["schema"] == 1
+    assert record["ranks"] == 2
+    assert record["one_host"] is True
+    assert record["options"]["tokens"] == [1, 3]
+    assert record["options"]["seed"] == 1
+    assert "bench --hidden 256" in record["command"]
+    assert "--tokens 3,1" in record["command"]
+    assert {"cpu", "cores_allowed", "kernel", "isa"} <= set(record["machine"])
+    assert {"python", "torch", "libfabric"} <= set(record["versions"])
+    assert record["version"] in done.stdout
+    assert [(p["transport"], p["tokens"]) for p in record["points"]] == [(t, n) for n in (1, 3) for t in transports]
+    for point in record["points"]:
+        if point["transport"] == "proxy:nosuch":
+            assert "nosuch" in point["off"]
+            assert not point["phases"]
+            continue
+        assert point["off"] is None
+        check_figures(point["phases"], PHASES | HALVES, 9)
+        check_figures(point["floor"], PHASES, 9)
+        for phase in PHASES:
+            assert point["ratio"][phase] == pytest.approx(point["phases"][phase]["p50"] / point["floor"][phase]["p50"])
+        parts = {"copies", "writes"} if point["transport"] == "proxy:shm" else {"copies"}
+        assert {phase: set(of) for phase, of in point["floor_parts"].items()} == {"dispatch": parts, "combine": parts}
+        # Combine's rows are two bytes an element, dispatch's one and a scale.
+        assert point["bytes_per_rank"]["combine"] > point["bytes_per_rank"]["dispatch"] > 0
+    assert {(p["peer"], p["tokens"]) for p in record["peers"]} == {("gloo", 1), ("gloo", 3)}
+    for peer in record["peers"]:
+        check_figures(peer["phases"], PHASES, 9)
+    assert "mpirun" in record["peers_off"]["mpi"]
+
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words in ("mapped", "proxy:shm", "ours/floor", "halves:", "proxy:nosuch  1 tokens off:", "mpi off:"):
+        assert words in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if line.startswith(("mapped", "proxy:shm", "---"))) <= 120
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--layout", "compact", "--dtype", "fp32", "--routing", "zipf", "--experts", "7"],
+        ["--layout", "padded", "--routing", "one-hot", "--transport", "auto", "--node-size", "1", "--provider", "tcp"],
+    ],
+    ids=["compact", "padded"],
+)
+def test_other_shapes_are_measured_and_right(arguments: list[str]) -> None:
+    done = bench("--tokens", "5", "--iters", "5", "--peers", "gloo", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_under_mpirun_mpi_is_a_peer(tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    pytest.importorskip("mpi4py")
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    written = tmp_path / "bench.json"
+    latency = TESTS.parent / "bench" / "latency.py"
+    command = [mpirun, "-n", "3", sys.executable, str(latency), *TINY, "--tokens", "4", "--iters", "5", "--json", str(written)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads(written.read_text())
+    assert record["ranks"] == 3
+    assert {peer["peer"] for peer in record["peers"]} == {"gloo", "mpi"}
+
+
+@pytest.mark.parametrize(("plant", "says"), [("combine", "combine: y[0, 0]"), ("dispatch", "d.src_token")])
+def test_a_wrong_result_fails_the_run(plant: str, says: str) -> None:
+    statuses, said = ranks_of("bench_planted.py", plant, *TINY, "--tokens", "2", "--iters", "4", "--peers", "none")
+    assert statuses == [1, 1], said
+    assert "wrong results" in said
+    assert "rank 1" in said
+    assert says in said
+
+
+def test_a_rank_that_fails_ends_the_others() -> None:
+    begun = time.monotonic()
+    statuses, said = ranks_of("bench_planted.py", "dies", *TINY, "--tokens", "2", "--iters", "400", "--peers", "none")
+    assert 0 not in statuses, said
+    assert "planted" in said
+    assert time.monotonic() - begun < 30
+
+
+def test_nothing_to_measure_is_a_failure() -> None:
+    done = bench("--tokens", "1", "--transport", "proxy:nosuch", "--iters", "4", "--peers", "none")
+    assert done.returncode != 0
+    assert "proxy:nosuch is off" in done.stderr
+
+
+@pytest.mark.parametrize("layout", ["ragged", "compact"])
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str) -> None:
+    """Rows to peers, a row per place; expert rows in, partial rows out and in, tokens out. Own rows are not sent."""
+    arguments = ["--tokens", "17", "--hidden", "256", "--experts", "8", "--top-k", "3", "--wire", wire, "--layout", layout]
+    token, row = 512, 512 if wire == "native" else 256 + 8
+    for ran in crew.run("bench_cases:floor_copies", arguments, []):
+        rest = ran["tokens"] * (token - row)  # of a token that is quantised, all is read, though not all is copied
+        assert ran["dispatch written"] == (ran["sent"] + ran["placed"]) * row
+        assert ran["dispatch read"] == ran["dispatch written"] + rest
+        assert ran["combine written"] == (ran["returned"] + ran["tokens"]) * token
+        assert ran["combine read"] == (ran["placed"] + ran["sent"] + ran["only here"]) * token
+
+
+def test_the_floor_of_a_proxy_stays_in_the_send_area(crew: Crew) -> None:
+    arguments = ["--tokens", "5", "--hidden", "64", "--experts", "6", "--top-k", "2"]
+    assert len(crew.run("bench_cases:floor_copies", arguments, [0, 1, 2])) == 3
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+@pytest.mark.parametrize("end", ["rank killed", "launcher killed"])
+def test_no_rank_is_left_behind(end: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "pplx_comm",
+        "bench",
+        "-n",
+        "2",
+        *TINY,
+        "--tokens",
+        "2",
+        "--seconds",
+        "100",
+        "--transport",
+        "proxy:shm",
+    ]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
+    assert launcher.stderr is not None
+    try:
+        launcher.stderr.readline()  # "measuring ..."
+        ranks = children_of(launcher.pid)
+        assert len(ranks) == 2
+        if end == "rank killed":
+            os.kill(ranks[1], signal.SIGKILL)
+            _, said = launcher.communicate(timeout=30)
+            assert launcher.returncode != 0
+            assert "rank 1 was killed by SIGKILL" in said
+        else:
+            launcher.kill()
+            launcher.communicate(timeout=30)
+        given_up = time.monotonic() + 5
+        while any(alive(rank) for rank in ranks) and time.monotonic() < given_up:
+            time.sleep(0.05)
+        assert not any(alive(rank) for rank in ranks)
+        if end == "rank killed":
+            assert not [name for name in os.listdir("/dev/shm") if any(str(rank) in name for rank in ranks)]
+    finally:
+        launcher.kill()

@@ -1,0 +1,90 @@
+"""python -m pplx_comm doctor: what it must find on any machine, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+import pplx_comm
+from pplx_comm import _libfabric, doctor
+from pplx_comm.cli import main
+
+LAYER = {"num_experts": 64, "top_k": 4, "hidden": 1024}
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["doctor", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def finding(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in found["findings"] if one["name"] == name)
+
+
+def test_what_every_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys)
+    assert found["version"] == pplx_comm.__version__
+    names = [one["name"] for one in found["findings"]]
+    assert len(names) == len(set(names))
+    assert {"cpu", "memory", "mapped", "/dev/shm", "torch", "mpi", "libfabric", "cuda", "nvshmem", "environment"} <= set(names)
+    assert finding(found, "cpu")["on"] is True
+    assert f"{len(os.sched_getaffinity(0))} " in finding(found, "cpu")["says"]
+    assert finding(found, "mapped")["on"] is True
+    assert all(one["says"] for one in found["findings"])
+
+
+def test_memory_is_what_construction_reserves(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = ["--experts", "64", "--top-k", "4", "--hidden", "1024", "--wire", "fp8", "--ranks", "4"]
+    found = report(capsys, "--tokens", "16,64", *layer)["memory_per_rank"]
+    assert [row["max_tokens_per_rank"] for row in found] == [16, 64]
+    for row in found:
+        same = {"world_size": 4, "max_tokens_per_rank": row["max_tokens_per_rank"], "wire": "fp8", **LAYER}
+        assert row["mapped"] == pplx_comm.AllToAll.required_bytes(**same)
+        assert row["proxy"] == pplx_comm.AllToAll.required_bytes(**same, remote_peers=3)
+        assert row["proxy"] > row["mapped"]
+
+
+def test_a_configuration_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = report(capsys, "--tokens", "8", "--hidden", "7")["memory_per_rank"]
+    assert "hidden=7" in row["error"]
+
+
+def test_text_shows_every_finding_and_how_to_turn_it_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--tokens", "8"]) == 0
+    text = capsys.readouterr().out
+    for one in doctor.findings():
+        assert one.name in text
+        if one.turn_on:
+            assert f"-> {one.turn_on}\n" in text
+    assert "memory of one of 8 ranks" in text
+
+
+def test_a_build_or_host_without_libfabric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status: dict[str, Any] = {"compiled_in": False, "path": None, "version": None, "error": None, "providers": {}}
+    monkeypatch.setattr(_libfabric, "status", lambda: status)
+    off = finding(report(capsys), "libfabric")
+    assert (off["on"], "libfabric-dev" in off["turn_on"]) == (False, True)
+    status.update(compiled_in=True, error="no libfabric.so.1 found")
+    off = finding(report(capsys), "libfabric")
+    assert (off["on"], off["says"]) == (False, "no libfabric.so.1 found")
+    assert "PPLX_LIBFABRIC" in off["turn_on"]
+
+
+def test_the_secret_stays_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PPLX_COMM_SECRET", "hunter2")
+    monkeypatch.setenv("PPLX_COMM_THREADS", "3")
+    says = finding(report(capsys), "environment")["says"]
+    assert "PPLX_COMM_THREADS=3" in says
+    assert "hunter2" not in says
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in ((["--version"], pplx_comm.__version__), (["bench", "--help"], "--transport"), (["--help"], "doctor")):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert words in capsys.readouterr().out

@@ -1,0 +1,115 @@
+"""From open to close: nothing leaks, everything may be closed in any order or not at all, forks are told, idling is cheap."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from crew import TESTS, Crew, Crews
+from multirank import clean_environment
+from rank_cases import Case
+
+TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
+CYCLES = {"mapped": (200, 60), "proxy:shm": (60, 12), "proxy:tcp": (60, 12)}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    crews = Crews(2)
+    yield crews
+    crews.close()
+
+
+def check_no_growth(results: list[dict[str, dict[str, int]]], cycles: int) -> None:
+    for r in results:
+        before, after = r["before"], r["after"]
+        assert after["fds"] <= before["fds"], r
+        assert after["threads"] <= before["threads"], r
+        assert after["maps"] <= before["maps"] + 8, r
+        # Allocators keep some; a leak of one 64 KiB block a cycle would show.
+        assert after["rss"] - before["rss"] < 4096 + 20 * cycles, r
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_open_and_close(crew: Crews, transport: str) -> None:
+    times, with_communicator = CYCLES[transport]
+    case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
+    check_no_growth(crew.run("rank_cases:cycles", case, times, False, 10, timeout=120), times)
+    check_no_growth(crew.run("rank_cases:cycles", case, with_communicator, True, 4, timeout=120), with_communicator)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_open_and_close_many_times(crew: Crews, transport: str) -> None:
+    case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
+    check_no_growth(crew.run("rank_cases:cycles", case, 1000, False, 10, timeout=600), 200)
+    check_no_growth(crew.run("rank_cases:cycles", case, 200, True, 10, timeout=600), 200)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_dropped_without_close(crew: Crews, transport: str) -> None:
+    check_no_growth(crew.run("rank_cases:dropped", Case(2, 2, transport=transport, threads=2), 20), 20)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["kept", "step_open", "cycle", "dropped"])
+def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
+    with Crew(2) as crew:
+        crew.run("rank_cases:leave_open", Case(3, 2, transport=transport), how)
+        begin = time.monotonic()
+        assert crew.leave() == [0, 0], crew.output(0) + crew.output(1)
+        assert time.monotonic() - begin < 3.0
+        for rank in range(2):
+            assert crew.output(rank) == ""
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_closing_in_any_order(crew: Crews, transport: str) -> None:
+    crew.run("rank_cases:several_closes", Case(4, 2, transport=transport))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_close_is_prompt(crew: Crews, transport: str) -> None:
+    for seconds in crew.run("rank_cases:stops_promptly", Case(5, 2, transport=transport)):
+        assert seconds < 1.0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_fork(crew: Crews, transport: str) -> None:
+    for r in crew.run("rank_cases:fork_in_the_parent", Case(6, 2, transport=transport)):
+        assert r["code"] == 0, r
+        assert r["told"].count("fork") >= 5, r
+
+
+@pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
+def test_an_idle_proxy_takes_next_to_nothing(transport: str) -> None:
+    """5 % of a core at most, once no step was open for a second. The best of three looks: other programs run here too."""
+    with Crew(2) as crew:
+        for shares in crew.run("rank_cases:idle", Case(7, 2, transport=transport), 3):
+            best = min(max(share.values()) for share in shares)
+            assert best <= 0.05, shares
+            assert any("pplx" in name for name in shares[0]), shares
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_a_small_dev_shm(tmp_path: Path) -> None:
+    """Memory between ranks has no name: /dev/shm may be as small as a container's, and stays empty."""
+    script = (
+        "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
+        f"{sys.executable} -c 'import crew, rank_cases as rc; "
+        "case = rc.Case(1, 2, max_tokens=32, hidden=7168, layout=\"compact\"); "
+        'crew.run_ranks(2, "rank_cases:big_step", case)\' && '
+        "ls -A /dev/shm | wc -l"
+    )
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, cwd=TESTS, env=clean_environment(), check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split()[-1] == "0", done.stdout
