@@ -236,7 +236,9 @@ class _Visitor:
     def allgather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
         try:
             self._sock.settimeout(remaining(self._deadline) + GRACE_SECONDS)
-            self._sock.sendall(json_frame(Kind.GATHER, {"left": float(remaining(self._deadline)), "value": value}))
+            message = json_frame(Kind.GATHER, {"left": float(remaining(self._deadline)), "value": value})
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # why it left may have come before that
+                self._sock.sendall(message)
             kind, payload = self._hear()
             answer = decode_object(payload) if kind == Kind.FAIL else decode(payload)
         except TimeoutError:

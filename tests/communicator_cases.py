@@ -418,8 +418,8 @@ def die_with_child(me: Rank) -> dict[str, Any]:
             time.sleep(60)
             os._exit(0)
         me.say("child", child)
-    else:
-        me.say("child", None)
+        me.hear()  # until it is killed
+    me.say("child", None)
     result = _raised(comm.barrier, timeout=20)
     assert came.wait(5)
     comm.close()

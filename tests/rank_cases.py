@@ -1234,36 +1234,23 @@ def held(pid: str = "self") -> dict[str, int]:
     }
 
 
-def cycles(me: Any, case: Case, times: int, with_communicator: bool, warm: int) -> dict[str, Any]:
-    """Open, step, close. What this process held after a few, and after all."""
-    before: dict[str, int] = {}
+def cycles(me: Any, case: Case, times: int, what: str) -> dict[str, list[int]]:
+    """Open, step, and close an AllToAll, or its Communicator too, or close nothing and drop it. What is held after each."""
+    after: dict[str, list[int]] = {"fds": [], "threads": [], "maps": [], "rss": []}
     for n in range(times):
-        if n == warm:
-            gc.collect()
-            before = held()
         a2a = open_all_to_all(me, case)
-        if n % 10 == 0 or n < warm:
+        if n % 5 == 0:
             Good(me, case, a2a).step()
-        a2a.close()
-        if with_communicator:
-            me.close()
-    gc.collect()
-    return {"before": before, "after": held()}
-
-
-def dropped(me: Any, case: Case, times: int) -> dict[str, Any]:
-    """The same without close(): the last reference goes."""
-    before: dict[str, int] = {}
-    for n in range(times):
-        if n == 3:
-            gc.collect()
-            before = held()
-        a2a = open_all_to_all(me, case)
-        Good(me, case, a2a).step()
         me.comm.barrier()
+        if what != "drop":
+            a2a.close()
         del a2a
+        if what == "communicator":
+            me.close()
         gc.collect()
-    return {"before": before, "after": held()}
+        for name, value in held().items():
+            after[name].append(value)
+    return after
 
 
 def leave_open(me: Any, case: Case, how: str) -> None:

@@ -229,6 +229,6 @@ def test_no_rank_is_left_behind(end: str) -> None:
             time.sleep(0.05)
         assert not any(alive(rank) for rank in ranks)
         if end == "rank killed":
-            assert not [name for name in os.listdir("/dev/shm") if any(str(rank) in name for rank in ranks)]
+            assert not [name for name in os.listdir("/dev/shm") if any(f".{rank}." in name for rank in ranks)]
     finally:
         launcher.kill()

@@ -46,6 +46,8 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
             )
         return _first_failure(processes)
     except KeyboardInterrupt:
+        for process in processes:
+            process.terminate()
         return 130
     finally:
         _end(processes)
@@ -54,11 +56,13 @@ def launch(ranks: int, arguments: Sequence[str]) -> int:
 def _first_failure(processes: list[subprocess.Popen[bytes]]) -> int:
     while True:
         states = [process.poll() for process in processes]
-        for rank, state in enumerate(states):
-            if state:
-                if state < 0:
-                    print(f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True)
-                return state if state > 0 else 128 - state
+        # A rank that was killed is the cause when another one failed because of it.
+        failed = sorted((state > 0, rank, state) for rank, state in enumerate(states) if state)
+        if failed:
+            _, rank, state = failed[0]
+            if state < 0:
+                print(f"bench: rank {rank} was killed by {signal.Signals(-state).name}", file=sys.stderr, flush=True)
+            return state if state > 0 else 128 - state
         if all(state == 0 for state in states):
             return 0
         time.sleep(0.05)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from ..errors import Error
 from ..layouts import Compact, Layout, Padded, Ragged
+from ..wire import Wire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PEERS = ("gloo", "mpi")
@@ -78,6 +80,13 @@ def _peers(text: str) -> tuple[str, ...]:
     return names
 
 
+def _wire(text: str) -> str:
+    try:
+        return Wire.of(text).value
+    except Error as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     """The MoE layer: what doctor asks for too."""
     shape = parser.add_argument_group("the MoE layer")
@@ -86,7 +95,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--experts", type=_positive, default=256, help="experts of all ranks together (256)")
     shape.add_argument("--top-k", type=_positive, default=8, help="experts per token (8)")
     shape.add_argument("--dtype", choices=DTYPES, default="bf16", help="what dispatch takes and combine returns (bf16)")
-    shape.add_argument("--wire", default="native", help="what travels in dispatch: native or fp8 (native)")
+    shape.add_argument("--wire", type=_wire, default="native", help="what travels in dispatch: native or fp8 (native)")
     shape.add_argument("--layout", choices=("ragged", "padded", "compact"), default="ragged", help="of the rows received (ragged)")
     shape.add_argument("--align", type=_positive, default=128, help="ragged: each expert's rows start at a multiple of it (128)")
 
