@@ -175,6 +175,8 @@ class AllToAll:
         try:
             if device is not None and torch.device(device).type != "cpu":
                 raise Error(f"device={str(device)!r} is not built yet; 'cpu' is")
+            if transport == "nvshmem":
+                raise Error("transport='nvshmem' is not built yet: 'auto', 'mapped' and 'proxy' are")
             if transport not in ("auto", "mapped", "proxy"):
                 raise Error(f"transport={transport!r} must be 'auto', 'mapped' or 'proxy'")
             if not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):

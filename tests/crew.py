@@ -96,7 +96,7 @@ def _serve(pipe: Connection, rank: int, world_size: int) -> None:
         try:
             module, _, function = name.partition(":")
             answer = "returned", getattr(importlib.import_module(module), function)(me, *args, **kwargs)
-        except SystemExit:   # of a child that the function forked
+        except SystemExit:  # of a child that the function forked
             raise
         except BaseException:
             answer = "raised", traceback.format_exc()

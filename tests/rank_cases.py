@@ -1267,7 +1267,7 @@ def leave_open(me: Any, case: Case, how: str) -> None:
         me.kept["self"] = me.kept
     me._comm, me.kept["comm"] = None, me._comm
     if how != "dropped":
-        sys.modules["__main__"].kept = me.kept   # type: ignore[attr-defined]
+        sys.modules["__main__"].kept = me.kept  # type: ignore[attr-defined]
         me.kept = {}
 
 
@@ -1306,7 +1306,10 @@ def fork_in_the_parent(me: Any, case: Case) -> dict[str, Any]:
             told = [
                 raised(call)["message"]
                 for call in (
-                    lambda: a2a.dispatch(mine.x, mine.ids), lambda: a2a.combine(d.x, d), a2a.check, me.comm.barrier,
+                    lambda: a2a.dispatch(mine.x, mine.ids),
+                    lambda: a2a.combine(d.x, d),
+                    a2a.check,
+                    me.comm.barrier,
                     lambda: open_all_to_all(me, case),
                 )  # fmt: skip
             ]
@@ -1316,7 +1319,7 @@ def fork_in_the_parent(me: Any, case: Case) -> dict[str, Any]:
             os.close(write)
             if me.rank == 0:
                 os._exit(0)
-            sys.exit(0)   # with everything that happens at an interpreter's end
+            sys.exit(0)  # with everything that happens at an interpreter's end
         os.close(write)
         text = b""
         while chunk := os.read(read, 1 << 16):
@@ -1354,10 +1357,10 @@ def idle(me: Any, case: Case, tries: int) -> list[dict[str, float]]:
         good.step()
         shares = []
         for _ in range(tries):
-            time.sleep(1.2)   # the second after which the proxy sleeps more
+            time.sleep(1.2)  # the second after which the proxy sleeps more
             shares.append(cpu_of_threads(2.0))
         me.comm.barrier()
-        good.step()   # and it is awake again
+        good.step()  # and it is awake again
         return shares
 
 

@@ -104,12 +104,18 @@ def test_a_small_dev_shm(tmp_path: Path) -> None:
     script = (
         "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
         f"{sys.executable} -c 'import crew, rank_cases as rc; "
-        "case = rc.Case(1, 2, max_tokens=32, hidden=7168, layout=\"compact\"); "
+        'case = rc.Case(1, 2, max_tokens=32, hidden=7168, layout="compact"); '
         'crew.run_ranks(2, "rank_cases:big_step", case)\' && '
         "ls -A /dev/shm | wc -l"
     )
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, timeout=120, cwd=TESTS, env=clean_environment(), check=False
+        ["unshare", "-m", "sh", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=TESTS,
+        env=clean_environment(),
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split()[-1] == "0", done.stdout

@@ -35,7 +35,8 @@ def comm() -> Iterator[pc.Communicator]:
 def alone(comm: pc.Communicator, hidden: int, tokens: int, **options: Any) -> pc.AllToAll:
     """One expert, one choice, everything stays here."""
     return pc.AllToAll(
-        comm, **{"num_experts": 1, "top_k": 1, "hidden": hidden, "max_tokens_per_rank": tokens, "layout": pc.Ragged(align=1), **options}
+        comm,
+        **{"num_experts": 1, "top_k": 1, "hidden": hidden, "max_tokens_per_rank": tokens, "layout": pc.Ragged(align=1), **options},
     )
 
 
@@ -70,9 +71,13 @@ def interesting_floats(random: np.random.Generator) -> torch.Tensor:
     low = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
     edges = (every[:, None] | low[None, :]).reshape(-1)
     fp16 = np.arange(0, 2**16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
-    around = (fp16[:, None] + np.array([-4097, -4096, -4095, -1, 0, 1, 4095, 4096, 4097], dtype=np.int64)[None, :]).astype(np.uint32).reshape(-1)
-    tiny = random.integers(0, 2**24, 100_000, dtype=np.uint32)   # subnormals of fp32 and below fp16's
-    small = random.integers(0x33000000, 0x39000000, 200_000, dtype=np.uint32)   # where fp16 is subnormal
+    around = (
+        (fp16[:, None] + np.array([-4097, -4096, -4095, -1, 0, 1, 4095, 4096, 4097], dtype=np.int64)[None, :])
+        .astype(np.uint32)
+        .reshape(-1)
+    )
+    tiny = random.integers(0, 2**24, 100_000, dtype=np.uint32)  # subnormals of fp32 and below fp16's
+    small = random.integers(0x33000000, 0x39000000, 200_000, dtype=np.uint32)  # where fp16 is subnormal
     values = np.concatenate([bits, edges, around, tiny, small])
     values = np.concatenate([values, np.zeros(-len(values) % 64, dtype=np.uint32)])
     return torch.from_numpy(values.view(np.float32)).view(-1, 64)
@@ -82,7 +87,9 @@ def interesting_floats(random: np.random.Generator) -> torch.Tensor:
 def test_fp32_to_16_bits(comm: pc.Communicator, dtype: torch.dtype) -> None:
     """A weight is any fp32 number and the row is one, so that combine rounds just that weight."""
     values = interesting_floats(np.random.default_rng(seed())).reshape(-1)
-    y = torch.cat([through_combine(comm, torch.ones(len(part), 8, dtype=dtype), part[:, None].contiguous()) for part in values.split(2**18)])
+    y = torch.cat(
+        [through_combine(comm, torch.ones(len(part), 8, dtype=dtype), part[:, None].contiguous()) for part in values.split(2**18)]
+    )
     wanted = twice(values, dtype)[:, None].expand(-1, 8)
     nan = values.isnan()
     assert same_bits(y[~nan], wanted[~nan])
@@ -236,7 +243,9 @@ def test_the_largest_blocks(comm: pc.Communicator) -> None:
     accumulate=st.booleans(),
     data_seed=st.integers(0, 2**31),
 )
-def test_sums(comm: pc.Communicator, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, accumulate: bool, data_seed: int) -> None:
+def test_sums(
+    comm: pc.Communicator, top_k: int, hidden: int, dtype: torch.dtype, weighted: bool, accumulate: bool, data_seed: int
+) -> None:
     """Choices in k order, in fp32, one rounding for the rank's partial sum and one at the end."""
     hidden *= 16 // dtype.itemsize
     generator = torch.Generator().manual_seed(data_seed)
