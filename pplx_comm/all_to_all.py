@@ -84,7 +84,10 @@ def _config(
     c.scale_tma = scale_layout == "tma"
     row_bytes = hidden * (1 if wire is Wire.FP8 else dtype.itemsize)
     _fill_layout(c, layout, row_bytes)
-    c.first_step = int(os.environ.get("PPLX_COMM_FIRST_STEP", "1")) & 0xFFFFFFFF
+    first_step = os.environ.get("PPLX_COMM_FIRST_STEP", "1")
+    if not first_step.isdigit():
+        raise Error(f"PPLX_COMM_FIRST_STEP={first_step!r} must be a number")
+    c.first_step = int(first_step) & 0xFFFFFFFF
     if c.invalid:
         raise Error(c.invalid)
     return c
@@ -190,11 +193,12 @@ class AllToAll:
                 max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire, layout=layout, in_flight=in_flight,
                 scale_layout=scale_layout,
             )  # fmt: skip
-        except (Error, TypeError) as reason:
+            wire = Wire.of(wire)
+        except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         compared = {
             "num_experts": num_experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": max_tokens_per_rank,
-            "dtype": str(dtype), "wire": str(wire), "layout": repr(layout), "transport": transport,
+            "dtype": str(dtype), "wire": wire.value if isinstance(wire, Wire) else repr(wire), "layout": repr(layout), "transport": transport,
             "provider": provider,
             "node_size": node_size, "in_flight": in_flight, "timeout": timeout, "scale_layout": scale_layout,
             "first_step": config.first_step,
@@ -440,7 +444,7 @@ class AllToAll:
         if not good:
             wanted = ", ".join("tokens" if n is None else str(n) for n in shape)
             raise Error(f"{name} has shape {tuple(tensor.shape)}, must be [{wanted}]")
-        if tensor.numel() and tensor.stride(-1) != 1:
+        if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise Error(f"{name} must be contiguous in its last dimension; call .contiguous()")
 
     def _check_weights(self, name: str, weights: torch.Tensor | None, tokens: int) -> torch.Tensor | None:

@@ -31,7 +31,7 @@ def measure(options: Options, arguments: Sequence[str]) -> int:
         world = World(options, mpi)
         results = run(options, world)
         if world.rank == 0:
-            print(report.table(options, results, world.size), flush=True)
+            print(report.table(options, results, world), flush=True)
             if options.json:
                 report.write_json(options.json, report.record(options, results, world, list(arguments)))
             if options.plot:

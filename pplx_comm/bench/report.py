@@ -13,6 +13,7 @@ from typing import Any
 from .. import _libfabric
 from .._machine import machine, versions
 from .._version import __version__
+from ..layouts import Layout, Ragged
 from .options import Options
 from .ours import FUSED
 from .run import Point, Results
@@ -64,7 +65,11 @@ def _halves(point: Point) -> str:
     )
 
 
-def table(options: Options, results: Results, world_size: int) -> str:
+def _layout(layout: Layout) -> str:
+    return f"Ragged(align={layout.align})" if isinstance(layout, Ragged) else type(layout).__name__
+
+
+def table(options: Options, results: Results, world: World) -> str:
     peers = [name for name in options.peers if name not in results.peers_off]
     header = ["transport", "tokens", "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
     for name in peers:
@@ -81,9 +86,10 @@ def table(options: Options, results: Results, world_size: int) -> str:
 
     o = options
     lines = [
-        f"pplx_comm {__version__}: {world_size} ranks, hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, "
-        f"{str(o.dtype).removeprefix('torch.')}, wire {o.wire}, {o.layout}, {o.routing} routing",
-        f"microseconds, from the first rank's entry to the last one's exit; KiB that a rank sends; {_machine_line()}",
+        f"pplx_comm {__version__}: {world.size} ranks, {world.threads} thread(s) each, {_machine_line()}",
+        f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, {str(o.dtype).removeprefix('torch.')}, wire {o.wire}, "
+        f"{_layout(o.layout)}, {o.routing} routing",
+        f"microseconds {_what_time_is(world)}; KiB that a rank sends",
         "",
     ]
     indent = sum(widths[:3]) + 6
@@ -98,8 +104,15 @@ def table(options: Options, results: Results, world_size: int) -> str:
             if point.floor_off:
                 lines.append(" " * indent + f"floor off: {point.floor_off}")
         lines.append("")
+    empty = ", ".join(f"{_number(figure.p50)} at {tokens}" for tokens, figure in results.nothing.items())
+    lines.append(f"an empty call, measured the same way: p50 {empty} tokens")
     lines += [f"{name} off: {reason}" for name, reason in results.peers_off.items()]
     return "\n".join(lines).rstrip()
+
+
+def _what_time_is(world: World) -> str:
+    """See Clock.collect."""
+    return "from the first rank's entry to the last one's exit" if world.together else "of the slowest rank"
 
 
 def _machine_line() -> str:
@@ -129,6 +142,7 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         ],
         "peers": [asdict(peer) for peer in results.peers],
         "peers_off": results.peers_off,
+        "nothing": {tokens: asdict(figure) for tokens, figure in results.nothing.items()},
         "routing_digest": results.routing_digest,
     }
 

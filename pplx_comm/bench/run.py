@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,8 @@ FEWEST, MOST = 4, 500
 """Iterations of a block."""
 
 CHECK_EVERY = 20
+PEERS_EVERY = 2
+"""They take most of the time."""
 
 
 class Backend(Protocol):
@@ -77,6 +80,8 @@ class Results:
     points: list[Point] = field(default_factory=list)
     peers: list[PeerPoint] = field(default_factory=list)
     peers_off: dict[str, str] = field(default_factory=dict)
+    nothing: dict[int, Figure] = field(default_factory=dict)
+    """By tokens: an empty call, measured like the others. What all figures contain of the clock itself."""
     routing_digest: dict[int, str] = field(default_factory=dict)
     """By tokens, of the first iteration's routing: two runs that compare must have the same."""
 
@@ -115,6 +120,11 @@ def _open_collectives(options: Options, world: World, results: Results) -> list[
     return opened
 
 
+def _weight(tokens: int) -> float:
+    """Of a number of tokens in the time there is: iterations of many tokens take longer."""
+    return 2 + math.log2(tokens)
+
+
 class _Size:
     """Everything at one number of tokens."""
 
@@ -138,7 +148,7 @@ class _Size:
 
     def measure(self, results: Results) -> None:
         options = self._options
-        given_up = time.monotonic() + options.seconds / len(options.tokens)
+        given_up = time.monotonic() + options.seconds * _weight(self._shape.tokens) / sum(map(_weight, options.tokens))
         self._progress.show(self._shape.tokens, "opening", 0.0)
         self._open_all()
         if all(point.off for point in self._points.values()):
@@ -257,7 +267,9 @@ class _Size:
                     checks = Checks(batch, self._source.table, self._notes)
                 # Shuffled, on all ranks alike: who comes before leaves its bytes in the caches.
                 for which in np.random.default_rng(iteration).permutation(len(backends)):
-                    backends[which].step(batch, clock, checks)
+                    if iteration % PEERS_EVERY == 0 or not isinstance(backends[which], Peer):
+                        backends[which].step(batch, clock, checks)
+                clock.time("nothing", "call", lambda: None)
         finally:
             gc.enable()
         for key, times in clock.collect().items():
@@ -314,5 +326,6 @@ class _Size:
                 point.floor_copy = self._floors[name][0].kernels
         for peer in self._peers:
             results.peers.append(PeerPoint(peer.name, tokens, self._figures(peer.name, FUSED), self._bytes_per_rank(peer.name)))
+        results.nothing[tokens] = Figure.of(np.concatenate(self._times["nothing", "call"]))
         ids = np.ascontiguousarray(self._source.batch(0).ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]

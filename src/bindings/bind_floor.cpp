@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <thread>
 
 #include "cpu/atomic.h"
 #include "cpu/thread_pool.h"
@@ -106,15 +107,21 @@ class SpinBarrier {
 
   void arrive() { store_release(line(rank_), ++turn_); }
 
-  // False: not everybody came within that time; ask again.
-  bool wait(double seconds) {
+  // False: not everybody came within that time; ask again. With `patient` it soon sleeps between looks: whoever is still at
+  // work gets the core. Without, it leaves at once when the last one comes.
+  bool wait(double seconds, bool patient) {
     const py::gil_scoped_release unlocked;
-    const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    const auto begun = std::chrono::steady_clock::now();
+    const auto until = begun + std::chrono::duration<double>(seconds);
     cpu::Backoff backoff;
     for (std::uint32_t peer = 0; peer < world_; ++peer) {
       while (load_acquire(line(peer)) < turn_) {
-        backoff.pause();
-        if (std::chrono::steady_clock::now() > until) return false;
+        const auto now = std::chrono::steady_clock::now();
+        if (now > until) return false;
+        if (patient && now - begun > std::chrono::microseconds(50))
+          std::this_thread::sleep_for(std::chrono::microseconds(50));
+        else
+          backoff.pause();
       }
     }
     return true;
@@ -138,7 +145,7 @@ void bind_floor(py::module_& m) {
   py::class_<SpinBarrier>(m, "SpinBarrier", "A barrier of processes over 64 bytes each of memory that all of them map.")
       .def(py::init<std::uintptr_t, std::uint32_t, std::uint32_t>(), py::arg("memory"), py::arg("rank"), py::arg("world_size"))
       .def("arrive", &SpinBarrier::arrive)
-      .def("wait", &SpinBarrier::wait, py::arg("seconds"), "False: not everybody arrived in that time; call wait again.");
+      .def("wait", &SpinBarrier::wait, py::arg("seconds"), py::arg("patient"), "False: not everybody arrived in that time; call wait again.");
 }
 
 }  // namespace pplx
