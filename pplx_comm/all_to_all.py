@@ -198,7 +198,8 @@ class AllToAll:
             error = str(reason)
         compared = {
             "num_experts": num_experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": max_tokens_per_rank,
-            "dtype": str(dtype), "wire": wire.value if isinstance(wire, Wire) else repr(wire), "layout": repr(layout), "transport": transport,
+            "dtype": str(dtype), "wire": wire.value if isinstance(wire, Wire) else repr(wire), "layout": repr(layout),
+            "transport": transport,
             "provider": provider,
             "node_size": node_size, "in_flight": in_flight, "timeout": timeout, "scale_layout": scale_layout,
             "first_step": config.first_step,
