@@ -262,6 +262,7 @@ def wrong_order(me: Rank) -> dict[str, Any]:
     comm = me.communicator()
     comm.barrier()
     result = _raised(comm._exchange, {}, "this" if comm.rank == 0 else "that", timeout=0.7)
+    comm._exchange({}, "all have timed out", timeout=10)  # who left earlier would be named for leaving
     comm.close()
     return result
 
