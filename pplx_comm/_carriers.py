@@ -84,7 +84,7 @@ class ProxyCarrier:
         if address is not None:
             _core.cleanup_dead_peer(address)
 
-    def close(self, dead: list[int]) -> None:
+    def close(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -92,7 +92,7 @@ class ProxyCarrier:
             self.fabric.close()
         else:
             log.warning("the proxy thread hangs inside %s and was left behind", self.name)
-        for rank in dead:
+        for rank in self._addresses:  # of those who live, nothing is removed
             self.peer_died(rank)
 
 
@@ -105,7 +105,6 @@ class Carriers:
     def __init__(self, comm: Communicator) -> None:
         self._comm = weakref.ref(comm)
         self.proxies: dict[tuple[str | None, int], ProxyCarrier] = {}
-        self._dead: set[int] = set()
         comm._on_failure(self._on_failure)
         comm._on_close(self.close)
 
@@ -119,7 +118,6 @@ class Carriers:
     def _on_failure(self, failure: Failure) -> None:
         if failure.kind != "death":
             return
-        self._dead.add(failure.rank)
         for proxy in list(self.proxies.values()):
             proxy.peer_died(failure.rank)
 
@@ -128,9 +126,9 @@ class Carriers:
         for key, proxy in list(self.proxies.items()):
             if key[1] < generation and proxy.users == 0:
                 del self.proxies[key]
-                proxy.close(sorted(self._dead))
+                proxy.close()
 
     def close(self) -> None:
         for proxy in list(self.proxies.values()):
-            proxy.close(sorted(self._dead))
+            proxy.close()
         self.proxies.clear()

@@ -54,25 +54,27 @@ class World:
             self._lines = self.share(64 * self.size, "the benchmark's barrier")
             self._barrier = _core.SpinBarrier(self._lines.address(0), self.rank, self.size)
 
-    def barrier(self) -> None:
-        """First without pressing those who are still at work, then all leave within microseconds of each other."""
+    def barrier(self, patient: bool = True) -> None:
+        """`patient`: without pressing those who are still at work. Else all leave within microseconds of each other."""
         if self._barrier is None:
             self.comm.barrier(self.patience)
             return
-        for patient in (True, False):
-            self._barrier.arrive()
-            given_up = time.monotonic() + self.patience
-            while not self._barrier.wait(0.1, patient):
-                self.comm._raise_if_failed()
-                if time.monotonic() > given_up:
-                    raise Error(f"rank {self.rank} waited {self.patience:g} s for the others: one of them hangs")
+        self._barrier.arrive()
+        given_up = time.monotonic() + self.patience
+        while not self._barrier.wait(0.1, patient):
+            self.comm._raise_if_failed()
+            if time.monotonic() > given_up:
+                raise Error(f"rank {self.rank} waited {self.patience:g} s for the others: one of them hangs")
 
     def timed(self, call: Callable[[], T]) -> tuple[T, Span]:
-        """All ranks enter together."""
+        """All ranks enter together, and none goes on to other work, on a core that another may need, before all are out."""
         self.barrier()
+        self.barrier(patient=False)
         begun = time.perf_counter_ns()
         result = call()
-        return result, (begun, time.perf_counter_ns())
+        span = begun, time.perf_counter_ns()
+        self.barrier()
+        return result, span
 
     def gather(self, value: Any, tag: str) -> list[Any]:
         """Everybody's JSON-able value."""

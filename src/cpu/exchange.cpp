@@ -30,7 +30,7 @@ std::string abort_text(const Abort& a) {
   const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
-    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where;
+    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
     case AbortReason::Fabric: return rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
     case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
     case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
