@@ -48,10 +48,10 @@ class PhaseRun {
     }
   }
 
-  // Only while nobody polls.
+  // At any time: a stage once begun stays where it is until the phase goes.
   Waiting waiting() const {
     const int stage = stage_.load(std::memory_order_acquire);
-    if (stage >= 0)
+    if (stage != kNotBegun && stage != kFinished)
       for (const Group& group : stages_[stage]->groups)
         if (!group.ready.load(std::memory_order_acquire)) return waiting(stage, group.number);
     return {};
