@@ -200,7 +200,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   stats_.seconds[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1] += now() - begun;
 }
 
-void Exchange::look_for_failure(const PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
+void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
   if (load_acquire(own_word(Heap::abort_at)) != 0) raise_failure(phase, step);
   const bool late = left <= 0;
   if (!late && !someone_left_.load(std::memory_order_acquire)) return;

@@ -184,7 +184,7 @@ class Exchange {
  private:
   std::uint64_t* own_word(std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(memory_.own + at); }
   void run(PhaseRun& run, Phase phase, std::uint32_t step, const Interrupted& interrupted);
-  void look_for_failure(const PhaseRun& run, Phase phase, std::uint32_t step, double left_for);
+  void look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left);
   [[noreturn]] void latch(PeerFailure failure);
   void rebuild_order();
 

@@ -49,11 +49,11 @@ class PhaseRun {
   }
 
   // At any time: a stage once begun stays where it is until the phase goes.
-  Waiting waiting() const {
+  Waiting waiting() {
     const int stage = stage_.load(std::memory_order_acquire);
     if (stage != kNotBegun && stage != kFinished)
-      for (const Group& group : stages_[stage]->groups)
-        if (!group.ready.load(std::memory_order_acquire)) return waiting(stage, group.number);
+      for (Group& group : stages_[stage]->groups)   // nobody may have asked yet for a group that is ready
+        if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting(stage, group.number);
     return {};
   }
 
