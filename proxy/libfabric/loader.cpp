@@ -1,6 +1,7 @@
 #include "loader.h"
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -27,10 +28,41 @@ struct Candidate {
   bool wheel = false;
 };
 
+// Debian's libfabric brings libpsm_infinipath along, whose constructor takes SIGINT, SIGTERM and four more and ends the process
+// with exit(1): Ctrl-C would not reach Python any more. What a library does when it is loaded leaves the handlers as they were.
+class SignalHandlers {
+ public:
+  SignalHandlers() {
+    for (int number = 1; number < NSIG; ++number) known_[number] = sigaction(number, nullptr, &before_[number]) == 0;
+  }
+  ~SignalHandlers() {
+    for (int number = 1; number < NSIG; ++number) {
+      struct sigaction now {};
+      if (!known_[number] || sigaction(number, nullptr, &now) != 0 || same(now, before_[number])) continue;
+      sigaction(number, &before_[number], nullptr);
+    }
+  }
+  SignalHandlers(const SignalHandlers&) = delete;
+  SignalHandlers& operator=(const SignalHandlers&) = delete;
+
+ private:
+  static bool same(const struct sigaction& a, const struct sigaction& b) {
+    return a.sa_handler == b.sa_handler && a.sa_flags == b.sa_flags;   // sa_sigaction shares its place with sa_handler
+  }
+
+  struct sigaction before_[NSIG] = {};
+  bool known_[NSIG] = {};
+};
+
+void* load(const std::string& path) {
+  const SignalHandlers kept;
+  return dlopen(path.c_str(), RTLD_LOCAL | RTLD_NOW);
+}
+
 // dlopen by name follows LD_LIBRARY_PATH and the loader's cache, but also returns any library of that SONAME that is already loaded, be it MPI's.
 // So it serves only to learn a path, and only when nothing was found in the usual folders.
 std::string path_by_name() {
-  void* handle = dlopen("libfabric.so.1", RTLD_LOCAL | RTLD_NOW);
+  void* handle = load("libfabric.so.1");
   if (handle == nullptr) return {};
   Dl_info where{};
   void* symbol = dlsym(handle, "fi_getinfo");
@@ -56,7 +88,7 @@ void resolve(void* handle, const char* symbol, const std::string& path, Function
 }
 
 Library open(const Candidate& candidate) {
-  void* handle = dlopen(candidate.path.c_str(), RTLD_LOCAL | RTLD_NOW);
+  void* handle = load(candidate.path);
   if (handle == nullptr) throw FabricError(dlerror());
   Library library;
   library.path = candidate.path;
