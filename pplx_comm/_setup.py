@@ -209,7 +209,8 @@ def _map(comm: Communicator, request: Request, fd: int, mapped: list[int], ranks
 def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[int]) -> None:
     """The proxy: one per provider for all AllToAlls of the Communicator."""
     timeout = request.patience
-    hosts = [wiring.hosts[rank] for rank in alive]
+    one_host = len({wiring.hosts[rank] for rank in alive}) == 1
+    ranks_here = list(wiring.hosts.values()).count(host_key())  # with the dead: the others keep their shares of the NICs
     carriers = Carriers.of(comm)
     provider = request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
     key = (provider, comm._generation)
@@ -217,7 +218,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
-        carrier = _attempt(errors, lambda: ProxyCarrier(comm, provider, len(set(hosts)) == 1, hosts.count(host_key())))
+        carrier = _attempt(errors, lambda: ProxyCarrier(comm, provider, one_host, ranks_here))
     answers = _agree(
         comm,
         "AllToAll: fabric",
