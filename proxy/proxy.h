@@ -46,6 +46,7 @@ class Proxy {
   void detach(std::uint32_t object);
   bool step();                                     // true if anything moved
   bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is under way
+  // Writes that are not complete, posted or not; blocks that were announced since the last step() count too.
   std::uint32_t outstanding(std::uint32_t object) const;
   void fail_all(const std::string& message);
   const ProxyStats& stats() const { return stats_; }
@@ -85,7 +86,7 @@ class Proxy {
   void sent(std::uint64_t context);
   void failed(const Completion& completion);
   Object* owner_of(std::uint64_t context);
-  static std::uint64_t* word(Object& object, std::uint64_t at) {
+  static std::uint64_t* word(const Object& object, std::uint64_t at) {
     return reinterpret_cast<std::uint64_t*>(object.o.memory + at);
   }
 

@@ -415,6 +415,20 @@ void another_life() {
   CHECK(w.sent(1, Op::Dispatch, 2));
 }
 
+// close() asks what is outstanding right after the last block was announced: it must not be lost.
+void announced_and_not_taken() {
+  World w;
+  w.mail(1, Op::Combine, 2, 1, 0);
+  w.mail(1, Op::Combine, 3, 1, 0, false);   // not to be sent yet
+  CHECK_EQ(w.proxy.outstanding(0), 1u);
+  const std::vector<Write> writes = w.take_writes();
+  CHECK_EQ(writes.size(), std::size_t{1});
+  CHECK_EQ(w.proxy.outstanding(0), 1u);
+  w.fabric.finish(writes[0]);
+  w.run();
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+}
+
 // Detached in the middle of a step, attached again: waiting() neither sticks nor goes below zero.
 void waiting_is_balanced() {
   World w;
@@ -465,6 +479,7 @@ int main() {
   steps_in_flight();
   failures();
   another_life();
+  announced_and_not_taken();
   waiting_is_balanced();
   many_objects();
 }
