@@ -259,12 +259,27 @@ def leave_after_barrier(me: Rank, rounds: int) -> int:
 
 
 def wrong_order(me: Rank) -> dict[str, Any]:
+    """Time is up when everybody has called, and for all together: what each sees of the others depends on no clock."""
+    from pplx_comm import _control
+
     comm = me.communicator()
     comm.barrier()
-    result = _raised(comm._exchange, {}, "this" if comm.rank == 0 else "that", timeout=0.7)
-    comm._exchange({}, "all have timed out", timeout=10)  # who left earlier would be named for leaving
+    mesh, others = comm._mesh, {0, 1, 2} - {me.rank}
+    told: list[dict[str, Any]] = []
+    waiter = threading.Thread(target=lambda: told.append(_raised(comm._exchange, {}, "this" if me.rank == 0 else "that", timeout=60)))
+    waiter.start()
+    while {rank for rank, call in list(mesh._inbox._last.items()) if call.tag in ("this", "that")} != others:
+        time.sleep(0.001)
+    me.say("waits")
+    me.hear()
+    _control.remaining = lambda deadline: 0.0  # type: ignore[assignment]
+    with mesh._condition:
+        mesh._condition.notify_all()
+    waiter.join()
+    me.say("told")
+    me.hear()  # who left earlier would be named for leaving
     comm.close()
-    return result
+    return told[0]
 
 
 def stopped(me: Rank, seconds: float) -> dict[str, Any]:

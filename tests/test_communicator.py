@@ -127,7 +127,12 @@ def test_big_exchange() -> None:
 
 
 def test_wrong_order_names_what_each_waits_for() -> None:
-    zero, one, two = run(3, "wrong_order")
+    with Ranks(3, CASES + "wrong_order") as ranks:
+        for word in ("waits", "told"):
+            ranks.all_heard(word)
+            for rank in range(3):
+                ranks.tell(rank)
+        zero, one, two = ranks.results()
     assert zero["kind"] == one["kind"] == two["kind"] == "StepTimeout"
     assert (zero["phase"], zero["peer"]) == ("this", 1)
     assert "in 'this' for rank 1, which waits in 'that'; rank 2, which waits in 'that'" in zero["message"]
