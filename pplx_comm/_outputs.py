@@ -9,6 +9,7 @@ import torch
 from . import _core
 from .handles import Dispatched
 from .layouts import Compact, Padded, Ragged
+from .wire import Wire
 
 _ALIGN = 64
 
@@ -20,13 +21,14 @@ def _round_up(value: int, to: int) -> int:
 class Outputs:
     """Allocates the outputs of one AllToAll's dispatches."""
 
-    def __init__(self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, quantised: bool) -> None:
+    def __init__(self, config: _core.Config, layout: Ragged | Padded | Compact, dtype: torch.dtype, wire: Wire) -> None:
         self._layout = layout
         self._hidden = config.hidden
         self._top_k = config.top_k
         self._experts = config.local_experts
-        self._dtype = torch.float8_e4m3fn if quantised else dtype
+        self._dtype = torch.float8_e4m3fn if wire.quantised else dtype
         self._scales = config.scales_per_row
+        self._scale_dtype = wire.scale_dtype
         self._tma = config.scale_tma
         padded = isinstance(layout, Padded)
         self._group = config.max_per_expert if padded else 0
@@ -49,15 +51,15 @@ class Outputs:
 
     def _scale(self) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """The scales and their strides in bytes: from row to row, from scale to scale, from expert to expert."""
-        n = self._scales
+        n, dtype, size = self._scales, self._scale_dtype, self._scale_dtype.itemsize
         if not self._tma:
-            return self.tensor((*self._shape, n), torch.float32), (4 * n, 4, 4 * n * self._group)
+            return self.tensor((*self._shape, n), dtype), (size * n, size, size * n * self._group)
         # Columns start at multiples of 16 bytes, which is what tensor memory access wants.
-        rows = _round_up(self._group or self._rows, 4)
+        rows = _round_up(self._group or self._rows, 16 // size)
         if self._group:
-            whole = self.tensor((self._experts, n, rows), torch.float32)
-            return whole.transpose(1, 2)[:, : self._group], (4, 4 * rows, 4 * rows * n)
-        return self.tensor((n, rows), torch.float32).t()[: self._rows], (4, 4 * rows, 0)
+            whole = self.tensor((self._experts, n, rows), dtype)
+            return whole.transpose(1, 2)[:, : self._group], (size, size * rows, size * rows * n)
+        return self.tensor((n, rows), dtype).t()[: self._rows], (size, size * rows, 0)
 
     def allocate(self, d: Dispatched) -> dict[str, Any]:
         """Gives d its tensors; returns the addresses, as the core wants them."""

@@ -75,15 +75,11 @@ def _config(
     c.dtype = _DTYPES[dtype]
     if hidden * dtype.itemsize % 16:
         raise Error(f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes")
-    wire = Wire.of(wire)
-    if wire not in (Wire.NATIVE, Wire.FP8):
-        raise Error(f"wire={wire.value!r} is not built yet; 'native' and 'fp8' are")
-    c.wire = _core.Wire.NATIVE if wire is Wire.NATIVE else _core.Wire.FP8
+    c.wire = _core.Wire.__members__[Wire.of(wire).name]
     if scale_layout not in ("row", "tma"):
         raise Error(f"scale_layout={scale_layout!r} must be 'row' or 'tma'")
     c.scale_tma = scale_layout == "tma"
-    row_bytes = hidden * (1 if wire is Wire.FP8 else dtype.itemsize)
-    _fill_layout(c, layout, row_bytes)
+    _fill_layout(c, layout, c.payload_bytes)
     first_step = os.environ.get("PPLX_COMM_FIRST_STEP", "1")
     if not first_step.isdigit():
         raise Error(f"PPLX_COMM_FIRST_STEP={first_step!r} must be a number")
@@ -134,7 +130,7 @@ class AllToAll:
     hidden: elements of a token; a row must be a multiple of 16 bytes.
     max_tokens_per_rank: the most tokens that any rank dispatches in a step.
     dtype: what dispatch takes and combine returns: bfloat16, float16 or float32.
-    wire: what travels in dispatch: "native" or "fp8".
+    wire: what travels in dispatch: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: what d.x looks like: Ragged(align=128), Padded() or Compact().
     device: "cpu" (the only one so far); None takes the best there is.
     transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists.
@@ -143,7 +139,7 @@ class AllToAll:
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     num_sms: bounds the grid of CUDA kernels; the CPU device has PPLX_COMM_THREADS.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A dead peer is noticed at once.
-    scale_layout: "row", or "tma" for column-major scales with 16-byte aligned columns.
+    scale_layout: of d.scale: "row", or "tma" for column-major scales with 16-byte aligned columns. x_scale may have any strides.
     """
 
     _number: int
@@ -216,7 +212,7 @@ class AllToAll:
         self.num_local_experts: int = config.local_experts
         self._config = config
         self._core = self._wiring.exchange
-        self._outputs = Outputs(config, layout, dtype, self.wire is not Wire.NATIVE)
+        self._outputs = Outputs(config, layout, dtype, self.wire)
         self._alive = [bool(alive) for alive in comm._peek_alive]
         _live(comm).add(self)
         self._forget_failures = comm._on_failure(self._on_failure)
@@ -253,8 +249,10 @@ class AllToAll:
         x: [tokens, hidden] of this AllToAll's dtype, or float8_e4m3fn together with x_scale.
         topk_ids: int32 or int64 [tokens, top_k]; -1 drops a choice, a repeated id is two choices.
         topk_weights: float32 [tokens, top_k]; None means ones, or with plan= that plan's.
-        x_scale: float32 [tokens, ceil(hidden / 128)], any strides: x is quantised already.
-        plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens.
+        x_scale: x is quantised already, and these are its scales as d.scale has them on this wire: float32 [tokens, ceil(hidden / 128)],
+            with FP8_UE8M0 powers of two; with MXFP8 uint8 (or float8_e8m0fnu) [tokens, ceil(hidden / 32)]. Rows, columns ("tma") or
+            any other strides.
+        plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as a backward pass needs it.
         async_op: returns after the send half; d.wait() is the receive half.
         """
         d = self._dispatch_send(x, topk_ids, topk_weights, x_scale, plan, keep_own_rows=not async_op)
@@ -290,7 +288,8 @@ class AllToAll:
         else:
             plan = self._check_plan(plan, topk_ids, topk_weights, tokens)
         weights = plan.topk_weights
-        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), 4 * x_scale.stride(0), 4 * x_scale.stride(1))
+        size = self.wire.scale_dtype.itemsize
+        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
         with self._failing("dispatch_send"):
             step = self._core.dispatch_send(
                 plan._core,
@@ -328,14 +327,21 @@ class AllToAll:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
         async_op: bool = False,
-    ) -> torch.Tensor | Combining:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Combining:
         """Brings the expert outputs back: y[t] = sum over t's choices of weight * expert_out.
 
         expert_out: this AllToAll's dtype, shaped like d.x (Ragged and Compact may leave out unused rows at the end).
         weights: float32 [tokens, top_k] of this rank's tokens, in place of the dispatch's; on all ranks or on none.
         weighted: False adds without weights.
+        tail: float32, one number per received choice, shaped like d.weights (Compact: like d.topk_weights; the numbers of choices that
+            live elsewhere are ignored), rows as in expert_out; on all ranks or on none. Each rides behind its row, and comes back,
+            unchanged, to the rank of its token: combine then returns (y, [tokens, top_k]), in which dropped choices have 0.
         out: where to write, [tokens, hidden]; accumulate adds to what is there.
-        async_op: returns after the send half; .wait() returns y.
+        async_op: returns after the send half; .wait() returns the result.
+
+        The backward pass of y = combine(out, d) where out = experts(d.x), with gradients dY of y:
+            g = dispatch(dY, plan=d.plan); d_out = g.weights[:, None] * g.x; dw = (g.x * out).sum(1); dX = experts' backward(d_out)
+            dx, dw = combine(dX, g, weighted=False, tail=dw)
         """
         c = self.combine_send(expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate)
         return c if async_op else self.combine_recv(c)
@@ -354,23 +360,24 @@ class AllToAll:
         """The send half of combine. When it returns, expert_out may be overwritten."""
         self._check_handle("combine", d, Dispatched)
         self._check_usable("combine")
-        if tail is not None:
-            raise Error("combine(tail=) is not built yet")
         received = d._require_received("combine")
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
         stride = self._check_expert_out(expert_out, received)
         weights = self._check_combine_weights(weights, weighted, d.plan.tokens)
+        tail = self._check_tail(tail, received)
         out = self._check_out(out, accumulate, d.plan.tokens)
+        tail_out = None if tail is None else self._outputs.tensor((d.plan.tokens, self.top_k), torch.float32)
         d._used = True
         with self._failing("combine_send"):
             self._core.combine_send(
                 d.step, received, expert_out.data_ptr(), stride, weighted, weights is not None,
                 0 if weights is None else weights.data_ptr(), d.plan._core,
+                tail is not None, 0 if tail is None else tail.data_ptr(),
             )  # fmt: skip
-        return Combining(self, d, out, accumulate)
+        return Combining(self, d, out, accumulate, tail_out)
 
-    def combine_recv(self, c: Combining) -> torch.Tensor:
+    def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The receive half of combine."""
         self._check_handle("combine_recv", c, Combining)
         with self._lock:
@@ -378,10 +385,11 @@ class AllToAll:
                 self._check_usable("combine_recv")
                 with self._failing("combine_recv"):
                     self._core.combine_recv(
-                        c._dispatched.step, c._out.data_ptr(), c._out.stride(0) * c._out.element_size(), c._accumulate
-                    )
+                        c._dispatched.step, c._out.data_ptr(), c._out.stride(0) * c._out.element_size(), c._accumulate,
+                        0 if c._tail is None else c._tail.data_ptr(),
+                    )  # fmt: skip
                 c._done = True
-        return c._out
+        return c._result
 
     def _release(self, d: Dispatched) -> None:
         self._check_handle("release", d, Dispatched)
@@ -419,6 +427,8 @@ class AllToAll:
         if not isinstance(x, torch.Tensor):
             raise Error(f"dispatch: x must be a tensor, not {type(x).__name__}")
         wanted = self.dtype if x_scale is None else torch.float8_e4m3fn
+        if x_scale is not None and not self.wire.quantised:
+            raise Error("dispatch: x_scale= needs wire='fp8', 'fp8_ue8m0' or 'mxfp8'")
         if x.dtype != wanted:
             hint = " (float8_e4m3fn goes with x_scale=)" if x.dtype == torch.float8_e4m3fn else ""
             raise Error(f"dispatch: x is {x.dtype}, this AllToAll takes {wanted}{hint}")
@@ -426,14 +436,20 @@ class AllToAll:
         if x.shape[0] > self.max_tokens_per_rank:
             raise Error(f"dispatch: {x.shape[0]} tokens are more than max_tokens_per_rank={self.max_tokens_per_rank}")
         if x_scale is not None:
-            if self.wire is Wire.NATIVE:
-                raise Error("dispatch: x_scale= needs wire='fp8'")
-            if not isinstance(x_scale, torch.Tensor) or x_scale.dtype != torch.float32:
-                raise Error("dispatch: x_scale must be a float32 tensor")
-            shape = (x.shape[0], self._config.scales_per_row)
-            if tuple(x_scale.shape) != shape or x_scale.device.type != "cpu":
-                raise Error(f"dispatch: x_scale is {tuple(x_scale.shape)} on {x_scale.device}, must be {shape} on cpu")
+            self._check_scale(x_scale, (x.shape[0], self._config.scales_per_row))
         return int(x.shape[0])
+
+    def _check_scale(self, x_scale: torch.Tensor, shape: tuple[int, int]) -> None:
+        wanted = self.wire.scale_dtype
+        each = f"{wanted} {list(shape)}, a scale per {self.wire.scale_block} elements of a row on wire={self.wire.value!r}"
+        if not isinstance(x_scale, torch.Tensor):
+            raise Error(f"dispatch: x_scale must be a tensor, {each}, not {type(x_scale).__name__}")
+        if x_scale.dtype != wanted and not (self.wire is Wire.MXFP8 and x_scale.dtype == torch.float8_e8m0fnu):
+            raise Error(f"dispatch: x_scale is {x_scale.dtype}, must be {each}")
+        if tuple(x_scale.shape) != shape:
+            raise Error(f"dispatch: x_scale has shape {tuple(x_scale.shape)}, must be {each}")
+        if x_scale.device.type != "cpu":
+            raise Error(f"dispatch: x_scale is on {x_scale.device}, this AllToAll works on cpu")
 
     @staticmethod
     def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -506,6 +522,21 @@ class AllToAll:
         if isinstance(self.layout, Compact):
             raise Error("combine: with Compact the caller weights its rows itself, so weights= has no meaning")
         return self._check_weights("combine: weights", weights, tokens)
+
+    def _check_tail(self, tail: torch.Tensor | None, received: _core.Received) -> torch.Tensor | None:
+        if tail is None:
+            return None
+        if not isinstance(tail, torch.Tensor) or tail.dtype != torch.float32:
+            raise Error(f"combine: tail must be a float32 tensor, not {getattr(tail, 'dtype', type(tail).__name__)}")
+        if isinstance(self.layout, Padded):
+            self._check_tensor("combine: tail", tail.contiguous(), (self.num_local_experts, self._config.max_per_expert))
+            return tail.contiguous()
+        shape = (None, self.top_k) if isinstance(self.layout, Compact) else (None,)
+        self._check_tensor("combine: tail", tail.contiguous(), shape)
+        needed = min(received.needed_rows, self._config.max_rows)
+        if tail.shape[0] < needed:
+            raise Error(f"combine: tail has {tail.shape[0]} rows, this dispatch filled {needed}")
+        return tail.contiguous()
 
     def _check_out(self, out: torch.Tensor | None, accumulate: bool, tokens: int) -> torch.Tensor:
         if out is None:
@@ -585,7 +616,7 @@ class AllToAll:
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
         )  # fmt: skip
         c.remote_peers = _integer("remote_peers", remote_peers, 0, world_size - 1)
-        staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire) is not Wire.NATIVE else 0
+        staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0
         return int(c.heap_bytes) + staging
 
     def close(self) -> None:

@@ -227,8 +227,7 @@ def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         try:
             c = _config(arguments.ranks, 0, scale_layout="row", **layer)
             out_rows = c.local_experts * c.max_per_expert if isinstance(layout, Padded) else c.max_rows
-            row_bytes = arguments.hidden * (1 if c.scales_per_row else dtype.itemsize) + 4 * c.scales_per_row
-            row["output_at_most"] = out_rows * row_bytes
+            row["output_at_most"] = out_rows * (c.payload_bytes + c.scale_bytes)
             for name, remote in (("mapped", 0), ("proxy", arguments.ranks - 1)):
                 row[name] = AllToAll.required_bytes(world_size=arguments.ranks, remote_peers=remote, **layer)
         except Error as problem:

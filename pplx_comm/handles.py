@@ -20,7 +20,7 @@ class Plan:
         self._owner = owner
         self._core = core
         self._generation = generation
-        self.topk_weights = weights
+        self.topk_weights = None if weights is None else weights.detach().clone()
         """float32 [tokens, top_k], or None where all are one."""
 
     @property
@@ -38,7 +38,10 @@ class Dispatched:
     x: torch.Tensor
     """Ragged, Compact: [rows, hidden]. Padded: [local experts, max_tokens_per_expert, hidden]. e4m3 on a quantised wire."""
     scale: torch.Tensor | None
-    """The scales of x: [..., ceil(hidden / 128)] float32."""
+    """The scales of x, shaped like its rows: [..., ceil(hidden / 128)] float32, or with MXFP8 [..., ceil(hidden / 32)] uint8, e8m0
+    (torch's own name for such bytes is `d.scale.view(torch.float8_e8m0fnu)`). None on the native wire.
+
+    scale_layout="row": contiguous. "tma": column by column, stride(-2) == 1, and columns start at multiples of 16 bytes."""
     counts: torch.Tensor
     """int32 [local experts]: rows of each."""
     offsets: torch.Tensor | None
@@ -85,13 +88,17 @@ class Dispatched:
 class Combining:
     """A combine whose send half is done."""
 
-    def __init__(self, owner: AllToAll, dispatched: Dispatched, out: torch.Tensor, accumulate: bool) -> None:
+    def __init__(
+        self, owner: AllToAll, dispatched: Dispatched, out: torch.Tensor, accumulate: bool, tail: torch.Tensor | None
+    ) -> None:
         self._owner = owner
         self._dispatched = dispatched
         self._out = out
         self._accumulate = accumulate
+        self._tail = tail
+        self._result = out if tail is None else (out, tail)
         self._done = False
 
-    def wait(self) -> torch.Tensor:
-        """The receive half: the tokens' combined outputs. From any thread; again is harmless."""
+    def wait(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The receive half: the tokens' combined outputs, with tail= those and the tail. From any thread; again is harmless."""
         return self._owner.combine_recv(self)

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from enum import Enum
 
+import torch
+
 from .errors import Error
 
 
 class Wire(str, Enum):
-    """NATIVE sends the tokens' own dtype. FP8 sends e4m3 with one float32 scale per 1x128 elements."""
+    """NATIVE sends the tokens' own dtype. The others send float8_e4m3fn codes and the scales of blocks of a row:
+
+    FP8: a float32 per 128 elements, amax / 448.
+    FP8_UE8M0: a float32 per 128 elements, a power of two.
+    MXFP8: an e8m0 byte (uint8, the exponent of a power of two plus 127) per 32 elements.
+
+    A value is code * scale. A power of two is the least that is at least amax / 448 ("round up"), never below 2^-127; so no value
+    saturates, and a code is value / scale rounded once, to nearest even. A block of zeros has scale 1. A block with a NaN or an
+    infinity decodes to NaN: its scale is NaN (0xff in e8m0). Blocks are of a row, so the last one may be short.
+    """
 
     NATIVE = "native"
     FP8 = "fp8"
@@ -22,3 +33,17 @@ class Wire(str, Enum):
         except ValueError:
             names = ", ".join(repr(w.value) for w in cls)
             raise Error(f"wire={value!r} is not a wire format; there are {names}") from None
+
+    @property
+    def quantised(self) -> bool:
+        return self is not Wire.NATIVE
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Of d.scale and x_scale."""
+        return torch.uint8 if self is Wire.MXFP8 else torch.float32
+
+    @property
+    def scale_block(self) -> int:
+        """Elements that share a scale."""
+        return 32 if self is Wire.MXFP8 else 128

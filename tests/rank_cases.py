@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import math
 import os
 import random
 import re
@@ -24,6 +25,7 @@ import pplx_comm as pc
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
+WIRES = ("native", "fp8", "fp8_ue8m0", "mxfp8")
 ROUTINGS = ("uniform", "zipf", "to_one", "repeats", "sparse", "local")
 CROWDS = ("full", "uneven", "one_has_none", "nobody", "one_has_all")
 
@@ -60,7 +62,7 @@ class Case:
             bound = self.world_size * self.max_tokens * self.top_k
         return Shape(
             self.world_size, self.num_experts, self.top_k, self.hidden, self.max_tokens, DTYPES[self.dtype],
-            self.wire == "fp8", self.layout, self.align if self.layout == "ragged" else 1, bound,
+            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound,
         )  # fmt: skip
 
     @property
@@ -86,7 +88,7 @@ def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSP
         transport = "mapped"
     return Case(
         seed=seed, world_size=world_size, num_experts=experts, top_k=r.choice([1, 2, 3, 8, r.randint(1, 16)]), hidden=hidden,
-        max_tokens=r.choice([1, 2, 5, 8, r.randint(1, 24)]), dtype=dtype, wire=r.choice(["native", "fp8"]), layout=layout,
+        max_tokens=r.choice([1, 2, 5, 8, r.randint(1, 24)]), dtype=dtype, wire=r.choice(WIRES), layout=layout,
         align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, transport=transport, in_flight=r.choice([1, 1, 2, 4]),
         scale_layout=r.choice(["row", "tma"]), threads=r.choice([1, 1, 2, 3]), first_step=r.choice([1, 1, 2**32 - 5, 2**32 - 1, 0]),
         routing=r.choice(ROUTINGS), crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
@@ -107,6 +109,7 @@ class Step:
     start: list[torch.Tensor] | None  # accumulate=True adds to it
     given_out: bool
     plan_of: int | None  # reuse that step's plan
+    tails: list[torch.Tensor] | None = None  # by rank of the tokens: what each choice's expert attaches
     how: list[str] = field(default_factory=list)  # by rank: whole, halves, async, other_thread
     strided: list[bool] = field(default_factory=list)
 
@@ -147,6 +150,10 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> t
     return x.to(dtype)
 
 
+def _bits(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
+
+
 def make_steps(case: Case) -> list[Step]:
     r = random.Random(f"steps {case.seed}")
     g = torch.Generator().manual_seed(case.seed)
@@ -155,7 +162,7 @@ def make_steps(case: Case) -> list[Step]:
     for number in range(case.steps):
         chosen = r.randrange(case.world_size)
         plan_of = r.randrange(number) if number and r.random() < 0.25 else None
-        quantised = case.wire == "fp8" and r.random() < 0.4
+        quantised = case.wire != "native" and r.random() < 0.4
         tokens = []
         for rank in range(case.world_size):
             n = _count(case, rank, chosen, r)
@@ -170,7 +177,7 @@ def make_steps(case: Case) -> list[Step]:
             x = _values((n, case.hidden), dtype, g)
             entry = Tokens(x, ids, weights)
             if quantised:
-                codes, scale = reference.quantise(x)
+                codes, scale = reference.quantise(x, case.wire)
                 entry = Tokens(codes, ids, weights, scale)
             tokens.append(entry)
         counts = [t.ids.shape[0] for t in tokens]
@@ -184,6 +191,8 @@ def make_steps(case: Case) -> list[Step]:
             start=[_values((n, case.hidden), dtype, g) for n in counts] if accumulate else None,
             given_out=accumulate or r.random() < 0.5,
             plan_of=plan_of,
+            # Every bit pattern: what rides is bits, not numbers.
+            tails=[_bits((n, case.top_k), g) for n in counts] if r.random() < 0.3 else None,
         )
         step.how = [r.choice(["whole", "halves", "async", "other_thread"]) for _ in counts]
         step.strided = [r.random() < 0.4 for _ in counts]
@@ -255,20 +264,17 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
     counts = [len(s.token) for s in found]
     _must(d.counts.dtype == torch.int32 and d.counts.tolist() == counts, "counts", d.counts, counts)
     sent = [reference.payload(shape, t) for t in step.tokens]
-    if shape.fp8:
-        _must(d.scale is not None and d.scale.dtype == torch.float32, "scale")
-        _must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // 128)), "the shape of scale", d.scale.shape)
+    if shape.quantised:
+        _must(d.scale is not None and d.scale.dtype == (torch.uint8 if case.wire == "mxfp8" else torch.float32), "scale")
+        _must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape)
         if case.scale_layout == "tma" and d.scale.numel():
-            _must(
-                d.scale.stride(-2) == 1 and d.scale.stride(-1) * 4 % 16 == 0 and d.scale.data_ptr() % 16 == 0,
-                "tma strides",
-                d.scale.stride(),
-            )
+            column = d.scale.stride(-1) * d.scale.element_size()
+            _must(d.scale.stride(-2) == 1 and column % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
         elif d.scale.numel():
             _must(d.scale.is_contiguous(), "scale is row-major")
     else:
         _must(d.scale is None, "a scale with a native wire")
-    _must(d.x.dtype == (torch.float8_e4m3fn if shape.fp8 else shape.dtype), "dtype of x", d.x.dtype)
+    _must(d.x.dtype == (torch.float8_e4m3fn if shape.quantised else shape.dtype), "dtype of x", d.x.dtype)
 
     def same_rows(where: Any, source: torch.Tensor, token: torch.Tensor, what: str) -> None:
         if not len(token):
@@ -311,12 +317,13 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
             gap = slice(min(starts[e] + counts[e], d.x.shape[0]), min(starts[e + 1], d.x.shape[0]))
             _must(not reference.as_bits(d.x[gap]).any(), "a row between segments", what)
             _must(not d.weights[gap].any(), "a weight between segments", what)
+            _must(d.scale is None or not d.scale[gap].any(), "a scale between segments", what)
 
 
 def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
     """What a model would do with d.x. Rows that hold nothing give NaN, which must go nowhere."""
     shape = case.shape
-    rows = reference.dequantise(d.x, d.scale) if shape.fp8 else d.x.float()
+    rows = reference.dequantise(d.x, d.scale, case.wire) if shape.quantised else d.x.float()
     out = torch.full(d.x.shape, torch.nan).to(shape.dtype)
     first = shape.experts_of(rank).start
     if case.layout == "compact":
@@ -334,6 +341,26 @@ def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torc
         part = rows[where]
         out[where] = reference.expert(shape, torch.full((part.shape[0],), first + e), part)
     return out
+
+
+def attach_tails(case: Case, step: Step, rank: int, d: pc.Dispatched) -> torch.Tensor:
+    """A number behind each row received. What must not travel is NaN."""
+    shape, tails = case.shape, step.tails
+    assert tails is not None
+    if case.layout == "compact":
+        tail = torch.full(d.topk_weights.shape, torch.nan)
+        for i, (s, t) in enumerate(reference.compact_rows(shape, step.tokens, rank)):
+            here = d.topk_ids[i] >= 0
+            tail[i, here] = tails[s][t, here]
+        return tail
+    tail = torch.full(d.weights.shape, torch.nan)
+    found = reference.segments(shape, step.tokens, rank)
+    starts, fits = reference.places(shape, [len(s.token) for s in found])
+    for e, (segment, fit) in enumerate(zip(found, fits, strict=True)):
+        values = [tails[s][t, k] for s, t, k in zip(segment.source, segment.token, segment.choice, strict=True)][:fit]
+        where: Any = (e, slice(0, fit)) if case.layout == "padded" else slice(starts[e], starts[e] + fit)
+        tail[where] = torch.stack(values) if values else torch.empty(0)
+    return tail
 
 
 def _elsewhere(f: Any) -> Any:
@@ -395,7 +422,11 @@ class Runner:
         x = _spread(mine.x, self.random) if step.strided[self.rank] else mine.x
         options: dict[str, Any] = {}
         if mine.x_scale is not None:
-            options["x_scale"] = _columns(mine.x_scale) if step.strided[self.rank] else mine.x_scale
+            options["x_scale"] = mine.x_scale
+            if step.strided[self.rank]:
+                options["x_scale"] = _columns(mine.x_scale)
+                if self.case.wire == "mxfp8":
+                    options["x_scale"] = options["x_scale"].view(torch.float8_e8m0fnu)
         if step.plan_of is not None:
             options["plan"] = self.plans[step.plan_of]
             weights = None if mine.weights is self.steps[step.plan_of].tokens[self.rank].weights else mine.weights
@@ -443,6 +474,10 @@ class Runner:
         options: dict[str, Any] = {"weighted": step.weighted}
         if step.late_weights is not None:
             options["weights"] = step.late_weights[self.rank]
+        if step.tails is not None:
+            options["tail"] = attach_tails(self.case, step, self.rank, d)
+            if step.strided[self.rank]:
+                options["tail"] = torch.stack([options["tail"], torch.full_like(options["tail"], 77.0)], dim=-1)[..., 0]
         if step.given_out:
             tokens = step.tokens[self.rank].ids.shape[0]
             out = torch.full((tokens, self.case.hidden), torch.nan).to(DTYPES[self.case.dtype])
@@ -455,11 +490,18 @@ class Runner:
         else:
             c = self.a2a.combine(expert_out, d, **options, async_op=True)
         expert_out.fill_(float("nan"))  # sent
+        if step.tails is not None:
+            options["tail"].fill_(77.0)
         return c
 
     def combine_recv(self, n: int, c: pc.Combining) -> None:
         step, how = self.steps[n], self.steps[n].how[self.rank]
         y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+        if step.tails is not None:
+            y, tail = y
+            came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
+            _must(same_bits(tail, came), "the tail", tail, "must be", came)
+            self.digest.update(reference.as_bits(tail).numpy().tobytes())
         wanted = reference.combine(
             self.case.shape, step.tokens, self.rank, weighted=step.weighted,
             weights=None if step.late_weights is None else step.late_weights[self.rank],
@@ -647,7 +689,9 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
         dtype = DTYPES[case.dtype]
         x, ids, w = torch.zeros(2, hidden, dtype=dtype), torch.zeros(2, k, dtype=torch.int64), torch.ones(2, k)
         fp8 = torch.zeros(2, hidden).to(torch.float8_e4m3fn)
-        scale = torch.ones(2, -(-hidden // 128))
+        blocks = -(-hidden // reference.BLOCK.get(case.wire, 128))
+        mx = case.wire == "mxfp8"
+        scale = torch.full((2, blocks), 127, dtype=torch.uint8) if mx else torch.ones(2, blocks)
         far = ids.clone()
         far[1, k - 1] = experts
         below = ids.clone()
@@ -689,17 +733,31 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.dispatch(x, ids, plan=7), "plan="),
             (lambda: a2a.dispatch(x, None, plan=ids), "plan="),
         ]
-        if case.wire == "fp8":
+        if case.wire != "native":
+            good_dtype, other_dtype = ("uint8", scale.float()) if mx else ("float32", scale.to(torch.uint8))
+            wide = torch.ones(2, scale.shape[1] + 1).to(scale.dtype)
             mistakes += [
                 (lambda: a2a.dispatch(x, ids, x_scale=scale), "x is"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale.double()), "x_scale.*float32"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale[:1]), "x_scale"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=torch.ones(2, scale.shape[1] + 1)), "x_scale"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=other_dtype), rf"x_scale is.*{good_dtype} \[2, {blocks}\].*{case.wire}"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=scale.double()), f"x_scale.*{good_dtype}"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=scale[:1]), rf"x_scale.*\(1, {blocks}\).*\[2, {blocks}\]"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=wide), rf"x_scale.*\(2, {blocks + 1}\).*\[2, {blocks}\]"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=wide.t()), "x_scale.*shape"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=scale[0]), "x_scale.*shape"),
                 (lambda: a2a.dispatch(fp8, ids, x_scale=scale.to("meta")), "meta"),
                 (lambda: a2a.dispatch(fp8, ids, x_scale=1.0), "x_scale"),
             ]
+            if not mx:
+                mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale.to(torch.float16)), "x_scale.*float32"))
+            if case.wire == "fp8_ue8m0":
+                for value in (3.0, -1.0, math.inf, 2.0**-128, 1 + 2.0**-23, 1 - 2.0**-24):
+                    odd = scale.clone()
+                    odd[1, blocks - 1] = value
+                    mistakes.append(
+                        (lambda odd=odd: a2a.dispatch(fp8, ids, x_scale=odd), rf"x_scale\[1, {blocks - 1}\].*powers of two")
+                    )
         else:
-            mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale), "x_scale"))
+            mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale), "x_scale= needs wire="))
         if me.rank == clumsy:
             for call, pattern in mistakes:
                 _mistake(call, pattern)
@@ -744,6 +802,7 @@ def bad_combines(me: Any, case: Case, clumsy: int) -> None:
         rows = d.x.shape
         out = torch.zeros(rows, dtype=dtype)
         needed = int(d.num_rows) if case.layout == "compact" else int(d.offsets[-1]) if case.layout == "ragged" else 0
+        tail_shape = (rows[0], case.top_k) if case.layout == "compact" else rows[:-1]
         mistakes: list[tuple[Any, str]] = [
             (lambda: a2a.combine(None, d), "expert_out"),
             (lambda: a2a.combine(out, None), "dispatch"),
@@ -761,17 +820,25 @@ def bad_combines(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.combine(out, d, weights=torch.ones(n, case.top_k), weighted=False), "weights"),
             (lambda: a2a.combine(out, d, weights=torch.ones(n + 1, case.top_k)), "weights"),
             (lambda: a2a.combine(out, d, weights=torch.ones(n, case.top_k, dtype=torch.float64)), "weights"),
-            (lambda: a2a.combine(out, d, tail=torch.zeros(1)), "tail"),
+            (lambda: a2a.combine(out, d, tail=1.0), "tail must be"),
+            (lambda: a2a.combine(out, d, tail=torch.zeros(tail_shape, dtype=torch.float64)), "tail must be a float32.*float64"),
+            (lambda: a2a.combine(out, d, tail=torch.zeros(tail_shape, device="meta")), "tail.*meta"),
+            (lambda: a2a.combine(out, d, tail=torch.zeros(*tail_shape, 1)), "tail.*shape"),
+            (lambda: a2a.combine(out, d, tail=torch.zeros(())), "tail.*shape"),
             (lambda: other.combine(out, d), "another AllToAll"),
         ]
         if n > 1:
             mistakes.append((lambda: a2a.combine(out, d, out=torch.zeros(case.hidden, n, dtype=dtype).t()), "contiguous"))
             # Rows that are one row cannot hold what is written to each.
             mistakes.append((lambda: a2a.combine(out, d, out=torch.zeros(1, case.hidden, dtype=dtype).expand(n, -1)), "out"))
+        if case.layout == "compact":
+            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], case.top_k + 1)), "tail.*shape"))
         if case.layout != "padded" and needed:
             mistakes.append((lambda: a2a.combine(out[: needed - 1], d), f"{needed - 1} rows.*{needed}"))
+            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(needed - 1, *tail_shape[1:])), f"tail.*{needed - 1} rows.*{needed}"))
         if case.layout == "padded" and len(case.shape.experts_of(me.rank)):
             mistakes.append((lambda: a2a.combine(out[:, :-1], d), "shape"))
+            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], rows[1] - 1)), "tail.*shape"))
         if me.rank == clumsy:
             for call, pattern in mistakes:
                 _mistake(call, pattern)
@@ -1118,11 +1185,14 @@ def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
     runner = good.runner
     runner.steps[n].late_weights = None
     runner.steps[n].weighted = True
+    tails, runner.steps[n].tails = [torch.ones(t.ids.shape) for t in runner.steps[n].tokens], None
 
     def act() -> None:
         if kind == "release" and other:
             d.release()
         else:
+            if kind in ("tail", "no_tail") and other == (kind == "tail"):
+                runner.steps[n].tails = tails
             if kind == "weights" and other:
                 runner.steps[n].late_weights = [t.effective_weights for t in runner.steps[n].tokens]
             if kind == "no_weights" and not other:
@@ -1160,8 +1230,12 @@ class Survivor:
         step.tokens = [only_living(t, self.alive, per_rank, self.alive[rank]) for rank, t in enumerate(step.tokens)]
         d.wait()
         check_dispatched(self.case, step, self.me.rank, d)
-        y = self.a2a.combine(run_experts(self.case, self.me.rank, d, True), d)
+        tails = step.tails or [torch.zeros(t.ids.shape) for t in step.tokens]
+        step.tails = tails
+        attached = attach_tails(self.case, step, self.me.rank, d)
+        y, tail = self.a2a.combine(run_experts(self.case, self.me.rank, d, True), d, tail=attached)
         _must(same_bits(y, reference.combine(self.case.shape, step.tokens, self.me.rank)), "y after reset")
+        _must(same_bits(tail, reference.tail(self.case.shape, step.tokens, self.me.rank, tails[self.me.rank])), "the tail after reset")
         return d
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-BLOCK = 128  # elements of a row that share a scale
+BLOCK = {"fp8": 128, "fp8_ue8m0": 128, "mxfp8": 32}  # elements of a row that share a scale
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,14 @@ class Shape:
     hidden: int
     max_tokens: int
     dtype: torch.dtype = torch.bfloat16
-    fp8: bool = False
+    wire: str = "native"
     layout: str = "ragged"  # or padded, compact
     align: int = 1
     rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
+
+    @property
+    def quantised(self) -> bool:
+        return self.wire != "native"
 
     @property
     def experts_per_rank(self) -> int:
@@ -64,33 +68,66 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 # ---- FP8 -----------------------------------------------------------------------------------------------------------------
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 codes [rows, hidden] and float32 scales [rows, ceil(hidden / 128)] of finite rows that are not tiny."""
+POWERS = torch.arange(-127, 128, dtype=torch.float64).exp2()
+
+
+def block_scales(wire: str, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What float32 amax calls for: the scale, and what values are multiplied with, as float64."""
+    none = torch.ones((), dtype=torch.float64)
+    if wire == "fp8":
+        # Below 2^-118 the reciprocal would overflow: such a block uses the smallest normal scale.
+        tiny = amax.double() < 2.0**-118
+        scale = torch.where(tiny, torch.full((), 2.0**-126), amax / 448.0).double()
+        factor = torch.where(tiny, torch.full((), 2.0**126), torch.full((), 448.0) / amax).double()
+    else:
+        # The first of the powers, 2^-127 to 2^127, that is at least amax / 448. Products with 448 are exact in float64.
+        scale = POWERS[torch.searchsorted(POWERS * 448.0, amax.double().nan_to_num(0.0, 0.0, 0.0))]
+        factor = 1.0 / scale
+    zero, bad = amax == 0, ~amax.isfinite()
+    scale, factor = torch.where(zero, none, scale), torch.where(zero, none, factor)
+    return torch.where(bad, none * torch.nan, scale), torch.where(bad, none * torch.nan, factor)
+
+
+def quantise(x: torch.Tensor, wire: str = "fp8") -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 codes [rows, hidden], and scales as they travel: [rows, blocks] float32, or uint8 on mxfp8."""
     rows, hidden = x.shape
-    blocks = -(-hidden // BLOCK)
-    padded = torch.zeros(rows, blocks * BLOCK)
+    block = BLOCK[wire]
+    blocks = -(-hidden // block)
+    padded = torch.zeros(rows, blocks * block)
     padded[:, :hidden] = x.float()
-    values = padded.view(rows, blocks, BLOCK)
-    amax = values.abs().amax(dim=2)
-    zero = amax == 0
-    scale = torch.where(zero, torch.ones(()), amax / 448.0)
-    multiplier = torch.where(zero, torch.ones(()), torch.full((), 448.0) / amax)
-    codes = (values * multiplier[:, :, None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes.view(rows, blocks * BLOCK)[:, :hidden].contiguous(), scale
+    values = padded.view(rows, blocks, block)
+    scale, factor = block_scales(wire, values.abs().amax(dim=2))
+    # A product of float32 is exact in float64, and its rounding to float32 is the one that the format asks for.
+    scaled = (values.double() * factor[:, :, None]).float()
+    codes = as_bits(scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
+    codes = torch.where(scale.isnan()[:, :, None], 0x7F, codes).to(torch.uint8).view(torch.float8_e4m3fn)
+    if wire == "mxfp8":
+        exponent = torch.frexp(scale.nan_to_num(1.0))[1] - 1
+        stored = torch.where(scale.isnan(), 0xFF, exponent + 127).to(torch.uint8)
+    else:
+        stored = torch.where(scale.isnan(), torch.nan, scale).float()
+    return codes.view(rows, blocks * block)[:, :hidden].contiguous(), stored
 
 
-def dequantise(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def scale_numbers(scale: torch.Tensor) -> torch.Tensor:
+    """What scales mean, as float64."""
+    if scale.dtype != torch.uint8:
+        return scale.double()
+    return torch.where(scale == 0xFF, torch.nan, POWERS[scale.long().clamp(max=254)])
+
+
+def dequantise(codes: torch.Tensor, scale: torch.Tensor, wire: str = "fp8") -> torch.Tensor:
     hidden = codes.shape[-1]
-    return codes.float() * scale.repeat_interleave(BLOCK, dim=-1)[..., :hidden]
+    return codes.float() * scale_numbers(scale).float().repeat_interleave(BLOCK[wire], dim=-1)[..., :hidden]
 
 
 def payload(shape: Shape, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What travels: a row for each token, and its scales."""
-    if not shape.fp8:
+    if not shape.quantised:
         return tokens.x, None
     if tokens.x_scale is not None:
         return tokens.x, tokens.x_scale
-    return quantise(tokens.x)
+    return quantise(tokens.x, shape.wire)
 
 
 # ---- dispatch --------------------------------------------------------------------------------------------------------------
@@ -182,7 +219,7 @@ def combine(
     mine = everybody[rank]
     count = mine.ids.shape[0]
     codes, scale = payload(shape, mine)
-    rows = codes.float() if scale is None else dequantise(codes, scale)
+    rows = codes.float() if scale is None else dequantise(codes, scale, shape.wire)
     w = mine.effective_weights if weights is None else weights
     kept = _kept(shape, everybody, rank)
     total = torch.zeros(count, shape.hidden) if start is None else start.float()
@@ -217,3 +254,8 @@ def _kept(shape: Shape, everybody: list[Tokens], rank: int) -> torch.Tensor:
             lost = (torch.arange(len(segment.token)) >= fit) & (segment.source == rank)
             kept[segment.token[lost], segment.choice[lost]] = False
     return kept
+
+
+def tail(shape: Shape, everybody: list[Tokens], rank: int, given: torch.Tensor) -> torch.Tensor:
+    """What comes back to that rank, where `given` [tokens, top_k] was attached to its choices: 0 where a choice went nowhere."""
+    return torch.where((everybody[rank].ids >= 0) & _kept(shape, everybody, rank), given, 0.0)

@@ -172,14 +172,14 @@ def test_interrupt(transport: str, place: str) -> None:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kind", ["release", "weights", "no_weights"])
+@pytest.mark.parametrize("kind", ["release", "weights", "no_weights", "tail", "no_tail"])
 def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
     with Crew(3) as crew:
         results = crew.run("rank_cases:mismatch", Case(81, 3, transport=transport), kind)
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
             assert r["closing"] < CLOSED, r
-        word = "release" if kind == "release" else "weights"
+        word = kind.removeprefix("no_")
         assert any(word in r["message"] for r in results), results
 
 

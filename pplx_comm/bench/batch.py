@@ -17,7 +17,9 @@ import torch
 from .. import _core
 from ..all_to_all import _config
 from ..layouts import Compact, Padded
+from ..wire import Wire
 from .options import Options
+from .quantise import quantise
 
 Ints = npt.NDArray[np.int64]
 
@@ -50,8 +52,12 @@ class Shape:
         )  # fmt: skip
 
     @property
+    def wire(self) -> Wire:
+        return Wire.of(self.options.wire)
+
+    @property
     def quantised(self) -> bool:
-        return self.options.wire != "native"
+        return self.wire.quantised
 
     @property
     def compact(self) -> bool:
@@ -65,11 +71,11 @@ class Shape:
     @property
     def payload_bytes(self) -> int:
         """A token as dispatch carries it, without scales."""
-        return self.options.hidden if self.quantised else self.row_bytes
+        return int(self.config.payload_bytes)
 
     @property
     def scale_bytes(self) -> int:
-        return 4 * int(self.config.scales_per_row)
+        return int(self.config.scale_bytes)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -229,18 +235,11 @@ class Source:
         return self._own_x[turn] if rank == self.shape.rank else self._x(turn, rank)
 
     def quantised_x(self, iteration: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes, and the scale of each 128 elements."""
+        """The codes, and the scales of their blocks."""
         return self._quantised_x(iteration % ROTATION, rank)
 
     def _quantise(self, turn: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.x(turn, rank).float()
-        blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % 128)).view(len(x), -1, 128)
-        largest = blocks.abs().amax(-1, keepdim=True)
-        scale = torch.where(largest == 0, 1.0, largest / 448)
-        # Not 448 / largest, which torch computes as a product with the reciprocal: two roundings.
-        factor = torch.where(largest == 0, 1.0, torch.full_like(largest, 448) / largest)
-        codes = (blocks * factor).to(torch.float8_e4m3fn)
-        return codes.view(len(x), -1)[:, : x.shape[1]].contiguous(), scale[..., 0]
+        return quantise(self.shape.wire, self.x(turn, rank))
 
     def _make_x(self, turn: int, rank: int) -> torch.Tensor:
         o, tokens = self.shape.options, self.shape.tokens

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .batch import Batch, Shape
 from .clock import Clock, Traffic
+from .quantise import scale_and_factor, stored
 from .reference import Checks
 from .world import Off, World
 
@@ -102,8 +103,8 @@ class Peer:
         self._back = torch.empty(choices, o.hidden, dtype=o.dtype)
         self._by_choice = torch.empty_like(self._back)
         self._y = torch.empty(shape.tokens, 1, o.hidden, dtype=o.dtype)
-        blocks = -(-o.hidden // 128)
-        self._wide = torch.zeros(shape.tokens, blocks, 128)
+        block = shape.wire.scale_block
+        self._wide = torch.zeros(shape.tokens, -(-o.hidden // block), block)
         self._magnitude = torch.empty_like(self._wide)
         self._local_experts = torch.arange(self._local).repeat(self._world)
         self.traffic = Traffic()
@@ -116,12 +117,10 @@ class Peer:
         shape, hidden = self._shape, self._shape.options.hidden
         flat = self._wide.view(shape.tokens, -1)
         flat[:, :hidden].copy_(x)
-        largest = torch.abs(self._wide, out=self._magnitude).amax(-1, keepdim=True)
-        zero = largest == 0
-        scale = torch.where(zero, 1.0, largest / 448)
-        self._wide.mul_(torch.where(zero, 1.0, torch.full_like(largest, 448) / largest))
+        scale, factor = scale_and_factor(shape.wire, torch.abs(self._wide, out=self._magnitude).amax(-1, keepdim=True))
+        self._wide.mul_(factor)
         self._packed[:, :hidden].view(torch.float8_e4m3fn).copy_(flat[:, :hidden])
-        self._packed[:, hidden:].view(torch.float32).copy_(scale[..., 0])
+        self._packed[:, hidden:].view(shape.wire.scale_dtype).copy_(stored(shape.wire, scale[..., 0]))
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Packed rows by local expert. What combine needs is kept in self."""
@@ -187,7 +186,7 @@ class Peer:
         payload = rows[:, : self._shape.payload_bytes].contiguous()
         if not self._shape.quantised:
             return payload.view(self._shape.options.dtype), None
-        scales = rows[:, self._shape.payload_bytes :].contiguous().view(torch.float32)
+        scales = rows[:, self._shape.payload_bytes :].contiguous().view(self._shape.wire.scale_dtype)
         return payload.view(torch.float8_e4m3fn), scales
 
     def close(self) -> None:

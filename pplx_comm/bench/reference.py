@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from ..handles import Dispatched
+from ..wire import Wire
 from .batch import Batch
+from .quantise import number
 
 E4M3_RELATIVE = 2.0**-4
 """Half a step of three mantissa bits."""
@@ -55,12 +57,14 @@ def check_rows(batch: Batch, rows: torch.Tensor, scales: torch.Tensor | None, so
             continue
         codes, their_scales = batch.quantised_x_of(rank)
         if not (_same_bits(got, codes[tokens]) and torch.equal(scales[mine], their_scales[tokens])):
-            _check_decoded(rank, tokens, got, scales[mine], batch.x_of(rank)[tokens])
+            _check_decoded(batch.shape.wire, rank, tokens, got, scales[mine], batch.x_of(rank)[tokens])
 
 
-def _check_decoded(rank: int, tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
+def _check_decoded(
+    wire: Wire, rank: int, tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor
+) -> None:
     """Another order of operations may round another way; this is what every e4m3 quantiser keeps to."""
-    blocks = torch.repeat_interleave(scales, 128, dim=1)[:, : x.shape[1]]
+    blocks = torch.repeat_interleave(number(wire, scales), wire.scale_block, dim=1)[:, : x.shape[1]]
     exact, decoded = x.float(), codes.float() * blocks
     bound = torch.maximum(exact.abs() * E4M3_RELATIVE, blocks * E4M3_ABSOLUTE) * (1 + 2.0**-16)
     bad = ~((decoded - exact).abs() <= bound)

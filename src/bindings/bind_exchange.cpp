@@ -93,6 +93,9 @@ void bind_config(py::module_& m) {
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
       .def_property_readonly("local_experts", [](const Config& c) { return local_experts(c, c.rank); })
       .def_property_readonly("scales_per_row", [](const Config& c) { return scales_per_row(c); })
+      .def_property_readonly("scale_block", [](const Config& c) { return scale_block(c.wire); }, "Elements that share a scale.")
+      .def_property_readonly("scale_bytes", [](const Config& c) { return scale_bytes(c); }, "Bytes of a row's scales.")
+      .def_property_readonly("payload_bytes", [](const Config& c) { return payload_bytes(c); }, "Bytes of a row without its scales.")
       .def("row_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).row_bytes; }, "Bytes of a row on the wire, by op.")
       .def("header_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).header_bytes; }, "Bytes of a block's header, by op.");
 }
@@ -202,7 +205,7 @@ void bind_phases(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cl
   cls.def(
       "combine_send",
       [](SharedExchange& e, std::uint32_t step, std::shared_ptr<cpu::Received> received, Address expert_out, std::uint64_t stride, bool weighted,
-         bool uses_weights, Address weights, std::shared_ptr<Plan> plan) {
+         bool uses_weights, Address weights, std::shared_ptr<Plan> plan, bool has_tail, Address tail) {
         cpu::CombineInput in;
         in.received = std::move(received);
         in.expert_out = {pointer<const char>(expert_out), stride};
@@ -210,18 +213,20 @@ void bind_phases(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cl
         in.uses_weights = uses_weights;
         in.weights = pointer<const float>(weights);
         in.plan = std::move(plan);
+        in.has_tail = has_tail;
+        in.tail = pointer<const float>(tail);
         const py::gil_scoped_release unlocked;
         e.exchange.combine_send(step, in, check_signals);
       },
       py::arg("step"), py::arg("received"), py::arg("expert_out"), py::arg("stride"), py::arg("weighted"), py::arg("uses_weights"),
-      py::arg("weights"), py::arg("plan"));
+      py::arg("weights"), py::arg("plan"), py::arg("has_tail") = false, py::arg("tail") = 0);
   cls.def(
       "combine_recv",
-      [](SharedExchange& e, std::uint32_t step, Address y, std::uint64_t stride, bool accumulate) {
+      [](SharedExchange& e, std::uint32_t step, Address y, std::uint64_t stride, bool accumulate, Address tail) {
         const py::gil_scoped_release unlocked;
-        e.exchange.combine_recv(step, {pointer<char>(y), stride, accumulate}, check_signals);
+        e.exchange.combine_recv(step, {pointer<char>(y), stride, accumulate, pointer<float>(tail)}, check_signals);
       },
-      py::arg("step"), py::arg("y"), py::arg("stride"), py::arg("accumulate"));
+      py::arg("step"), py::arg("y"), py::arg("stride"), py::arg("accumulate"), py::arg("tail") = 0);
   cls.def(
       "release",
       [](SharedExchange& e, std::uint32_t step) {

@@ -11,7 +11,7 @@ class CombineRecv final : public PhaseRun {
  public:
   CombineRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const CombineOutput& output)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
-        released_(open.released), out_(output), block_(combine_block(c_)) {}
+        released_(open.released), has_tail_(open.has_tail), out_(output), block_(combine_block(c_)) {}
 
  private:
   enum Stages { kBlocks, kTokens };
@@ -49,6 +49,9 @@ class CombineRecv final : public PhaseRun {
     if (theirs != released_)
       e_.protocol_error(Phase::CombineRecv, step_, peer,
                         theirs ? "a release() of a step that this rank combines" : "a combine of a step that this rank released");
+    if (((header.flags & kHasTail) != 0) != has_tail_)
+      e_.protocol_error(Phase::CombineRecv, step_, peer,
+                        has_tail_ ? "a combine without tail=, which this rank passed" : "a combine with tail=, which this rank did not pass");
     const std::uint32_t expected = released_ ? 0 : plan_.rows(peer);
     if (header.rows != expected)
       e_.protocol_error(Phase::CombineRecv, step_, peer,
@@ -66,6 +69,21 @@ class CombineRecv final : public PhaseRun {
         rows[n++] = e_.own_slot(set_, Op::Combine, plan_.token_rows[i].rank) + block_.row_at(plan_.token_rows[i].row);
       char* y = out_.y + t * out_.stride;
       k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
+      if (has_tail_ && out_.tail != nullptr) read_tail(t);
+    }
+  }
+
+  void read_tail(std::uint32_t token) const {
+    char* to = reinterpret_cast<char*>(out_.tail + std::size_t{token} * c_.top_k);
+    std::memset(to, 0, c_.top_k * sizeof(float));
+    for (std::uint32_t i = plan_.token_begin[token]; i < plan_.token_begin[token + 1]; ++i) {
+      const RowRef& from = plan_.token_rows[i];
+      const char* tail = e_.own_slot(set_, Op::Combine, from.rank) + block_.row_at(from.row) + block_.tail_at;
+      for (std::uint32_t k = 0; k < c_.top_k; ++k) {
+        const std::int32_t id = plan_.ids[std::size_t{token} * c_.top_k + k];
+        if (id >= 0 && rank_of_expert(c_, static_cast<std::uint32_t>(id)) == from.rank)
+          std::memcpy(to + k * sizeof(float), tail + k * sizeof(float), sizeof(float));
+      }
     }
   }
 
@@ -74,7 +92,7 @@ class CombineRecv final : public PhaseRun {
   const Kernels& k_;
   const std::uint32_t step_, set_;
   const Plan& plan_;
-  const bool released_;
+  const bool released_, has_tail_;
   const CombineOutput out_;
   const BlockLayout block_;
   std::uint32_t tokens_per_unit_ = 1;

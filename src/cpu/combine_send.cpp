@@ -76,8 +76,11 @@ class CombineSend final : public PhaseRun {
     }
     if (in_.uses_weights && unit == 0) check_weights(peer);
     const std::uint32_t end = std::min(rows(peer), (unit + 1) * rows_per_unit_);
-    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row)
-      write_row(peer, row, blocks_[group] + block_.row_at(row));
+    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
+      char* to = blocks_[group] + block_.row_at(row);
+      write_row(peer, row, to);
+      if (in_.has_tail) write_tail(peer, row, to + block_.tail_at);
+    }
   }
 
   void finished(int stage, std::uint32_t group) override {
@@ -122,22 +125,38 @@ class CombineSend final : public PhaseRun {
         k_.copy(to, in_.expert_out.data + r.place[at] * in_.expert_out.stride, bytes);
       return;
     }
+    const std::uint32_t choices = count_choices(r.choices[at]);
     const void* rows[kMaxTopK];
     float weights[kMaxTopK];
     float sent[kMaxTopK];
     const float* from = r.weight.data() + at * c_.top_k;
     if (in_.uses_weights) {
-      std::memcpy(sent, e_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), r.choices[at] * sizeof(float));
+      std::memcpy(sent, e_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), choices * sizeof(float));
       from = sent;
     }
     std::uint32_t n = 0;
-    for (std::uint32_t i = 0; i < r.choices[at]; ++i) {
+    for (std::uint32_t i = 0; i < choices; ++i) {
       const std::uint32_t place = r.place[at * c_.top_k + i];
       if (place == Received::kNowhere) continue;
       rows[n] = in_.expert_out.data + place * in_.expert_out.stride;
       weights[n++] = from[i];
     }
     k_.add_rows(c_.dtype, to, nullptr, rows, in_.weighted ? weights : nullptr, n, c_.hidden);
+  }
+
+  // Each float at its choice's k, so that the token's rank need not know what else lives here.
+  void write_tail(std::uint32_t peer, std::uint32_t row, char* to) const {
+    const Received& r = *in_.received;
+    const std::size_t at = r.rows_begin[peer] + row;
+    for (std::uint32_t k = 0, i = 0; k < c_.top_k; ++k) {
+      if ((r.choices[at] >> k & 1) == 0) continue;
+      const bool compact = c_.layout == LayoutKind::Compact;
+      const std::size_t place = r.place[compact ? at : at * c_.top_k + i++];
+      if (place == Received::kNowhere)
+        std::memset(to + k * sizeof(float), 0, sizeof(float));
+      else
+        std::memcpy(to + k * sizeof(float), in_.tail + (compact ? place * c_.top_k + k : place), sizeof(float));
+    }
   }
 
   Exchange& e_;
@@ -161,8 +180,9 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
     throw Misuse("combine: this handle is from before reset()");
   if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
   open.released = input.release;
+  open.has_tail = input.has_tail;
   const std::uint32_t flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
-                              (open.overflowed ? kOverflowed : 0u);
+                              (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
   return std::make_unique<CombineSend>(*this, step, input, flags);
 }
 

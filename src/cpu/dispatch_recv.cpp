@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "scales.h"
 
 namespace pplx::cpu {
 namespace {
@@ -150,7 +151,7 @@ class DispatchRecv final : public PhaseRun {
       }
     }
     const std::uint32_t at = received_->rows_begin[peer] + row;
-    received_->choices[at] = static_cast<std::uint8_t>(n);
+    received_->choices[at] = head.choices;
     RouteEntry entries[kMaxTopK];
     std::memcpy(entries, from + block_.route_at + sizeof head, n * sizeof(RouteEntry));
     for (std::uint32_t i = 0; i < n; ++i) {
@@ -203,10 +204,7 @@ class DispatchRecv final : public PhaseRun {
     if (n == 0) return;
     const std::uint64_t group = c_.layout == LayoutKind::Padded ? expert : 0;
     char* to = out_.scales + group * out_.scale_group_stride + (place - group * c_.max_per_expert) * out_.scale_row_stride;
-    if (out_.scale_stride == each)
-      std::memcpy(to, scales, std::size_t{n} * each);
-    else
-      for (std::uint32_t i = 0; i < n; ++i) std::memcpy(to + i * out_.scale_stride, scales + i * each, each);
+    copy_scales(to, out_.scale_stride, scales, each, n, each);
   }
 
   Exchange& e_;

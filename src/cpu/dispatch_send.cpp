@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "scales.h"
 
 namespace pplx::cpu {
 namespace {
@@ -78,8 +79,7 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
       char* row = e_.staging(set_) + std::uint64_t{t} * block_.route_at;
-      k_.quantise(c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
-                  reinterpret_cast<float*>(row + block_.scales_at));
+      k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row), row + block_.scales_at);
     }
   }
 
@@ -103,9 +103,7 @@ class DispatchSend final : public PhaseRun {
     k_.copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
     if (in_.scales == nullptr) return;
     const std::uint32_t each = scale_bytes_each(c_.wire);
-    const char* from = in_.scales + token * in_.scale_row_stride;
-    for (std::uint32_t i = 0; i < scales_per_row(c_); ++i)
-      std::memcpy(to + block_.scales_at + i * each, from + i * in_.scale_stride, each);
+    copy_scales(to + block_.scales_at, each, in_.scales + token * in_.scale_row_stride, in_.scale_stride, scales_per_row(c_), each);
   }
 
   void write_route(char* to, std::uint32_t peer, std::uint32_t token) const {
@@ -139,12 +137,26 @@ class DispatchSend final : public PhaseRun {
   std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
 };
 
+// Whoever unpacks the exponents of such scales would make others of anything but a power of two. Zero may stand beside rows
+// that hold nothing.
+void check_scales(const Config& c, const DispatchInput& input) {
+  for (std::uint32_t t = 0; t < input.plan->tokens; ++t)
+    for (std::uint32_t i = 0; i < scales_per_row(c); ++i) {
+      float scale;
+      std::memcpy(&scale, input.scales + t * input.scale_row_stride + i * input.scale_stride, sizeof scale);
+      if (bits_of(scale) != 0 && !is_e8m0(scale))
+        throw Misuse("dispatch: x_scale[" + std::to_string(t) + ", " + std::to_string(i) + "] is " + std::to_string(scale) +
+                     ": scales of wire 'fp8_ue8m0' are powers of two, 2^-127 to 2^127, or NaN, or zero");
+    }
+}
+
 }  // namespace
 
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& input, std::uint32_t* step) {
   if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
   if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
+  if (input.scales != nullptr && config_.wire == Wire::FP8_UE8M0) check_scales(config_, input);
   std::lock_guard<std::mutex> lock(mutex_);
   Open& open = open_[set_of(config_, next_step_)];
   if (open.progress != Progress::Closed)

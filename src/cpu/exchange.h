@@ -25,8 +25,8 @@ struct Rows {
 
 struct DispatchInput {
   std::shared_ptr<const Plan> plan;
-  Rows x;                               // NATIVE: dtype; FP8: dtype, or e4m3 when scales are given
-  const char* scales = nullptr;         // of x, when the caller quantised
+  Rows x;                               // dtype, or e4m3 when scales are given
+  const char* scales = nullptr;         // of x, when the caller quantised: floats, or e8m0 bytes on MXFP8
   std::uint64_t scale_row_stride = 0;   // bytes
   std::uint64_t scale_stride = 0;       // bytes from one scale to the next
   const float* weights = nullptr;       // [tokens, top_k], contiguous; null: ones
@@ -56,7 +56,7 @@ struct Received {
   std::uint32_t generation = 0;
   std::uint32_t top_k = 0;
   std::vector<std::uint32_t> rows_begin;    // [world + 1], by source
-  std::vector<std::uint8_t> choices;        // [rows]: how many
+  std::vector<std::uint16_t> choices;       // [rows]: a bit per k, as in the route
   std::vector<std::uint32_t> place;         // [rows, top_k]: output row of each choice; Compact: one a row
   std::vector<float> weight;                // [rows, top_k]
   std::uint64_t needed_rows = 0;            // what the output had to hold
@@ -72,6 +72,8 @@ struct CombineInput {
   bool uses_weights = false;                      // weights below override the dispatch's; every rank of a step alike
   const float* weights = nullptr;                 // [tokens, top_k] of this rank's own tokens; null when there are none
   std::shared_ptr<const Plan> plan;               // of the same step, for weights
+  bool has_tail = false;                          // every rank of a step alike
+  const float* tail = nullptr;                    // [output rows], Compact [output rows, top_k]; contiguous
   bool release = false;
 };
 
@@ -79,6 +81,7 @@ struct CombineOutput {
   char* y = nullptr;
   std::uint64_t stride = 0;    // bytes
   bool accumulate = false;
+  float* tail = nullptr;       // [tokens, top_k]: what rode behind the rows; 0 for a choice that went nowhere
 };
 
 struct Stats {
@@ -178,6 +181,7 @@ class Exchange {
     bool own_rows_in_x = false;
     bool overflowed = false;
     bool released = false;
+    bool has_tail = false;
   };
   Open& open_step(std::uint32_t step, Progress expected, const char* call);
 

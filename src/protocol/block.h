@@ -2,7 +2,8 @@
 //
 //   header (with the counts, in a dispatch) | row 0 | row 1 | ... | row n-1
 //
-// Dispatch row: payload | scales | route | arrival word.   Combine row: payload | room for the tail | arrival word.
+// Dispatch row: payload | scales | route | arrival word.   Combine row: payload | tail | arrival word.
+// A tail is one float per choice of the token, in k order; only those of choices that live on the sender mean anything.
 // Weights row: one float per choice of that dispatch row. Every part starts at a multiple of 16 bytes.
 #pragma once
 
@@ -22,6 +23,7 @@ enum BlockFlags : std::uint32_t {
   kReleased = 1,       // combine: closed by release(), no rows
   kUsesWeights = 2,    // combine: this rank passed weights=
   kOverflowed = 4,     // combine: this rank's output buffer was too small, its missing rows came back as zero
+  kHasTail = 8,        // combine: this rank passed tail=
 };
 
 struct BlockHeader {

@@ -1,7 +1,13 @@
-// Wire formats: how many bytes a token's payload and scales take in a row.
+// Wire formats: how many bytes a token's payload and scales take in a row, and what the scales are.
+//
+//   Native      the tokens' own dtype
+//   FP8         e4m3, a float scale per 128 elements: amax / 448
+//   FP8_UE8M0   e4m3, a float scale per 128 elements, a power of two
+//   MXFP8       e4m3, an e8m0 scale (one byte) per 32 elements
 #pragma once
 
 #include "config.h"
+#include "number.h"
 
 namespace pplx {
 
@@ -15,5 +21,10 @@ constexpr std::uint32_t scales_per_row(const Config& c) {
   return quantised(c.wire) ? ceil_div(c.hidden, scale_block(c.wire)) : 0;
 }
 constexpr std::uint32_t scale_bytes(const Config& c) { return scales_per_row(c) * scale_bytes_each(c.wire); }
+
+// The scale of a block whose largest magnitude is `amax`.
+static inline BlockScale block_scale(Wire wire, float amax) {
+  return wire == Wire::FP8 ? e4m3_scale(amax) : e4m3_scale_power_of_two(amax);
+}
 
 }  // namespace pplx

@@ -17,7 +17,7 @@ struct Totals {
 struct StepData {
   std::uint32_t tokens = 0;
   std::vector<std::int32_t> ids;
-  std::vector<float> weights, x, y, late_weights;
+  std::vector<float> weights, x, y, late_weights, tail, tail_back;
   std::shared_ptr<const Plan> plan;
 };
 
@@ -29,7 +29,7 @@ struct Walker {
   std::uint32_t step = 0;
   std::unique_ptr<PhaseRun> phase;
   std::shared_ptr<Received> received;
-  std::vector<float> out_x, out_weights, expert_out, out_topk_weights;
+  std::vector<float> out_x, out_weights, expert_out, out_topk_weights, tail;
   std::vector<std::int32_t> counts, offsets, src_rank, src_token, topk_ids;
   std::int32_t num_rows = 0;
 };
@@ -54,10 +54,11 @@ Config random_config(check::Random& random) {
 
 class Script {
  public:
-  Script(const Config& config, std::uint32_t steps, check::Random& random) : c_(config), released(steps), late(steps) {
+  Script(const Config& config, std::uint32_t steps, check::Random& random) : c_(config), released(steps), late(steps), tailed(steps) {
     for (std::uint32_t s = 0; s < steps; ++s) {
       released[s] = random.chance(0.1);
       late[s] = c_.layout != LayoutKind::Compact && random.chance(0.2);
+      tailed[s] = random.chance(0.4);
       std::vector<StepData> data(c_.world);
       for (StepData& d : data) {
         d.tokens = random.chance(0.2) ? 0 : static_cast<std::uint32_t>(random.integer(0, c_.max_tokens));
@@ -67,6 +68,7 @@ class Script {
           d.ids.push_back(random.chance(0.1) ? -1 : one_hot ? hot : static_cast<std::int32_t>(random.integer(0, c_.num_experts - 1)));
           d.weights.push_back(random.real(-1, 1));
           d.late_weights.push_back(random.real(-1, 1));
+          d.tail.push_back(random.real(-1, 1));
         }
         for (std::uint32_t i = 0; i < d.tokens * c_.hidden; ++i) d.x.push_back(random.real(-4, 4));
       }
@@ -81,7 +83,7 @@ class Script {
   std::vector<std::vector<StepData>> steps_;
 
  public:
-  std::vector<bool> released, late;
+  std::vector<bool> released, late, tailed;
 };
 
 // What an expert does to a row: anything that depends on the expert and the value.
@@ -155,6 +157,35 @@ void run_experts(const Config& c, Walker& w) {
     const std::uint64_t start = c.layout == LayoutKind::Padded ? std::uint64_t{e} * c.max_per_expert : w.offsets[e];
     for (std::uint64_t i = start * c.hidden; i < (start + w.counts[e]) * c.hidden; ++i) w.expert_out[i] = expert(first + e, w.out_x[i]);
   }
+}
+
+// The number of the choice that each received row is for; what must not travel is NaN.
+void attach_tail(const Config& c, Script& script, std::uint32_t s, Walker& w) {
+  const bool compact = c.layout == LayoutKind::Compact;
+  w.tail.assign(compact ? w.topk_ids.size() : w.out_weights.size(), std::nanf(""));
+  const std::uint32_t experts = local_experts(c, c.rank), first = first_expert(c, c.rank);
+  if (compact) {
+    for (std::size_t i = 0; i < std::size_t(w.num_rows) * c.top_k; ++i) {
+      const std::size_t row = i / c.top_k;
+      if (w.topk_ids[i] < 0) continue;
+      const auto source = static_cast<std::uint32_t>(w.src_rank[row]);
+      w.tail[i] = script.at(s, source).tail[static_cast<std::size_t>(w.src_token[row]) * c.top_k + i % c.top_k];
+    }
+    return;
+  }
+  for (std::uint32_t e = 0; e < experts; ++e) {
+    std::uint64_t row = c.layout == LayoutKind::Padded ? std::uint64_t{e} * c.max_per_expert : static_cast<std::uint64_t>(w.offsets[e]);
+    for (std::uint32_t src = 0; src < c.world; ++src) {
+      const StepData& d = script.at(s, src);
+      for (std::size_t i = 0; i < d.ids.size(); ++i)
+        if (d.ids[i] == static_cast<std::int32_t>(first + e)) w.tail[row++] = d.tail[i];
+    }
+  }
+}
+
+void check_tail(Script& script, std::uint32_t s, std::uint32_t rank) {
+  const StepData& d = script.at(s, rank);
+  for (std::size_t i = 0; i < d.ids.size(); ++i) CHECK_EQ(d.tail_back[i], d.ids[i] < 0 ? 0.0f : d.tail[i]);
 }
 
 void check_combine(const Config& c, Script& script, std::uint32_t s) {
@@ -234,12 +265,18 @@ bool advance(LocalRank& rank, Walker& w, Script& script) {
           in.weights = d.late_weights.data();
           in.plan = d.plan;
         }
+        if (!in.release && script.tailed[w.step_index]) {
+          attach_tail(c, script, w.step_index, w);
+          in.has_tail = true;
+          in.tail = w.tail.data();
+        }
         w.phase = e.start_combine_send(w.step, in);
         break;
       }
       case 3: {
         d.y.assign(std::size_t{d.tokens} * c.hidden, std::nanf(""));
-        w.phase = e.start_combine_recv(w.step, {reinterpret_cast<char*>(d.y.data()), std::uint64_t{c.hidden} * 4, false});
+        d.tail_back.assign(d.ids.size(), std::nanf(""));
+        w.phase = e.start_combine_recv(w.step, {reinterpret_cast<char*>(d.y.data()), std::uint64_t{c.hidden} * 4, false, d.tail_back.data()});
         break;
       }
     }
@@ -255,7 +292,9 @@ bool advance(LocalRank& rank, Walker& w, Script& script) {
     case 2: e.finish_combine_send(w.step); break;
     case 3:
       e.finish_combine_recv(w.step);
-      if (!script.released[w.step_index]) check_combine(c, script, w.step_index);
+      if (script.released[w.step_index]) return true;
+      check_combine(c, script, w.step_index);
+      if (script.tailed[w.step_index]) check_tail(script, w.step_index, c.rank);
       return true;
     default: break;
   }

@@ -27,7 +27,7 @@ Config random_config(check::Random& random) {
   c.max_tokens = static_cast<std::uint32_t>(random.integer(1, 12));
   c.align = random.chance(0.5) ? 1 : 8;
   c.dtype = static_cast<Dtype>(random.integer(0, 2));
-  c.wire = random.chance(0.5) ? Wire::Native : Wire::FP8;
+  c.wire = random.chance(0.4) ? Wire::Native : static_cast<Wire>(random.integer(1, 3));
   c.layout = static_cast<LayoutKind>(random.integer(0, 2));
   c.zero_pad = random.chance(0.5);
   const std::uint32_t most = c.world * c.max_tokens * c.top_k;
@@ -42,7 +42,8 @@ struct Rank {
   std::vector<std::int32_t> ids;
   std::vector<float> weights;
   std::vector<char> x, out_x, expert_out, y;
-  std::vector<float> out_scales, out_weights, topk_weights;
+  std::vector<char> out_scales;
+  std::vector<float> out_weights, topk_weights, tail, tail_out;
   std::vector<std::int32_t> counts, offsets, src_rank, src_token, topk_ids;
   std::int32_t num_rows = 0;
   std::uint32_t tokens = 0, step = 0;
@@ -102,7 +103,8 @@ DispatchOutput prepare(const Config& c, Rank& r) {
   const std::size_t rows = c.layout == LayoutKind::Padded ? std::size_t{local_experts(c, c.rank)} * c.max_per_expert : c.max_rows;
   const std::size_t experts = local_experts(c, c.rank);
   r.out_x.assign(rows * payload_bytes(c), 0);
-  r.out_scales.assign(rows * scales_per_row(c), 0);
+  r.out_scales.assign(rows * scale_bytes(c), 0);
+  r.tail.assign(c.layout == LayoutKind::Compact ? rows * c.top_k : rows, 0);
   r.out_weights.assign(rows, 0);
   r.src_rank.assign(rows, 0);
   r.src_token.assign(rows, 0);
@@ -113,9 +115,9 @@ DispatchOutput prepare(const Config& c, Rank& r) {
   r.expert_out.assign(rows * c.hidden * dtype_bytes(c.dtype), 0);
   DispatchOutput out;
   out.x = r.out_x.data();
-  out.scales = reinterpret_cast<char*>(r.out_scales.data());
-  out.scale_row_stride = 4ull * scales_per_row(c);
-  out.scale_stride = 4;
+  out.scales = r.out_scales.data();
+  out.scale_row_stride = scale_bytes(c);
+  out.scale_stride = scale_bytes_each(c.wire);
   out.counts = r.counts.data();
   out.offsets = r.offsets.data();
   out.weights = r.out_weights.data();
@@ -134,6 +136,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
   std::vector<Rank> ranks(config.world);
   const Op target = Op(random.integer(0, 2));
   const bool late = target == Op::Weights && config.layout != LayoutKind::Compact;
+  const bool tail = random.chance(0.5);
 
   for (LocalRank& at : local.ranks) {
     Rank& r = ranks[at.config.rank];
@@ -175,6 +178,8 @@ void one_case(std::uint64_t seed, Totals& totals) {
     in.received = r.received;
     in.expert_out = {r.expert_out.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype)};
     in.uses_weights = late;
+    in.has_tail = tail;
+    in.tail = r.tail.data();
     in.weights = r.weights.data();
     in.plan = r.plan;
     sends[at.config.rank] = at.exchange->start_combine_send(r.step, in);
@@ -222,7 +227,9 @@ void one_case(std::uint64_t seed, Totals& totals) {
   for (LocalRank& at : local.ranks) {
     Rank& r = ranks[at.config.rank];
     r.y.assign(std::size_t{r.tokens} * config.hidden * dtype_bytes(config.dtype), 0);
-    const auto phase = at.exchange->start_combine_recv(r.step, {r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false});
+    r.tail_out.assign(std::size_t{r.tokens} * config.top_k, 0);
+    const CombineOutput out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false, tail ? r.tail_out.data() : nullptr};
+    const auto phase = at.exchange->start_combine_recv(r.step, out);
     if (finish(local, *phase, totals)) at.exchange->finish_combine_recv(r.step);
   }
 }

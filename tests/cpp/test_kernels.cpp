@@ -114,44 +114,58 @@ void check_sums(const Kernels& k, check::Random& random) {
 }
 
 void check_quantising(const Kernels& k, check::Random& random) {
-  for (int i = 0; i < 3000; ++i) {
+  for (int i = 0; i < 4000; ++i) {
     const auto dtype = static_cast<Dtype>(random.integer(0, 2));
+    const auto wire = static_cast<Wire>(random.integer(1, 3));
     const auto hidden = static_cast<std::uint32_t>(random.integer(1, 700));
     std::vector<std::uint8_t> x = random_row(dtype, hidden, random);
-    const std::uint32_t blocks = (hidden + 127) / 128;
-    std::vector<int> kind(blocks, 0);
+    const std::uint32_t block = wire == Wire::MXFP8 ? 32 : 128, each = wire == Wire::MXFP8 ? 1 : 4;
+    const std::uint32_t blocks = (hidden + block - 1) / block;
     for (std::uint32_t b = 0; b < blocks; ++b) {
-      kind[b] = random.chance(0.4) ? static_cast<int>(random.integer(1, 5)) : 0;
-      for (std::uint32_t h = b * 128; h < std::min(hidden, b * 128 + 128); ++h) {
-        if (kind[b] == 1) store(dtype, x.data(), h, random.chance(0.5) ? 0.0f : -0.0f);
-        if (kind[b] == 2) store(dtype, x.data(), h, random.real(-1, 1) * (dtype == Dtype::Float16 ? 0x1p-22f : 0x1p-126f));
+      const std::uint32_t end = std::min(hidden, b * block + block);
+      const int kind = random.chance(0.4) ? static_cast<int>(random.integer(1, 5)) : 0;
+      for (std::uint32_t h = b * block; h < end; ++h) {
+        if (kind == 1) store(dtype, x.data(), h, random.chance(0.5) ? 0.0f : -0.0f);
+        if (kind == 2) store(dtype, x.data(), h, random.real(-1, 1) * (dtype == Dtype::Float16 ? 0x1p-22f : 0x1p-126f));
       }
-      const auto at = static_cast<std::uint32_t>(random.integer(b * 128, std::min(hidden, b * 128 + 128) - 1));
-      if (kind[b] == 3) store(dtype, x.data(), at, std::nanf(""));
-      if (kind[b] == 4) store(dtype, x.data(), at, random.chance(0.5) ? INFINITY : -INFINITY);
+      const auto at = static_cast<std::uint32_t>(random.integer(b * block, end - 1));
+      if (kind == 3) store(dtype, x.data(), at, random.chance(0.5) ? std::nanf("") : -std::nanf(""));
+      if (kind == 4) store(dtype, x.data(), at, random.chance(0.5) ? INFINITY : -INFINITY);
+      // One mantissa step around where a power of two becomes the next one.
+      if (kind == 5) {
+        const auto edge = static_cast<std::uint32_t>(random.integer(1, 254)) << 23 | 0x600000u;
+        const float v = float_of(edge + static_cast<std::uint32_t>(random.integer(-1, 1)) * (dtype == Dtype::BFloat16 ? 0x10000u : 1u));
+        if (dtype != Dtype::Float16) store(dtype, x.data(), at, v);
+      }
     }
     std::vector<std::uint8_t> codes(hidden + 64, kGuard);
-    std::vector<float> scales(blocks + 16, 1234.5f);
-    k.quantise(dtype, x.data(), hidden, codes.data(), scales.data());
+    std::vector<std::uint8_t> scales(std::size_t{blocks} * each + 64, kGuard);
+    k.quantise(wire, dtype, x.data(), hidden, codes.data(), scales.data());
     for (std::uint32_t b = 0; b < blocks; ++b) {
-      const std::uint32_t end = std::min(hidden, b * 128 + 128);
+      const std::uint32_t end = std::min(hidden, b * block + block);
       float amax = 0;
       bool finite = true;
-      for (std::uint32_t h = b * 128; h < end; ++h) {
+      for (std::uint32_t h = b * block; h < end; ++h) {
         const float v = std::fabs(load(dtype, x.data(), h));
         finite &= std::isfinite(v);
         amax = v > amax ? v : amax;
       }
+      float scale;
+      if (each == 4)
+        std::memcpy(&scale, scales.data() + b * 4, 4);
+      else
+        scale = from_e8m0(scales[b]);
       if (!finite) {
-        for (std::uint32_t h = b * 128; h < end; ++h) CHECK(std::isnan(from_e4m3(codes[h]) * scales[b]));
+        CHECK_EQ(bits_of(scale), 0x7fc00000u);
+        for (std::uint32_t h = b * block; h < end; ++h) CHECK_EQ(codes[h], std::uint8_t{0x7f});
         continue;
       }
-      const BlockScale s = e4m3_scale(amax);
-      CHECK_EQ(bits_of(scales[b]), bits_of(s.scale));
-      for (std::uint32_t h = b * 128; h < end; ++h) CHECK_EQ(codes[h], to_e4m3_sat(multiply(load(dtype, x.data(), h), s.multiplier)));
+      const BlockScale s = wire == Wire::FP8 ? e4m3_scale(amax) : e4m3_scale_power_of_two(amax);
+      CHECK_EQ(bits_of(scale), bits_of(s.scale));
+      for (std::uint32_t h = b * block; h < end; ++h) CHECK_EQ(codes[h], to_e4m3_sat(multiply(load(dtype, x.data(), h), s.multiplier)));
     }
     for (std::size_t g = hidden; g < codes.size(); ++g) CHECK_EQ(codes[g], kGuard);
-    for (std::size_t g = blocks; g < scales.size(); ++g) CHECK_EQ(scales[g], 1234.5f);
+    for (std::size_t g = std::size_t{blocks} * each; g < scales.size(); ++g) CHECK_EQ(scales[g], kGuard);
   }
 }
 

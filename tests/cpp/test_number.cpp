@@ -141,6 +141,49 @@ void check_scales(check::Random& random) {
   }
 }
 
+void check_e8m0() {
+  for (std::uint32_t code = 0; code < 0x100; ++code) {
+    const float seen = from_e8m0(static_cast<std::uint8_t>(code));
+    if (code == 0xff) {
+      CHECK(std::isnan(seen));
+    } else {
+      CHECK_EQ(static_cast<double>(seen), std::ldexp(1.0, static_cast<int>(code) - 127));
+      CHECK_EQ(seen * e8m0_reciprocal(static_cast<std::uint8_t>(code)), code == 254 ? 0.0f : 1.0f);   // 2^-127 is not needed as a multiplier
+    }
+    CHECK_EQ(to_e8m0(seen), static_cast<std::uint8_t>(code));
+    CHECK(is_e8m0(seen));
+    if (code == 0xff) continue;
+    CHECK(!is_e8m0(-seen));
+    CHECK(!is_e8m0(std::nextafterf(seen, INFINITY)));
+    CHECK(!is_e8m0(std::nextafterf(seen, 0.0f)));
+  }
+  CHECK(!is_e8m0(0.0f) && !is_e8m0(INFINITY) && !is_e8m0(-INFINITY));
+}
+
+// By exact arithmetic in double: the least power of two, 2^-127 or more, that is no less than amax / 448.
+void check_power(float amax) {
+  double power = 0x1p-127;
+  while (power * 448.0 < static_cast<double>(amax)) power *= 2;
+  const BlockScale s = e4m3_scale_power_of_two(amax);
+  CHECK_EQ(static_cast<double>(s.scale), power);
+  CHECK_EQ(static_cast<double>(s.multiplier), 1.0 / power);
+  CHECK_EQ(static_cast<double>(from_e8m0(e4m3_scale_e8m0(amax))), power);
+}
+
+void check_powers(check::Random& random) {
+  CHECK(e4m3_scale_power_of_two(0.0f).scale == 1.0f && e4m3_scale_power_of_two(0.0f).multiplier == 1.0f);
+  CHECK_EQ(e4m3_scale_e8m0(0.0f), std::uint8_t{127});
+  for (float bad : {std::nanf(""), static_cast<float>(INFINITY)}) {
+    CHECK(std::isnan(e4m3_scale_power_of_two(bad).scale) && std::isnan(e4m3_scale_power_of_two(bad).multiplier));
+    CHECK_EQ(e4m3_scale_e8m0(bad), std::uint8_t{0xff});
+  }
+  // Every exponent, around both places where the answer could change.
+  for (std::uint32_t exponent = 0; exponent < 255; ++exponent)
+    for (std::uint32_t mantissa : {0u, 1u, 2u, 0x5ffffeu, 0x5fffffu, 0x600000u, 0x600001u, 0x600002u, 0x7ffffeu, 0x7fffffu})
+      if ((exponent | mantissa) != 0) check_power(float_of(exponent << 23 | mantissa));
+  for (int i = 0; i < 200000; ++i) check_power(float_of(static_cast<std::uint32_t>(random.integer(1, 0x7f7fffff))));
+}
+
 }  // namespace
 
 int main() {
@@ -158,4 +201,6 @@ int main() {
   for (int i = 0; i < 300000; ++i) check_to(random.real(-600.0f, 600.0f));   // where e4m3 lives
   for (int i = 0; i < 300000; ++i) check_to(random.real(-0x1p-5f, 0x1p-5f));
   check_scales(random);
+  check_e8m0();
+  check_powers(random);
 }

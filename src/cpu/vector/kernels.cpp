@@ -127,36 +127,84 @@ inline typename T::Stored store_one(float value) {
   return static_cast<typename T::Stored>(T::template store<std::uint32_t>(value));
 }
 
-template <typename T>
-void quantise_as(const typename T::Stored* x, std::uint32_t hidden, std::uint8_t* codes, float* scales) {
-  for (std::uint32_t begin = 0; begin < hidden; begin += 128) {
-    const std::uint32_t n = std::min(128u, hidden - begin), whole = n / kLanes * kLanes;
-    const typename T::Stored* from = x + begin;
-    // Magnitudes compare as integers, and NaN compares largest of all.
-    Words lanes = {};
-    for (std::uint32_t i = 0; i < whole; i += kLanes) {
-      const Words magnitude = same_bits<Words>(load_lanes<T>(from + i)) & 0x7fffffffu;
-      lanes = magnitude > lanes ? magnitude : lanes;
-    }
-    std::uint32_t largest = 0;
-    for (std::uint32_t i = 0; i < kLanes; ++i) largest = std::max<std::uint32_t>(largest, lanes[i]);
-    for (std::uint32_t i = whole; i < n; ++i) largest = std::max(largest, bits_of(load_one<T>(from[i])) & 0x7fffffffu);
-    const BlockScale s = e4m3_scale(float_of(largest));
-    scales[begin / 128] = s.scale;
-    std::uint8_t* to = codes + begin;
-    for (std::uint32_t i = 0; i < whole; i += kLanes) {
-      const Bytes code = __builtin_convertvector(to_e4m3_bits<Words>(load_lanes<T>(from + i) * s.multiplier), Bytes);
-      std::memcpy(to + i, &code, sizeof code);
-    }
-    for (std::uint32_t i = whole; i < n; ++i) to[i] = to_e4m3_sat(load_one<T>(from[i]) * s.multiplier);
+// The largest lane, by halves: lane by lane would take longer than the block's arithmetic.
+template <std::size_t bytes>
+struct WordVector {
+  typedef std::uint32_t type __attribute__((vector_size(bytes)));   // gcc ignores the attribute in a dependent `using`
+};
+template <std::size_t bytes>
+inline std::uint32_t largest_lane(typename WordVector<bytes>::type lanes) {
+  if constexpr (bytes == 8) {
+    return lanes[0] > lanes[1] ? lanes[0] : lanes[1];
+  } else {
+    typename WordVector<bytes / 2>::type halves[2];
+    std::memcpy(halves, &lanes, bytes);
+    return largest_lane<bytes / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
   }
 }
 
-void quantise(Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, float* scales) {
+// Writes the scale of a block, and returns what its values are multiplied with.
+template <Wire wire>
+inline float set_scale(void* scales, std::uint32_t block, float amax) {
+  if constexpr (wire == Wire::MXFP8) {
+    const std::uint8_t code = e4m3_scale_e8m0(amax);
+    static_cast<std::uint8_t*>(scales)[block] = code;
+    return e8m0_reciprocal(code);
+  } else {
+    const BlockScale s = block_scale(wire, amax);
+    static_cast<float*>(scales)[block] = s.scale;
+    return s.multiplier;
+  }
+}
+
+// `n` elements, at most a block; inlined with n known where the block is whole.
+template <typename T, Wire wire>
+inline void quantise_block(const typename T::Stored* from, std::uint32_t n, std::uint8_t* to, void* scales, std::uint32_t block) {
+  const std::uint32_t whole = n / kLanes * kLanes;
+  // Magnitudes compare as integers, and NaN compares largest of all.
+  Words lanes = {};
+  for (std::uint32_t i = 0; i < whole; i += kLanes) {
+    const Words magnitude = same_bits<Words>(load_lanes<T>(from + i)) & 0x7fffffffu;
+    lanes = magnitude > lanes ? magnitude : lanes;
+  }
+  std::uint32_t largest = largest_lane<kChunk>(lanes);
+  for (std::uint32_t i = whole; i < n; ++i) largest = std::max(largest, bits_of(load_one<T>(from[i])) & 0x7fffffffu);
+  const float multiplier = set_scale<wire>(scales, block, float_of(largest));
+  if (largest >= 0x7f800000u) {
+    std::memset(to, kE4m3NaN, n);   // the sign of a NaN product would be the processor's choice
+    return;
+  }
+  for (std::uint32_t i = 0; i < whole; i += kLanes) {
+    const Bytes code = __builtin_convertvector(to_e4m3_bits<Words>(load_lanes<T>(from + i) * multiplier), Bytes);
+    std::memcpy(to + i, &code, sizeof code);
+  }
+  for (std::uint32_t i = whole; i < n; ++i) to[i] = to_e4m3_sat(load_one<T>(from[i]) * multiplier);
+}
+
+template <typename T, Wire wire>
+void quantise_as(const typename T::Stored* x, std::uint32_t hidden, std::uint8_t* codes, void* scales) {
+  constexpr std::uint32_t kBlock = scale_block(wire);
+  const std::uint32_t blocks = hidden / kBlock, done = blocks * kBlock;
+  for (std::uint32_t b = 0; b < blocks; ++b) quantise_block<T, wire>(x + b * kBlock, kBlock, codes + b * kBlock, scales, b);
+  if (done < hidden) quantise_block<T, wire>(x + done, hidden - done, codes + done, scales, blocks);
+}
+
+template <typename T>
+void quantise_of(Wire wire, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales) {
+  const auto* from = static_cast<const typename T::Stored*>(x);
+  switch (wire) {
+    case Wire::Native: return;
+    case Wire::FP8: return quantise_as<T, Wire::FP8>(from, hidden, codes, scales);
+    case Wire::FP8_UE8M0: return quantise_as<T, Wire::FP8_UE8M0>(from, hidden, codes, scales);
+    case Wire::MXFP8: return quantise_as<T, Wire::MXFP8>(from, hidden, codes, scales);
+  }
+}
+
+void quantise(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales) {
   switch (dtype) {
-    case Dtype::BFloat16: return quantise_as<BFloat16>(static_cast<const std::uint16_t*>(x), hidden, codes, scales);
-    case Dtype::Float16: return quantise_as<Float16>(static_cast<const std::uint16_t*>(x), hidden, codes, scales);
-    case Dtype::Float32: return quantise_as<Float32>(static_cast<const std::uint32_t*>(x), hidden, codes, scales);
+    case Dtype::BFloat16: return quantise_of<BFloat16>(wire, x, hidden, codes, scales);
+    case Dtype::Float16: return quantise_of<Float16>(wire, x, hidden, codes, scales);
+    case Dtype::Float32: return quantise_of<Float32>(wire, x, hidden, codes, scales);
   }
 }
 

@@ -5,8 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../protocol/config.h"
-#include "../../protocol/number.h"
+#include "../../protocol/wire.h"
 
 namespace pplx::cpu {
 
@@ -20,8 +19,8 @@ struct Kernels {
   // anybody is told.
   void (*stream)(void* to, const void* from, std::size_t bytes);
 
-  // One row to e4m3 codes with a float scale per 128 elements.
-  void (*quantise)(Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, float* scales);
+  // One row to e4m3 codes, and scales as the wire has them; any but Native.
+  void (*quantise)(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales);
 
   // to = round(from + sum of weight[i] * row[i]), fp32, in order; `weights` null means plain sums, `from` null means zero.
   void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,

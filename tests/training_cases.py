@@ -1,0 +1,127 @@
+"""A training step of a layer whose experts are on all ranks, beside the same in one process in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_cases import Case, open_all_to_all
+
+import pplx_comm as pc
+
+INNER = 24
+
+
+def _layer(case: Case) -> tuple[list[torch.Tensor], ...]:
+    """By rank: tokens, ids, weights, gradient of the output. By expert: both matrices. The same everywhere."""
+    g = torch.Generator().manual_seed(case.seed)
+    counts = [case.max_tokens, 0, *range(3, 3 + case.world_size)][: case.world_size]
+    x = [torch.randn(n, case.hidden, generator=g) for n in counts]
+    ids = [torch.randint(-1, case.num_experts, (n, case.top_k), generator=g) for n in counts]  # repeats and -1 among them
+    weights = [torch.rand(n, case.top_k, generator=g) for n in counts]
+    dy = [torch.randn(n, case.hidden, generator=g) for n in counts]
+    up = [torch.randn(case.hidden, INNER, generator=g) / case.hidden**0.5 for _ in range(case.num_experts)]
+    down = [torch.randn(INNER, case.hidden, generator=g) / INNER**0.5 for _ in range(case.num_experts)]
+    return x, ids, weights, dy, up, down
+
+
+def _expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ up) @ down
+
+
+def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
+    x, ids, weights, dy, up, down = ([t.double() if t.is_floating_point() else t for t in part] for part in _layer(case))
+    for part in (x, weights, up, down):
+        for t in part:
+            t.requires_grad_()
+    loss = torch.zeros((), dtype=torch.float64)
+    for mine, to, w, d in zip(x, ids, weights, dy, strict=True):
+        for t in range(len(mine)):
+            for k in range(case.top_k):
+                e = int(to[t, k])
+                if e >= 0:
+                    loss = loss + w[t, k] * (_expert(mine[t], up[e], down[e]) * d[t]).sum()
+    leaves = [*x, *weights, *up, *down]
+    gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+    filled = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+    n, e = case.world_size, case.num_experts
+    return filled[:n], filled[n : 2 * n], filled[2 * n : 2 * n + e], filled[2 * n + e :]
+
+
+def _rows(case: Case, d: pc.Dispatched) -> torch.Tensor:
+    """The received tokens in float32, shaped like d.x; what is no token is 0."""
+    rows = d.x.float()
+    if d.scale is not None:
+        numbers = d.scale.view(torch.float8_e8m0fnu).float() if case.wire == "mxfp8" else d.scale
+        rows = rows * numbers.repeat_interleave(pc.Wire.of(case.wire).scale_block, -1)[..., : case.hidden]
+    return rows.nan_to_num()
+
+
+def _choices(case: Case, d: pc.Dispatched) -> list[tuple[int, Any, Any]]:
+    """Of each local expert: its number, where its rows are in d.x, and where their numbers are in tail and weights."""
+    if case.layout == "compact":
+        found = []
+        for e in range(len(d.counts)):
+            row, k = (d.topk_ids[: int(d.num_rows)] == e).nonzero(as_tuple=True)
+            found.append((e, row, (row, k)))
+        return found
+    counts = d.counts.tolist()
+    if case.layout == "padded":
+        return [(e, (e, slice(0, n)), (e, slice(0, n))) for e, n in enumerate(counts)]
+    starts = d.offsets.tolist()
+    return [(e, slice(starts[e], starts[e] + n), slice(starts[e], starts[e] + n)) for e, n in enumerate(counts)]
+
+
+def gradients(me: Any, case: Case) -> dict[str, float]:
+    """One step, forward and backward, by the library; how far its gradients are from autograd's, relative to their length."""
+    all_x, all_ids, all_weights, all_dy, up, down = _layer(case)
+    mine, compact = case.shape.experts_of(me.rank), case.layout == "compact"
+    with open_all_to_all(me, case) as a2a:
+        w = all_weights[me.rank].clone()
+        d = a2a.dispatch(all_x[me.rank], all_ids[me.rank], w)
+        w.fill_(torch.nan)  # a plan is the caller's to keep, whatever becomes of the tensors that it was made from
+        # Each expert's rows, with a graph.
+        x, ups, downs, outs = [], [], [], []
+        received, choices = _rows(case, d), _choices(case, d)
+        answer = torch.zeros(d.x.shape)
+        weights = d.topk_weights if compact else d.weights
+        for e, rows, numbers in choices:
+            x.append(received[rows].requires_grad_())
+            ups.append(up[mine[e]].clone().requires_grad_())
+            downs.append(down[mine[e]].clone().requires_grad_())
+            outs.append(_expert(x[e], ups[e], downs[e]))
+            if compact:
+                answer.index_add_(0, rows, outs[e].detach() * weights[numbers][:, None])
+            else:
+                answer[rows] = outs[e].detach()
+        y = a2a.combine(answer, d)
+
+        g = a2a.dispatch(all_dy[me.rank], plan=d.plan)
+        came = _rows(case, g)
+        weights = g.topk_weights if compact else g.weights
+        tail, back = torch.zeros(weights.shape), torch.zeros(g.x.shape)
+        d_up, d_down = [], []
+        for e, rows, numbers in choices:
+            tail[numbers] = (came[rows] * outs[e].detach()).sum(-1)
+            dx, du, dd = torch.autograd.grad(outs[e], (x[e], ups[e], downs[e]), came[rows] * weights[numbers][:, None])
+            d_up.append(du)
+            d_down.append(dd)
+            if compact:
+                back.index_add_(0, rows, dx)
+            else:
+                back[rows] = dx
+        dx, dw = a2a.combine(back, g, weighted=False, tail=tail)
+
+    wanted_dx, wanted_dw, wanted_up, wanted_down = _by_autograd(case)
+
+    def error(seen: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
+        a, b = (torch.cat([t.double().reshape(-1) for t in part]) if part else torch.zeros(0) for part in (seen, wanted))
+        return float((a - b).norm() / max(float(b.norm()), 1e-30)) if len(b) and b.any() else float(a.norm()) if len(a) else 0.0
+
+    assert y.shape == all_x[me.rank].shape
+    return {
+        "dx": error([dx], [wanted_dx[me.rank]]),
+        "dw": error([dw], [wanted_dw[me.rank]]),
+        "up": error(d_up, wanted_up[mine.start : mine.stop]),
+        "down": error(d_down, wanted_down[mine.start : mine.stop]),
+    }
