@@ -13,9 +13,9 @@ import pplx_comm as pc
 
 CASES = [
     Case(11, 3, routing="uniform", num_experts=7, top_k=3, crowd="uneven"),
-    Case(12, 3, transport="proxy:tcp", wire="fp8", hidden=136, layout="padded", top_k=2, crowd="uneven"),
-    Case(13, 3, transport="proxy:shm", dtype="float32", layout="compact", num_experts=9, top_k=1),
-    Case(14, 3, dtype="float16", wire="fp8", layout="ragged", align=8, num_experts=5, top_k=4),
+    Case(12, 3, transport="proxy:tcp", wire="fp8_ue8m0", hidden=136, layout="padded", top_k=2, crowd="uneven"),
+    Case(13, 3, transport="proxy:shm", dtype="float32", wire="fp8", layout="compact", num_experts=9, top_k=1),
+    Case(14, 3, dtype="float16", wire="mxfp8", layout="ragged", scale_layout="tma", align=8, num_experts=5, top_k=4),
 ]
 
 

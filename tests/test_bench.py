@@ -117,8 +117,8 @@ def test_everything_that_it_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--layout", "compact", "--dtype", "fp32", "--routing", "zipf", "--experts", "7"],
-        ["--layout", "padded", "--routing", "one-hot", "--transport", "auto", "--node-size", "1", "--provider", "tcp"],
+        ["--layout", "compact", "--dtype", "fp32", "--routing", "zipf", "--experts", "7", "--wire", "mxfp8"],
+        ["--layout", "padded", "--routing", "one-hot", "--wire", "fp8_ue8m0", "--transport", "auto", "--node-size", "1", "--provider", "tcp"],
     ],
     ids=["compact", "padded"],
 )
@@ -166,7 +166,7 @@ def test_nothing_to_measure_is_a_failure() -> None:
 
 
 @pytest.mark.parametrize("layout", ["ragged", "compact"])
-@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
 def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str) -> None:
     """Rows to peers, a row per place; expert rows in, partial rows out and in, tokens out. Own rows are not sent."""
     arguments = ["--tokens", "17", "--hidden", "256", "--experts", "8", "--top-k", "3", "--wire", wire, "--layout", layout]

@@ -36,11 +36,8 @@ def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
             t.requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     for mine, to, w, d in zip(x, ids, weights, dy, strict=True):
-        for t in range(len(mine)):
-            for k in range(case.top_k):
-                e = int(to[t, k])
-                if e >= 0:
-                    loss = loss + w[t, k] * (_expert(mine[t], up[e], down[e]) * d[t]).sum()
+        for e in range(case.num_experts):
+            loss = loss + (((to == e) * w).sum(1) * (_expert(mine, up[e], down[e]) * d).sum(1)).sum()
     leaves = [*x, *weights, *up, *down]
     gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
     filled = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]

@@ -157,11 +157,10 @@ inline float set_scale(void* scales, std::uint32_t block, float amax) {
   }
 }
 
-// `n` elements, at most a block; inlined with n known where the block is whole.
-template <typename T, Wire wire>
-inline void quantise_block(const typename T::Stored* from, std::uint32_t n, std::uint8_t* to, void* scales, std::uint32_t block) {
+// The largest magnitude, as bits. Magnitudes compare as integers, and NaN compares largest of all.
+template <typename T>
+inline std::uint32_t largest_of(const typename T::Stored* from, std::uint32_t n) {
   const std::uint32_t whole = n / kLanes * kLanes;
-  // Magnitudes compare as integers, and NaN compares largest of all.
   Words lanes = {};
   for (std::uint32_t i = 0; i < whole; i += kLanes) {
     const Words magnitude = same_bits<Words>(load_lanes<T>(from + i)) & 0x7fffffffu;
@@ -169,11 +168,12 @@ inline void quantise_block(const typename T::Stored* from, std::uint32_t n, std:
   }
   std::uint32_t largest = largest_lane<kChunk>(lanes);
   for (std::uint32_t i = whole; i < n; ++i) largest = std::max(largest, bits_of(load_one<T>(from[i])) & 0x7fffffffu);
-  const float multiplier = set_scale<wire>(scales, block, float_of(largest));
-  if (largest >= 0x7f800000u) {
-    std::memset(to, kE4m3NaN, n);   // the sign of a NaN product would be the processor's choice
-    return;
-  }
+  return largest;
+}
+
+template <typename T>
+inline void write_codes(const typename T::Stored* from, std::uint32_t n, float multiplier, std::uint8_t* to) {
+  const std::uint32_t whole = n / kLanes * kLanes;
   for (std::uint32_t i = 0; i < whole; i += kLanes) {
     const Bytes code = __builtin_convertvector(to_e4m3_bits<Words>(load_lanes<T>(from + i) * multiplier), Bytes);
     std::memcpy(to + i, &code, sizeof code);
@@ -181,12 +181,28 @@ inline void quantise_block(const typename T::Stored* from, std::uint32_t n, std:
   for (std::uint32_t i = whole; i < n; ++i) to[i] = to_e4m3_sat(load_one<T>(from[i]) * multiplier);
 }
 
+// Blocks [begin, end) of a row; inlined with their number and size known except at the row's end. All scales first: the blocks'
+// reductions then overlap.
+template <typename T, Wire wire, std::uint32_t kBlocks>
+inline void quantise_blocks(const typename T::Stored* x, std::uint32_t begin, std::uint32_t n, std::uint8_t* codes, void* scales) {
+  constexpr std::uint32_t kBlock = scale_block(wire);
+  std::uint32_t largest[kBlocks];
+  float multiplier[kBlocks];
+  for (std::uint32_t b = 0; b < kBlocks; ++b) largest[b] = largest_of<T>(x + (begin + b) * kBlock, n);
+  for (std::uint32_t b = 0; b < kBlocks; ++b) multiplier[b] = set_scale<wire>(scales, begin + b, float_of(largest[b]));
+  for (std::uint32_t b = 0; b < kBlocks; ++b) write_codes<T>(x + (begin + b) * kBlock, n, multiplier[b], codes + (begin + b) * kBlock);
+  for (std::uint32_t b = 0; b < kBlocks; ++b)   // the sign of a NaN product would be the processor's choice
+    if (largest[b] >= 0x7f800000u) std::memset(codes + (begin + b) * kBlock, kE4m3NaN, n);
+}
+
 template <typename T, Wire wire>
 void quantise_as(const typename T::Stored* x, std::uint32_t hidden, std::uint8_t* codes, void* scales) {
-  constexpr std::uint32_t kBlock = scale_block(wire);
-  const std::uint32_t blocks = hidden / kBlock, done = blocks * kBlock;
-  for (std::uint32_t b = 0; b < blocks; ++b) quantise_block<T, wire>(x + b * kBlock, kBlock, codes + b * kBlock, scales, b);
-  if (done < hidden) quantise_block<T, wire>(x + done, hidden - done, codes + done, scales, blocks);
+  constexpr std::uint32_t kBlock = scale_block(wire), kTogether = 128 / kBlock;
+  const std::uint32_t blocks = hidden / kBlock;
+  std::uint32_t b = 0;
+  for (; b + kTogether <= blocks; b += kTogether) quantise_blocks<T, wire, kTogether>(x, b, kBlock, codes, scales);
+  for (; b < blocks; ++b) quantise_blocks<T, wire, 1>(x, b, kBlock, codes, scales);
+  if (b * kBlock < hidden) quantise_blocks<T, wire, 1>(x, b, hidden - b * kBlock, codes, scales);
 }
 
 template <typename T>
