@@ -18,7 +18,7 @@ DTYPES = {"bf16": (torch.bfloat16, "BFLOAT16"), "fp16": (torch.float16, "FLOAT16
 
 
 def seconds(isa: str, dtype: str, rows: int, hidden: int, repeats: int) -> dict[Wire, float]:
-    """The least CPU time of this thread over all repeats, in which the wires take turns: whoever shares the machine costs none of it."""
+    """The least CPU time of this thread over the repeats, in which wires take turns: who else is on the machine does not count."""
     tensor, name = DTYPES[dtype]
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(tensor)
     codes, scales = torch.empty(rows, hidden, dtype=torch.uint8), torch.empty(rows * hidden, dtype=torch.uint8)

@@ -249,9 +249,9 @@ class AllToAll:
         x: [tokens, hidden] of this AllToAll's dtype, or float8_e4m3fn together with x_scale.
         topk_ids: int32 or int64 [tokens, top_k]; -1 drops a choice, a repeated id is two choices.
         topk_weights: float32 [tokens, top_k]; None means ones, or with plan= that plan's.
-        x_scale: x is quantised already, and these are its scales as d.scale has them on this wire: float32 [tokens, ceil(hidden / 128)],
-            with FP8_UE8M0 powers of two; with MXFP8 uint8 (or float8_e8m0fnu) [tokens, ceil(hidden / 32)]. Rows, columns ("tma") or
-            any other strides.
+        x_scale: x is quantised already, and these are its scales as d.scale has them on this wire: float32 [tokens,
+            ceil(hidden / 128)], with FP8_UE8M0 powers of two; with MXFP8 uint8 (or float8_e8m0fnu) [tokens, ceil(hidden / 32)].
+            By row, by column ("tma") or with any other strides.
         plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as a backward pass needs it.
         async_op: returns after the send half; d.wait() is the receive half.
         """
@@ -333,9 +333,9 @@ class AllToAll:
         expert_out: this AllToAll's dtype, shaped like d.x (Ragged and Compact may leave out unused rows at the end).
         weights: float32 [tokens, top_k] of this rank's tokens, in place of the dispatch's; on all ranks or on none.
         weighted: False adds without weights.
-        tail: float32, one number per received choice, shaped like d.weights (Compact: like d.topk_weights; the numbers of choices that
-            live elsewhere are ignored), rows as in expert_out; on all ranks or on none. Each rides behind its row, and comes back,
-            unchanged, to the rank of its token: combine then returns (y, [tokens, top_k]), in which dropped choices have 0.
+        tail: float32, one number per received choice, shaped like d.weights (Compact: like d.topk_weights; numbers of choices that
+            live elsewhere are ignored); unused rows at the end may be left out; on all ranks or on none. Each rides behind its row
+            and comes back as it is to its token: combine then returns (y, [tokens, top_k]), in which dropped choices have 0.
         out: where to write, [tokens, hidden]; accumulate adds to what is there.
         async_op: returns after the send half; .wait() returns the result.
 

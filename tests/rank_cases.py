@@ -266,7 +266,9 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
     sent = [reference.payload(shape, t) for t in step.tokens]
     if shape.quantised:
         _must(d.scale is not None and d.scale.dtype == (torch.uint8 if case.wire == "mxfp8" else torch.float32), "scale")
-        _must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape)
+        _must(
+            d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape
+        )
         if case.scale_layout == "tma" and d.scale.numel():
             column = d.scale.stride(-1) * d.scale.element_size()
             _must(d.scale.stride(-2) == 1 and column % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
@@ -835,7 +837,9 @@ def bad_combines(me: Any, case: Case, clumsy: int) -> None:
             mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], case.top_k + 1)), "tail.*shape"))
         if case.layout != "padded" and needed:
             mistakes.append((lambda: a2a.combine(out[: needed - 1], d), f"{needed - 1} rows.*{needed}"))
-            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(needed - 1, *tail_shape[1:])), f"tail.*{needed - 1} rows.*{needed}"))
+            mistakes.append(
+                (lambda: a2a.combine(out, d, tail=torch.zeros(needed - 1, *tail_shape[1:])), f"tail.*{needed - 1} rows.*{needed}")
+            )
         if case.layout == "padded" and len(case.shape.experts_of(me.rank)):
             mistakes.append((lambda: a2a.combine(out[:, :-1], d), "shape"))
             mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], rows[1] - 1)), "tail.*shape"))
@@ -1235,7 +1239,9 @@ class Survivor:
         attached = attach_tails(self.case, step, self.me.rank, d)
         y, tail = self.a2a.combine(run_experts(self.case, self.me.rank, d, True), d, tail=attached)
         _must(same_bits(y, reference.combine(self.case.shape, step.tokens, self.me.rank)), "y after reset")
-        _must(same_bits(tail, reference.tail(self.case.shape, step.tokens, self.me.rank, tails[self.me.rank])), "the tail after reset")
+        _must(
+            same_bits(tail, reference.tail(self.case.shape, step.tokens, self.me.rank, tails[self.me.rank])), "the tail after reset"
+        )
         return d
 
 

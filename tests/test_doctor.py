@@ -48,7 +48,9 @@ def test_memory_is_what_construction_reserves(capsys: pytest.CaptureFixture[str]
         assert row["proxy"] > row["mapped"]
 
 
-@pytest.mark.parametrize(("wire", "token"), [("native", 2 * 1024), ("fp8", 1024 + 32), ("fp8_ue8m0", 1024 + 32), ("mxfp8", 1024 + 32)])
+@pytest.mark.parametrize(
+    ("wire", "token"), [("native", 2 * 1024), ("fp8", 1024 + 32), ("fp8_ue8m0", 1024 + 32), ("mxfp8", 1024 + 32)]
+)
 def test_memory_of_what_a_dispatch_returns(capsys: pytest.CaptureFixture[str], wire: str, token: int) -> None:
     layer = ["--experts", "64", "--top-k", "4", "--hidden", "1024", "--wire", wire, "--ranks", "4", "--layout", "compact"]
     (row,) = report(capsys, "--tokens", "16", *layer)["memory_per_rank"]

@@ -95,7 +95,9 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--experts", type=_positive, default=256, help="experts of all ranks together (256)")
     shape.add_argument("--top-k", type=_positive, default=8, help="experts per token (8)")
     shape.add_argument("--dtype", choices=DTYPES, default="bf16", help="what dispatch takes and combine returns (bf16)")
-    shape.add_argument("--wire", type=_wire, default="native", help="what travels in dispatch: native, fp8, fp8_ue8m0 or mxfp8 (native)")
+    shape.add_argument(
+        "--wire", type=_wire, default="native", help="what travels in dispatch: native, fp8, fp8_ue8m0 or mxfp8 (native)"
+    )
     shape.add_argument("--layout", choices=("ragged", "padded", "compact"), default="ragged", help="of the rows received (ragged)")
     shape.add_argument("--align", type=_positive, default=128, help="ragged: each expert's rows start at a multiple of it (128)")
 

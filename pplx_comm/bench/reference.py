@@ -60,9 +60,7 @@ def check_rows(batch: Batch, rows: torch.Tensor, scales: torch.Tensor | None, so
             _check_decoded(batch.shape.wire, rank, tokens, got, scales[mine], batch.x_of(rank)[tokens])
 
 
-def _check_decoded(
-    wire: Wire, rank: int, tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor
-) -> None:
+def _check_decoded(wire: Wire, rank: int, tokens: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> None:
     """Another order of operations may round another way; this is what every e4m3 quantiser keeps to."""
     blocks = torch.repeat_interleave(number(wire, scales), wire.scale_block, dim=1)[:, : x.shape[1]]
     exact, decoded = x.float(), codes.float() * blocks

@@ -12,8 +12,8 @@ namespace py = pybind11;
 namespace pplx {
 namespace {
 
-void quantise(const std::string& isa, Wire wire, Dtype dtype, std::uintptr_t x, std::uint64_t rows, std::uint32_t hidden, std::uintptr_t codes,
-              std::uintptr_t scales) {
+void quantise(const std::string& isa, Wire wire, Dtype dtype, std::uintptr_t x, std::uint64_t rows, std::uint32_t hidden,
+              std::uintptr_t codes, std::uintptr_t scales) {
   const cpu::Kernels* kernels = cpu::kernels_named(isa.c_str());
   if (kernels == nullptr) throw py::value_error("this processor does not run '" + isa + "'");
   if (!quantised(wire)) throw py::value_error("the native wire has no scales");

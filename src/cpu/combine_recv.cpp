@@ -51,7 +51,8 @@ class CombineRecv final : public PhaseRun {
                         theirs ? "a release() of a step that this rank combines" : "a combine of a step that this rank released");
     if (((header.flags & kHasTail) != 0) != has_tail_)
       e_.protocol_error(Phase::CombineRecv, step_, peer,
-                        has_tail_ ? "a combine without tail=, which this rank passed" : "a combine with tail=, which this rank did not pass");
+                        has_tail_ ? "a combine without tail=, which this rank passed"
+                                  : "a combine with tail=, which this rank did not pass");
     const std::uint32_t expected = released_ ? 0 : plan_.rows(peer);
     if (header.rows != expected)
       e_.protocol_error(Phase::CombineRecv, step_, peer,

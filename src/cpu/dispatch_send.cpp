@@ -79,7 +79,8 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
       char* row = e_.staging(set_) + std::uint64_t{t} * block_.route_at;
-      k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row), row + block_.scales_at);
+      k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
+                  row + block_.scales_at);
     }
   }
 

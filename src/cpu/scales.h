@@ -12,7 +12,8 @@ inline void copy_scales_of(char* to, std::uint64_t to_stride, const char* from, 
 }
 
 // `each`: bytes of a scale, 1 or 4. Strides in bytes.
-inline void copy_scales(char* to, std::uint64_t to_stride, const char* from, std::uint64_t from_stride, std::uint32_t n, std::uint32_t each) {
+inline void copy_scales(char* to, std::uint64_t to_stride, const char* from, std::uint64_t from_stride, std::uint32_t n,
+                        std::uint32_t each) {
   if (to_stride == each && from_stride == each)
     std::memcpy(to, from, std::size_t{n} * each);
   else if (each == 1)

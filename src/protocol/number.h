@@ -131,7 +131,8 @@ static inline std::uint8_t e4m3_scale_e8m0(float amax) {
   const std::uint32_t finite = u == 0 ? 127u : code;
   return static_cast<std::uint8_t>(u >= 0x7f800000u ? 0xffu : finite);
 }
-static inline float e8m0_reciprocal(std::uint8_t code) { return float_of((254u - code) << 23); }   // of what e4m3_scale_e8m0 gives for a finite amax
+// Of what e4m3_scale_e8m0 gives for a finite amax.
+static inline float e8m0_reciprocal(std::uint8_t code) { return float_of((254u - code) << 23); }
 static inline BlockScale e4m3_scale_power_of_two(float amax) {
   const std::uint8_t code = e4m3_scale_e8m0(amax);
   return {from_e8m0(code), code == 0xff ? from_e8m0(code) : e8m0_reciprocal(code)};

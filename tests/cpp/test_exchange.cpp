@@ -276,7 +276,8 @@ bool advance(LocalRank& rank, Walker& w, Script& script) {
       case 3: {
         d.y.assign(std::size_t{d.tokens} * c.hidden, std::nanf(""));
         d.tail_back.assign(d.ids.size(), std::nanf(""));
-        w.phase = e.start_combine_recv(w.step, {reinterpret_cast<char*>(d.y.data()), std::uint64_t{c.hidden} * 4, false, d.tail_back.data()});
+        const CombineOutput out{reinterpret_cast<char*>(d.y.data()), std::uint64_t{c.hidden} * 4, false, d.tail_back.data()};
+        w.phase = e.start_combine_recv(w.step, out);
         break;
       }
     }

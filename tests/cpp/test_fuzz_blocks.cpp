@@ -228,7 +228,8 @@ void one_case(std::uint64_t seed, Totals& totals) {
     Rank& r = ranks[at.config.rank];
     r.y.assign(std::size_t{r.tokens} * config.hidden * dtype_bytes(config.dtype), 0);
     r.tail_out.assign(std::size_t{r.tokens} * config.top_k, 0);
-    const CombineOutput out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false, tail ? r.tail_out.data() : nullptr};
+    const CombineOutput out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false,
+                            tail ? r.tail_out.data() : nullptr};
     const auto phase = at.exchange->start_combine_recv(r.step, out);
     if (finish(local, *phase, totals)) at.exchange->finish_combine_recv(r.step);
   }

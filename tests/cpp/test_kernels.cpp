@@ -134,8 +134,8 @@ void check_quantising(const Kernels& k, check::Random& random) {
       // One mantissa step around where a power of two becomes the next one.
       if (kind == 5) {
         const auto edge = static_cast<std::uint32_t>(random.integer(1, 254)) << 23 | 0x600000u;
-        const float v = float_of(edge + static_cast<std::uint32_t>(random.integer(-1, 1)) * (dtype == Dtype::BFloat16 ? 0x10000u : 1u));
-        if (dtype != Dtype::Float16) store(dtype, x.data(), at, v);
+        const auto off = static_cast<std::uint32_t>(random.integer(-1, 1)) * (dtype == Dtype::BFloat16 ? 0x10000u : 1u);
+        if (dtype != Dtype::Float16) store(dtype, x.data(), at, float_of(edge + off));
       }
     }
     std::vector<std::uint8_t> codes(hidden + 64, kGuard);
@@ -162,7 +162,8 @@ void check_quantising(const Kernels& k, check::Random& random) {
       }
       const BlockScale s = wire == Wire::FP8 ? e4m3_scale(amax) : e4m3_scale_power_of_two(amax);
       CHECK_EQ(bits_of(scale), bits_of(s.scale));
-      for (std::uint32_t h = b * block; h < end; ++h) CHECK_EQ(codes[h], to_e4m3_sat(multiply(load(dtype, x.data(), h), s.multiplier)));
+      for (std::uint32_t h = b * block; h < end; ++h)
+        CHECK_EQ(codes[h], to_e4m3_sat(multiply(load(dtype, x.data(), h), s.multiplier)));
     }
     for (std::size_t g = hidden; g < codes.size(); ++g) CHECK_EQ(codes[g], kGuard);
     for (std::size_t g = std::size_t{blocks} * each; g < scales.size(); ++g) CHECK_EQ(scales[g], kGuard);

@@ -190,7 +190,8 @@ inline void quantise_blocks(const typename T::Stored* x, std::uint32_t begin, st
   float multiplier[kBlocks];
   for (std::uint32_t b = 0; b < kBlocks; ++b) largest[b] = largest_of<T>(x + (begin + b) * kBlock, n);
   for (std::uint32_t b = 0; b < kBlocks; ++b) multiplier[b] = set_scale<wire>(scales, begin + b, float_of(largest[b]));
-  for (std::uint32_t b = 0; b < kBlocks; ++b) write_codes<T>(x + (begin + b) * kBlock, n, multiplier[b], codes + (begin + b) * kBlock);
+  for (std::uint32_t b = 0; b < kBlocks; ++b)
+    write_codes<T>(x + (begin + b) * kBlock, n, multiplier[b], codes + (begin + b) * kBlock);
   for (std::uint32_t b = 0; b < kBlocks; ++b)   // the sign of a NaN product would be the processor's choice
     if (largest[b] >= 0x7f800000u) std::memset(codes + (begin + b) * kBlock, kE4m3NaN, n);
 }
