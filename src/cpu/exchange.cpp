@@ -27,14 +27,16 @@ std::string abort_text(const Abort& a) {
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
     case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
-    case AbortReason::Fabric: return rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
+    case AbortReason::Fabric:
+      return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
+                                : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
     case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
     case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
     case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
     case AbortReason::User:
     case AbortReason::None: break;
   }
-  return rank_text(a.origin) + " aborted" + where;
+  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
 }
 
 }  // namespace
@@ -246,12 +248,12 @@ void Exchange::latch(PeerFailure failure) {
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (message_.empty()) message_ = message;
-  }
   const std::uint64_t word = abort_word(abort);
-  store_if_zero(own_word(Heap::abort_at), word);
+  {
+    // The message is that of the word, which may be a peer's by now.
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (store_if_zero(own_word(Heap::abort_at), word)) message_ = message;
+  }
   if (abort.reason == AbortReason::Interrupted)
     for (std::uint32_t peer = 0; peer < config_.world; ++peer)
       if (memory_.peers[peer] != nullptr && alive_[peer])
