@@ -5,8 +5,7 @@ file(GLOB core_sources CONFIGURE_DEPENDS
   "${PROJECT_SOURCE_DIR}/src/cpu/*.cpp"
   "${PROJECT_SOURCE_DIR}/src/memory/*.cpp"
   "${PROJECT_SOURCE_DIR}/proxy/*.cpp"
-  "${PROJECT_SOURCE_DIR}/proxy/libfabric/*.cpp"
-  "${PROJECT_SOURCE_DIR}/proxy/sim/*.cpp")
+  "${PROJECT_SOURCE_DIR}/proxy/libfabric/*.cpp")
 # The vector kernels are compiled once per instruction set; the fastest that the machine has is chosen at run time.
 # A kernel file must keep its functions in its own namespace or static: the linker would keep one copy of a shared inline
 # function, perhaps the AVX-512 one, for everybody.

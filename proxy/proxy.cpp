@@ -15,7 +15,21 @@ std::uint32_t life_in(std::uint64_t context) { return static_cast<std::uint32_t>
 std::uint32_t object_in(std::uint64_t context) { return static_cast<std::uint32_t>(context >> 32) & 0xffu; }
 std::uint32_t index_in(std::uint64_t context) { return static_cast<std::uint32_t>(context); }
 
+Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
+
 }  // namespace
+
+Abort ProxyFailure::abort(std::uint32_t rank) const {
+  if (peer != kNoRank) return {AbortReason::Fabric, phase_of(op), rank, peer, step};
+  // A rank that lost its whole fabric blames itself, so that every rank names the same one.
+  return {AbortReason::Fabric, Phase::None, rank, rank, 0};
+}
+
+std::string ProxyFailure::text(std::uint32_t rank) const {
+  std::string text = "rank " + std::to_string(rank) + " lost the network";
+  if (peer != kNoRank) text += " to rank " + std::to_string(peer) + " (" + op_name(op) + " of step " + std::to_string(step) + ")";
+  return text + ": " + message;
+}
 
 void Proxy::attach(ProxyObject o) {
   auto object = std::make_unique<Object>();

@@ -14,10 +14,14 @@
 namespace pplx {
 
 struct ProxyFailure {
-  std::uint32_t peer = kNoRank;
+  std::uint32_t peer = kNoRank;     // none: the whole fabric of this rank
   Op op = Op::Dispatch;
   std::uint32_t step = 0;
   std::string message;
+
+  // What `rank`, whose proxy this is, tells the others.
+  Abort abort(std::uint32_t rank) const;
+  std::string text(std::uint32_t rank) const;
 };
 
 // One AllToAll of this rank, as the proxy sees it.

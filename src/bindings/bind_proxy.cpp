@@ -25,8 +25,6 @@ void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabr
     throw FabricError(std::string("the proxy thread did not answer within 30 s to: ") + what + ". It hangs inside the provider.");
 }
 
-Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
-
 LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared) {
   const auto region = std::make_shared<LocalRegion>();
   call(thread, "register memory", [region, shared](Proxy&, Fabric& fabric) {
@@ -51,12 +49,7 @@ void attach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, 
       object->peers.at(peer) =
           std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), Blob(text.begin(), text.end())));
     object->on_failure = [weak, rank](const ProxyFailure& f) {
-      const std::shared_ptr<SharedExchange> e = weak.lock();
-      if (!e) return;
-      std::string message = "rank " + std::to_string(rank) + " lost the network";
-      if (f.peer != kNoRank)
-        message += " to rank " + std::to_string(f.peer) + " (" + op_name(f.op) + " of step " + std::to_string(f.step) + ")";
-      e->exchange.fail({AbortReason::Fabric, phase_of(f.op), rank, f.peer, f.step}, message + ": " + f.message);
+      if (const std::shared_ptr<SharedExchange> e = weak.lock()) e->exchange.fail(f.abort(rank), f.text(rank));
     };
     proxy.attach(std::move(*object));
   });

@@ -6,10 +6,6 @@
 namespace pplx::cpu {
 namespace {
 
-double now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 // A peer that said goodbye has sent all it will send; what is still in the network gets this long.
 constexpr double kGoodbyeGrace = 1.0;
 
@@ -31,21 +27,27 @@ std::string abort_text(const Abort& a) {
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
     case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
-    case AbortReason::Fabric: return rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
+    case AbortReason::Fabric:
+      return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
+                                : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
     case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
     case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
     case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
     case AbortReason::User:
     case AbortReason::None: break;
   }
-  return rank_text(a.origin) + " aborted" + where;
+  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
 }
 
 }  // namespace
 
-Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds)
+double Exchange::steady_clock() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock)
     : config_(config), heap_(heap_of(config)), memory_(std::move(memory)), pool_(threads > 0 ? threads - 1 : 0),
-      timeout_(timeout_seconds), next_step_(config.first_step), alive_(config.world, true), open_(config.in_flight),
+      timeout_(timeout_seconds), now_(std::move(clock)), next_step_(config.first_step), alive_(config.world, true), open_(config.in_flight),
       staging_(config.in_flight), mailed_(std::size_t{config.in_flight} * kOps * config.world, 0),
       left_at_(config.world) {
   if (const char* what = invalid(config)) throw Misuse(what);
@@ -174,30 +176,38 @@ Exchange::Open& Exchange::open_step(std::uint32_t step, Progress expected, const
 
 // ---- blocking calls ----------------------------------------------------------------------------------------------------
 
+bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun) {
+  try {
+    if (phase_run.poll()) return true;
+    look_for_failure(phase_run, phase, step, timeout_ * (first_step_ ? 3.0 : 1.0) - (now_() - begun));
+    return false;
+  } catch (const PeerFailure& failure) {
+    latch(failure);
+  }
+}
+
 void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const Interrupted& interrupted) {
-  const double begun = now();
-  const double limit = timeout_ * (first_step_ ? 3.0 : 1.0);
+  const double begun = now_();
   double ask = begun + 0.05;
   Backoff backoff;
   try {
     const ThreadPool::Help help(pool_, phase_run);
-    while (!phase_run.poll()) {
+    while (!poll(phase_run, phase, step, begun)) {
       backoff.pause();
-      const double at = now();
-      look_for_failure(phase_run, phase, step, limit - (at - begun));
+      const double at = now_();
       if (at < ask) continue;
       ask = at + 0.05;
       if (interrupted) interrupted();
     }
-  } catch (const PeerFailure& failure) {
-    latch(failure);
+  } catch (const PeerFailure&) {
+    throw;
   } catch (...) {
     // A signal handler that threw, or no memory: this rank cannot finish the step, and the others must not wait for it.
     fail({AbortReason::Interrupted, phase, config_.rank, config_.rank, step}, "");
     throw;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  stats_.seconds[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1] += now() - begun;
+  stats_.seconds[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1] += now_() - begun;
 }
 
 void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
@@ -215,7 +225,7 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
     throw f;
   };
   const double goodbye = left_at_[w.peer].load(std::memory_order_acquire);
-  if (goodbye >= 0 && now() - goodbye > kGoodbyeGrace)
+  if (goodbye >= 0 && now_() - goodbye > kGoodbyeGrace)
     failure(rank_text(w.peer) + " closed its Communicator while " + rank_text(config_.rank) + " is " + waits, AbortReason::Closed);
   if (late)
     failure(rank_text(config_.rank) + " gave up after " + seconds_text(timeout_ * (first_step_ ? 3.0 : 1.0)) + " " + waits +
@@ -238,12 +248,12 @@ void Exchange::latch(PeerFailure failure) {
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (message_.empty()) message_ = message;
-  }
   const std::uint64_t word = abort_word(abort);
-  store_if_zero(own_word(Heap::abort_at), word);
+  {
+    // The message is that of the word, which may be a peer's by now.
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (store_if_zero(own_word(Heap::abort_at), word)) message_ = message;
+  }
   if (abort.reason == AbortReason::Interrupted)
     for (std::uint32_t peer = 0; peer < config_.world; ++peer)
       if (memory_.peers[peer] != nullptr && alive_[peer])
@@ -252,7 +262,7 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
 
 void Exchange::peer_left(std::uint32_t peer) {
   if (left_at_[peer] >= 0) return;
-  left_at_[peer] = now();
+  left_at_[peer] = now_();
   someone_left_.store(true, std::memory_order_release);
 }
 

@@ -98,7 +98,11 @@ class Exchange {
     std::vector<char*> peers;      // by rank: their heap, mapped; own for oneself; null behind the proxy
   };
 
-  Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds);
+  // Seconds since any fixed moment, never less than before: what timeouts are counted in. A simulation brings its own.
+  using Clock = std::function<double()>;
+  static double steady_clock();
+
+  Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock = steady_clock);
 
   const Config& config() const { return config_; }
   const Heap& heap() const { return heap_; }
@@ -110,7 +114,10 @@ class Exchange {
   void combine_send(std::uint32_t step, const CombineInput& input, const Interrupted& interrupted);
   void combine_recv(std::uint32_t step, const CombineOutput& output, const Interrupted& interrupted);
 
-  // The same, to be polled by whoever owns the clock. finish_...() once poll() has returned true.
+  // The same, to be polled by whoever owns the clock. finish_...() once poll() has returned true. poll() throws what fails the
+  // phase, a timeout that counts from `begun` included, and latches it.
+  bool poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun);
+  double now() const { return now_(); }
   std::unique_ptr<PhaseRun> start_dispatch_send(const DispatchInput& input, std::uint32_t* step);
   std::unique_ptr<PhaseRun> start_dispatch_recv(std::uint32_t step, const DispatchOutput& output,
                                                 std::shared_ptr<Received> received);
@@ -197,6 +204,7 @@ class Exchange {
   const Memory memory_;
   ThreadPool pool_;
   const double timeout_;
+  const Clock now_;
   const std::uint32_t rows_per_unit_bytes_ = 64 * 1024;
 
   mutable std::mutex mutex_;                  // steps, failure, stats

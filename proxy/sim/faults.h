@@ -1,0 +1,74 @@
+// The kinds of fault that the simulation knows, and how often each one happened.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+
+namespace pplx::sim {
+
+// What a run found wrong with the library.
+struct Violation : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum class Fault : std::uint8_t {
+  LateRead,            // a source was read at the last moment that it may be: with the local completion
+  SplitRead,           // a source was read in pieces, at different times
+  SplitLanding,        // a write landed in pieces, in any order, before its immediate
+  Reordered,           // a write arrived before one that was posted earlier to the same peer
+  Delayed,             // a write took tens of times as long as the others
+  ShardsReordered,     // the shards of a block arrived in another order than they were posted
+  Duplicated,          // an arrival was reported twice
+  Replayed,            // an immediate of long ago was reported again
+  Busy,                // a burst of EAGAIN
+  QueueFull,           // EAGAIN: as many writes under way as the endpoint holds
+  CompletionsHeld,     // more completions than the queue holds: the provider kept them back
+  CompletionsLost,     // the same, and the queue overran
+  FailedWrite,         // a write that completed with an error
+  FailedSomewhere,     // an error that names no write
+  FailedPost,          // a write that could not even be posted
+  UnknownRefused,      // EAGAIN: the target has not inserted this initiator yet
+  UnknownDropped,      // the same: the target dropped it, the provider tried again
+  UnknownSource,       // an immediate that names no peer
+  Poisoned,            // a block that nobody may read any more was overwritten
+  Slow,                // a rank did nothing for milliseconds
+  Killed,              // a rank died, and its control connections told
+  Vanished,            // a rank stopped, and nothing told
+  Left,                // a rank closed its Communicator in the middle of others' step
+  LeftInOrder,         // a rank closed its Communicator after its last step
+  CorruptStep,         // a header with another step ...
+  CorruptGeneration,   // ... another generation
+  CorruptSource,       // ... another source
+  CorruptPieces,       // ... pieces
+  CorruptRows,         // ... a number of rows that cannot be
+  CorruptCounts,       // ... counts that cannot be
+  CorruptFlags,        // ... a release that is none
+  StaleWrite,          // a write of an earlier generation reached memory that is registered no more
+  StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was awaited
+  WokeTooLate,         // a rank that had vanished went on after the others had reset without it
+  Count
+};
+inline constexpr std::size_t kFaults = static_cast<std::size_t>(Fault::Count);
+
+const char* name_of(Fault fault);
+
+struct Totals {
+  std::array<std::uint64_t, kFaults> faults{};
+  std::uint64_t seeds = 0, steps = 0, resets = 0, failures = 0, writes = 0, events = 0, outputs = 0;
+
+  void count(Fault fault, std::uint64_t n = 1) { faults[static_cast<std::size_t>(fault)] += n; }
+  std::uint64_t operator[](Fault fault) const { return faults[static_cast<std::size_t>(fault)]; }
+  void add(const Totals& other) {
+    for (std::size_t i = 0; i < kFaults; ++i) faults[i] += other.faults[i];
+    seeds += other.seeds;
+    steps += other.steps;
+    resets += other.resets;
+    failures += other.failures;
+    writes += other.writes;
+    events += other.events;
+    outputs += other.outputs;
+  }
+};
+
+}  // namespace pplx::sim

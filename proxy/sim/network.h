@@ -1,0 +1,160 @@
+// A network in memory that keeps only the promises of fabric.h. Ports (one per SimFabric) post writes; each write is read from
+// its source and lands at its target in pieces and at times that the seed chooses, and then its completions are due.
+//
+// What a rank does wrong is found here when only the network can see it: a source that changes before its local completion, a
+// write outside of registered memory, a post to a peer that was never inserted.
+#pragma once
+
+#include <array>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "../fabric.h"
+#include "../../src/protocol/immediate.h"
+#include "clock.h"
+#include "faults.h"
+#include "log.h"
+#include "random.h"
+
+namespace pplx::sim {
+
+// What one seed's network is like. Chances are per write.
+struct Profile {
+  explicit Profile(Random& random);
+
+  Time latency;
+  double ns_per_byte;
+  double late_read, split, delayed, duplicated, replayed, stranger, busy;
+  std::uint32_t queue_depth;        // writes that a port may have under way
+  std::uint32_t completions;        // that a port's queue holds
+  bool refuses_unknown;             // an initiator that the target has not inserted: EAGAIN, else dropped and tried again
+  bool offsets;                     // targets are named by offsets, else by addresses
+};
+
+// A failure that is planted once, into the next write of a rank that it fits.
+struct Trap {
+  enum class Kind : std::uint8_t { None, FailedWrite, FailedSomewhere, FailedPost, CompletionsLost, Corrupt };
+  Kind kind = Kind::None;
+  std::uint32_t rank = 0;           // CompletionsLost: whose queue; else: who posts
+  bool fired = false;
+  std::uint32_t peer = 0;           // to whom the write went
+  Immediate immediate;              // what it carried
+};
+
+class Network final : public Clock::Task {
+ public:
+  struct Region {
+    char* base = nullptr;
+    std::uint64_t bytes = 0;
+    std::uint64_t key = 0;
+  };
+  struct Due {
+    Completion completion;
+    char* source = nullptr;                              // Sent: what nobody reads any more
+    std::size_t bytes = 0;
+    std::uint64_t key = 0;                               // of the region it lies in
+  };
+  struct Port {
+    std::uint32_t number = 0, rank = 0;
+    int endpoints = 1;
+    bool open = true;
+    bool dead = false;                                   // its process is gone, or stopped: it takes nothing
+    std::map<int, std::uint32_t> peers;                  // inserted: rank to port
+    std::map<std::uint64_t, Region> regions;             // registered, by key
+    std::vector<Due> ready;
+    std::deque<Due> held;                                // what the queue has no room for
+    std::uint32_t under_way = 0;
+    bool overran = false;
+    std::unordered_map<int, Time> busy_until;            // by peer
+    std::deque<std::uint32_t> history;                   // immediates that arrived, for replay
+    std::function<void()> on_ready;
+  };
+
+  Network(Clock& clock, Log& log, Totals& totals, std::uint64_t seed)
+      : clock_(clock), log_(log), totals_(totals), random_(seed), profile_(random_) {}
+
+  Port& open(std::uint32_t rank, int endpoints);
+  void close(std::uint32_t port);                        // like the death of its process: what is on the wire still lands
+  Port& port(std::uint32_t number) { return *ports_[number]; }
+  const Profile& profile() const { return profile_; }
+  std::uint64_t new_key() { return ++last_key_; }
+
+  Post post(Port& from, const Write& write);             // what a SimFabric's write() does
+  int poll(Port& at, Completion* out, int capacity);
+
+  // The trap's header damage: changes the first bytes of a block on its way; false if it can do nothing to this one.
+  using Damage = std::function<bool(const Immediate& immediate, char* block, std::size_t bytes, Random& random)>;
+  void set_trap(const Trap& trap, Damage damage = {}) {
+    trap_ = trap;
+    damage_ = std::move(damage);
+  }
+  const Trap& trap() const { return trap_; }
+  // What a port has on the wire lands no earlier than `then`.
+  void hold_up(std::uint32_t port, Time then);
+
+  void run(std::uint32_t what) override;
+
+ private:
+  static constexpr std::uint32_t kMostPieces = 4;
+  enum Action : std::uint32_t { kRead = 0, kLand = kMostPieces, kSent = 2 * kMostPieces, kArrive, kAgain, kTryPeer, kRepeat, kActions = 16 };
+  enum class Fate : std::uint8_t { Whole, Fails, FailsUnsaid, Corrupt };
+
+  struct Piece {
+    std::size_t begin = 0, end = 0;
+    bool read = false;
+  };
+  struct Flight {
+    std::uint32_t from = 0, to = 0;
+    Write write;
+    char* source = nullptr;
+    std::uint64_t source_key = 0, key = 0;
+    std::uint64_t target = 0;                            // an address, or an offset: see Profile::offsets
+    Immediate immediate;
+    std::vector<char> bytes;
+    std::array<Piece, kMostPieces> pieces;
+    std::uint32_t count = 0, unread = 0, unlanded = 0;
+    std::uint32_t events = 0;                            // still to come: the flight ends with the last
+    std::uint64_t order = 0;                             // among its pair's writes
+    Time not_before = 0;                                 // of what is still to land
+    Time patience = 0;                                   // before the next try at a target that does not know the initiator
+    Fate fate = Fate::Whole;
+    bool lost = false;
+  };
+  struct Pair {
+    std::uint64_t posted = 0, arrived = 0;
+    std::array<std::uint32_t, kOps> block{};             // the block that shards last arrived of, and the last of them
+    std::array<std::uint32_t, kOps> shard{};
+  };
+
+  bool trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate);
+  void launch(std::uint32_t number);
+  void schedule(std::uint32_t number, std::uint32_t action, Time delay);
+  void read(Flight& flight, Piece& piece);
+  void land(Flight& flight, const Piece& piece);
+  void sent(Flight& flight);
+  void arrive(std::uint32_t number, Flight& flight);
+  void push(Port& at, const Due& due);
+  void push_arrival(Port& at, std::uint32_t immediate);
+  std::string text(const Flight& flight) const;
+  Pair& pair(std::uint32_t from, std::uint32_t to) { return pairs_[std::uint64_t{from} << 32 | to]; }
+
+  Clock& clock_;
+  Log& log_;
+  Totals& totals_;
+  Random random_;
+  const Profile profile_;
+  std::vector<std::unique_ptr<Port>> ports_;
+  std::deque<Flight> flights_;
+  std::vector<std::uint32_t> free_;
+  std::unordered_map<std::uint64_t, Pair> pairs_;
+  std::uint64_t last_key_ = 0;
+  Trap trap_;
+  Damage damage_;
+};
+
+}  // namespace pplx::sim

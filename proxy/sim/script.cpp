@@ -1,0 +1,224 @@
+#include "script.h"
+
+#include <algorithm>
+#include <array>
+
+namespace pplx::sim {
+namespace {
+
+enum class Routing { Uniform, Zipf, OneHot, Repeats, Nowhere };
+
+std::vector<std::int32_t> draw_ids(const Config& c, std::uint32_t tokens, Routing routing, std::uint32_t hot, Random& random) {
+  const auto uniform = [&] { return static_cast<std::int32_t>(random.below(c.num_experts)); };
+  std::vector<std::int32_t> ids;
+  ids.reserve(std::size_t{tokens} * c.top_k);
+  for (std::uint32_t t = 0; t < tokens; ++t) {
+    const std::int32_t first = uniform();
+    for (std::uint32_t k = 0; k < c.top_k; ++k) {
+      if (routing == Routing::Nowhere || random.chance(0.08)) {
+        ids.push_back(-1);
+        continue;
+      }
+      switch (routing) {
+        case Routing::OneHot: ids.push_back(static_cast<std::int32_t>(hot)); break;
+        case Routing::Repeats: ids.push_back(random.chance(0.5) ? first : uniform()); break;
+        // Half of what is left goes to each next expert, counted from the hot one.
+        case Routing::Zipf: {
+          std::uint32_t e = 0;
+          while (e + 1 < c.num_experts && random.chance(0.5)) ++e;
+          ids.push_back(static_cast<std::int32_t>((hot + e) % c.num_experts));
+          break;
+        }
+        default: ids.push_back(uniform());
+      }
+    }
+  }
+  return ids;
+}
+
+// e4m3 with a float scale per 128: the codes and scales of one row.
+void quantise(const Config& c, const float* x, char* codes, char* scales) {
+  const std::uint32_t block = scale_block(c.wire);
+  for (std::uint32_t begin = 0; begin < c.hidden; begin += block) {
+    const std::uint32_t end = std::min(c.hidden, begin + block);
+    float amax = 0;
+    for (std::uint32_t h = begin; h < end; ++h) amax = std::max(amax, std::fabs(x[h]));
+    const float scale = amax == 0 ? 1.0f : amax / 448.0f, multiplier = amax == 0 ? 1.0f : 448.0f / amax;
+    std::memcpy(scales + begin / block * sizeof scale, &scale, sizeof scale);
+    for (std::uint32_t h = begin; h < end; ++h) codes[h] = static_cast<char>(bits_in(rounded(x[h] * multiplier, kE4m3), kE4m3, 4));
+  }
+}
+
+void draw_tokens(const Config& c, const Step& step, Part& part, Random& random) {
+  const std::size_t values = std::size_t{part.tokens} * c.hidden, size = dtype_bytes(c.dtype);
+  for (std::size_t i = 0; i < part.ids.size(); ++i) {
+    part.weights.push_back(step.unit_weights ? 1.0f : random.real(-1, 1));
+    part.late_weights.push_back(random.real(-1, 1));
+  }
+  const std::uint32_t payload = payload_bytes(c), scale = scale_bytes(c);
+  part.payload.resize(std::size_t{part.tokens} * (payload + scale));
+  part.seen.resize(values);
+  std::vector<float> row(c.hidden);
+  if (step.quantised)
+    part.scales.resize(std::size_t{part.tokens} * scale);
+  else
+    part.x.resize(values * size);
+  for (std::uint32_t t = 0; t < part.tokens; ++t) {
+    char* to = part.payload.data() + std::size_t{t} * (payload + scale);
+    for (std::uint32_t h = 0; h < c.hidden; ++h) {
+      row[h] = random.chance(0.01) ? 0.0f : rounded_to(random.real(-4, 4), c.dtype);
+      if (!step.quantised) store(part.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
+    }
+    if (quantised(c.wire)) {
+      if (random.chance(0.05)) std::fill_n(row.begin(), std::min(c.hidden, scale_block(c.wire)), 0.0f);
+      if (!step.quantised)
+        for (std::uint32_t h = 0; h < c.hidden; ++h) store(part.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
+      quantise(c, row.data(), to, to + payload);
+    } else {
+      std::memcpy(to, part.x.data() + std::size_t{t} * payload, payload);
+    }
+    decode_row(c, to, to + payload, part.seen.data() + std::size_t{t} * c.hidden);
+    if (!step.quantised) continue;
+    part.x.insert(part.x.end(), to, to + payload);
+    std::memcpy(part.scales.data() + std::size_t{t} * scale, to + payload, scale);
+  }
+  if (!step.accumulate) return;
+  part.before.resize(values * size);
+  for (std::size_t i = 0; i < values; ++i) store(part.before.data() + i * size, rounded_to(random.real(-4, 4), c.dtype), c.dtype);
+}
+
+// Who gets which choice, and which of them have room.
+void route(const Config& c, Step& step) {
+  const bool compact = c.layout == LayoutKind::Compact;
+  step.arrivals.resize(c.world);
+  for (std::uint32_t d = 0; d < c.world; ++d) step.arrivals[d].resize(compact ? 1 : local_experts(c, d));
+  for (std::uint32_t s = 0; s < c.world; ++s)
+    for (std::uint32_t t = 0; t < step.parts[s].tokens; ++t)
+      for (std::uint32_t k = 0; k < c.top_k; ++k) {
+        const std::int32_t id = step.parts[s].ids[std::size_t{t} * c.top_k + k];
+        if (id < 0) continue;
+        const std::uint32_t d = static_cast<std::uint32_t>(id) / experts_per_rank(c);
+        std::vector<Choice>& list = step.arrivals[d][compact ? 0 : static_cast<std::uint32_t>(id) % experts_per_rank(c)];
+        if (compact && !list.empty() && list.back().source == s && list.back().token == t) continue;
+        list.push_back({s, t, k});
+      }
+  for (Part& part : step.parts) part.fits.assign(part.ids.size(), 0);
+  for (std::uint32_t d = 0; d < c.world; ++d) {
+    std::uint64_t start = 0;
+    for (std::size_t e = 0; e < step.arrivals[d].size(); ++e) {
+      const std::vector<Choice>& list = step.arrivals[d][e];
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        const bool fits = c.layout == LayoutKind::Padded ? i < c.max_per_expert : start + i < c.max_rows;
+        Part& part = step.parts[list[i].source];
+        const std::size_t at = std::size_t{list[i].token} * c.top_k;
+        if (!compact) {
+          part.fits[at + list[i].k] = fits;
+          continue;
+        }
+        for (std::uint32_t k = 0; k < c.top_k; ++k)
+          if (part.ids[at + k] >= 0 && static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c) == d) part.fits[at + k] = fits;
+      }
+      if (c.layout == LayoutKind::Padded) {
+        step.overflows |= list.size() > c.max_per_expert;
+      } else {
+        start = compact ? list.size() : align_up(start + list.size(), c.align);
+        step.overflows |= start > c.max_rows;
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void decode_row(const Config& c, const char* payload, const char* scales, float* out) {
+  if (!quantised(c.wire)) {
+    for (std::uint32_t h = 0; h < c.hidden; ++h) out[h] = load(payload + std::size_t{h} * dtype_bytes(c.dtype), c.dtype);
+    return;
+  }
+  static const std::array<float, 256> values = [] {
+    std::array<float, 256> all;
+    for (std::uint32_t i = 0; i < 256; ++i) all[i] = value_of(i, kE4m3, 4);
+    return all;
+  }();
+  for (std::uint32_t h = 0; h < c.hidden; ++h) {
+    float scale;
+    std::memcpy(&scale, scales + h / scale_block(c.wire) * sizeof scale, sizeof scale);
+    out[h] = values[static_cast<std::uint8_t>(payload[h])] * scale;
+  }
+}
+
+std::unique_ptr<Step> make_step(const Config& c, const std::vector<bool>& alive, std::uint32_t number, const Step* before,
+                                std::uint64_t seed) {
+  Random random(seed);
+  auto made = std::make_unique<Step>();
+  Step& step = *made;
+  const bool compact = c.layout == LayoutKind::Compact;
+  step.number = number;
+  step.released = random.chance(0.08);
+  step.weighted = compact || !random.chance(0.1);
+  step.late = !compact && step.weighted && random.chance(0.15);
+  step.accumulate = random.chance(0.15);
+  step.unit_weights = random.chance(0.1);
+  step.keep_own = random.chance(0.5);
+  step.quantised = quantised(c.wire) && random.chance(0.3);
+  step.same_plan = before != nullptr && random.chance(0.1);
+  const auto routing = static_cast<Routing>(random.chance(0.5) ? 0 : random.below(5));
+  const auto hot = static_cast<std::uint32_t>(random.below(c.num_experts));
+  const bool nobody = random.chance(0.03), everybody = random.chance(0.1);
+  step.parts.resize(c.world);
+  for (std::uint32_t r = 0; r < c.world; ++r) {
+    Part& part = step.parts[r];
+    if (!alive[r]) continue;
+    if (step.same_plan) {
+      part.tokens = before->parts[r].tokens;
+      part.ids = before->parts[r].ids;
+    } else {
+      part.tokens = nobody || random.chance(0.15) ? 0 : everybody ? c.max_tokens : random.between(0u, c.max_tokens);
+      part.ids = draw_ids(c, part.tokens, routing, hot, random);
+      for (std::int32_t& id : part.ids)
+        if (id >= 0 && !alive[static_cast<std::uint32_t>(id) / experts_per_rank(c)]) id = id * -1 - 2;   // the caller still names it
+    }
+    draw_tokens(c, step, part, random);
+  }
+  route(c, step);
+  return made;
+}
+
+std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank) {
+  const Part& part = step.parts[rank];
+  const std::vector<float>& weights = step.late ? part.late_weights : part.weights;
+  const std::size_t size = dtype_bytes(c.dtype);
+  std::vector<char> y(std::size_t{part.tokens} * c.hidden * size);
+  std::vector<float> total(c.hidden), partial(c.hidden);
+  for (std::uint32_t t = 0; t < part.tokens; ++t) {
+    const float* row = part.seen.data() + std::size_t{t} * c.hidden;
+    const std::size_t at = std::size_t{t} * c.top_k;
+    for (std::uint32_t h = 0; h < c.hidden; ++h)
+      total[h] = step.accumulate ? load(part.before.data() + (std::size_t{t} * c.hidden + h) * size, c.dtype) : 0.0f;
+    std::array<std::uint32_t, kMaxTopK> order;
+    std::uint32_t n = 0;
+    for (std::uint32_t k = 0; k < c.top_k; ++k)
+      if (part.ids[at + k] >= 0) order[n++] = k;
+    const auto owner = [&](std::uint32_t k) { return static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c); };
+    std::stable_sort(order.begin(), order.begin() + n, [&](std::uint32_t a, std::uint32_t b) { return owner(a) < owner(b); });
+    for (std::uint32_t i = 0; i < n;) {
+      std::fill(partial.begin(), partial.end(), 0.0f);
+      const std::uint32_t rank_of_run = owner(order[i]);
+      for (; i < n && owner(order[i]) == rank_of_run; ++i) {
+        const std::uint32_t k = order[i];
+        if (part.fits[at + k] == 0) continue;
+        const auto expert = static_cast<std::uint32_t>(part.ids[at + k]);
+        for (std::uint32_t h = 0; h < c.hidden; ++h) {
+          const float value = expert_value(row, c.hidden, h, expert, c.dtype);
+          const float term = step.weighted ? weights[at + k] * value : value;
+          partial[h] = partial[h] + term;
+        }
+      }
+      for (std::uint32_t h = 0; h < c.hidden; ++h) total[h] = total[h] + rounded_to(partial[h], c.dtype);
+    }
+    for (std::uint32_t h = 0; h < c.hidden; ++h) store(y.data() + (std::size_t{t} * c.hidden + h) * size, rounded_to(total[h], c.dtype), c.dtype);
+  }
+  return y;
+}
+
+}  // namespace pplx::sim

@@ -1,0 +1,65 @@
+// What the ranks do in one step, drawn from the seed: tokens, routing, weights, and how the step is used. And what must come of
+// it: who receives which choice at which place, written as plain loops over all ranks, without the library's plan.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "formats.h"
+#include "random.h"
+#include "../../src/protocol/block.h"
+
+namespace pplx::sim {
+
+// The wires that are simulated; a new one joins here and in quantise() of script.cpp.
+inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8};
+
+// One rank's part of a step.
+struct Part {
+  std::uint32_t tokens = 0;
+  std::vector<std::int32_t> ids;             // [tokens, top_k]
+  std::vector<float> weights, late_weights;  // [tokens, top_k]
+  std::vector<char> x;                       // [tokens, hidden]: of the dtype, or e4m3 codes when the caller quantised
+  std::vector<char> scales;                  // with the latter
+  std::vector<char> payload;                 // [tokens]: what a row must hold: payload, then scales
+  std::vector<float> seen;                   // [tokens, hidden]: what the experts read
+  std::vector<char> before;                  // [tokens, hidden]: what y holds before, when the sum is added to it
+  std::vector<std::uint8_t> fits;            // [tokens, top_k]: the choice goes somewhere, and that has room
+};
+
+struct Choice {
+  std::uint32_t source = 0, token = 0, k = 0;
+};
+
+struct Step {
+  std::uint32_t number = 0;                  // in its generation, from 0
+  bool released = false, weighted = true, late = false, accumulate = false, unit_weights = false, keep_own = false, quantised = false;
+  bool same_plan = false;                    // the routing of the step before
+  bool overflows = false;                    // on some rank
+  std::vector<Part> parts;                   // by rank
+  // By destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
+  std::vector<std::vector<std::vector<Choice>>> arrivals;
+  std::uint32_t closed = 0;                  // by how many ranks
+
+  bool goes(std::uint32_t rank, std::uint32_t token, std::uint32_t k, std::uint32_t top_k) const {
+    return parts[rank].ids[std::size_t{token} * top_k + k] >= 0;
+  }
+};
+
+// `alive`: choices of others' experts count as dropped, and the dead send nothing. `before`: the step before, if there is one.
+std::unique_ptr<Step> make_step(const Config& config, const std::vector<bool>& alive, std::uint32_t number, const Step* before,
+                                std::uint64_t seed);
+
+// What an expert makes of a row: its elements turned around by the expert's number, times a power of two.
+inline float expert_value(const float* row, std::uint32_t hidden, std::uint32_t h, std::uint32_t expert, Dtype dtype) {
+  const float factor = static_cast<float>(1 << expert % 3) * (expert % 2 == 0 ? 1.0f : -1.0f);
+  return rounded_to(row[(h + expert) % hidden] * factor, dtype);
+}
+
+// The values that a payload and its scales stand for.
+void decode_row(const Config& config, const char* payload, const char* scales, float* out);
+
+// The combined output of a rank, [tokens, hidden] of the dtype.
+std::vector<char> combined(const Config& config, const Step& step, std::uint32_t rank);
+
+}  // namespace pplx::sim

@@ -1,0 +1,133 @@
+// One run: some ranks on some nodes, one or more AllToAlls, several generations of steps. A generation may end in trouble; then
+// every survivor must name its cause in time, and they reset and go on. Everything follows from the seed.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../proxy.h"
+#include "sim_fabric.h"
+#include "walker.h"
+
+namespace pplx::sim {
+
+// How a generation ends: in order, or with one of these.
+enum class Trouble : std::uint8_t { None, Kill, Vanish, Leave, FailWrite, FailSomewhere, FailPost, Overrun, Corrupt };
+
+class World {
+ public:
+  World(std::uint64_t seed, bool log, Totals& totals);
+  ~World();
+  World(const World&) = delete;
+  World& operator=(const World&) = delete;
+
+  void run();                      // throws Violation
+  std::string describe() const;    // the run in a line
+
+ private:
+  // What polls one rank's proxy, or its phases: now and then, and soon after something happened.
+  struct Actor final : Clock::Task {
+    Actor(World& world, std::uint32_t rank, bool proxy) : world(world), rank(rank), proxy(proxy) {}
+    void run(std::uint32_t what) override { if (what == epoch) proxy ? world.run_proxy(rank) : world.run_phases(rank); }
+    World& world;
+    const std::uint32_t rank;
+    const bool proxy;
+    std::uint32_t epoch = 0;       // an event of an earlier one is void
+    Time due = 0, pause = 0;
+  };
+  // One AllToAll on one rank.
+  struct Object {
+    Config config;
+    std::vector<std::uint64_t> memory;
+    std::unique_ptr<cpu::Exchange> exchange;
+    LocalRegion region;
+    std::vector<std::unique_ptr<Walker>> walkers;
+    std::shared_ptr<const Plan> plan;          // of the last step begun
+    std::uint32_t begun = 0, closed = 0;       // in this generation
+    bool may_overflow = false, overflowed = false, noticed = false;   // some step begun; one closed; and it was said
+    std::optional<PeerFailure> failure;
+    char* base() { return reinterpret_cast<char*>(memory.data()); }
+  };
+  struct Rank {
+    std::uint32_t number = 0, node = 0;
+    bool alive = true;                         // as the survivors see it
+    bool running = false;                      // its process does something
+    bool left = false;
+    bool broken = false;                       // its proxy's fabric threw
+    Time slowness = 1;
+    std::unique_ptr<SimFabric> fabric;
+    std::unique_ptr<Proxy> proxy;
+    std::vector<Object> objects;
+    std::optional<std::uint32_t> told;         // whom the control connections blame
+    Actor* proxy_actor = nullptr;
+    Actor* phases_actor = nullptr;
+  };
+  // What happens once, at a moment.
+  struct Moments final : Clock::Task {
+    void run(std::uint32_t what) override { (*actions[what])(); actions[what].reset(); }
+    std::vector<std::unique_ptr<std::function<void()>>> actions;
+  };
+
+  Config draw_config(std::uint32_t object);
+  void build();
+  void connect();                              // fabrics and proxies of a generation
+  void start(Rank& rank);
+  void run_proxy(std::uint32_t rank);
+  void run_phases(std::uint32_t rank);
+  bool begin_step(Rank& rank, Object& object);
+  bool advance(Rank& rank, Object& object);
+  void schedule(Actor& actor, bool progress);
+  void wake(Actor& actor);
+  void wake_node(const Rank& rank);
+  void later(Time delay, std::function<void()> action);
+  std::shared_ptr<Step> step_of(std::uint32_t object, std::uint32_t number);
+
+  void plan_trouble();
+  void strike();
+  void failed(Rank& rank, Object& object, const PeerFailure& failure);
+  void tell_others(const Rank& from, const PeerFailure& failure);
+  void tell(Rank& rank, const Abort& abort, const std::string& message);
+  void say_goodbye(std::uint32_t from);
+  void leave(Rank& rank);
+  void stop_fabric(Rank& rank);
+  void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure) const;
+  bool waits_for(std::uint32_t rank, std::uint32_t victim) const;
+  bool damage(const Immediate& immediate, char* block, std::size_t bytes, Random& random);
+
+  void finish_generation();
+  void finish_in_trouble();
+  void reset();
+  void check_notices();
+  bool steps_done() const;
+  bool steps_done(const Rank& rank) const;
+  bool pump(Time deadline, const std::function<bool()>& done);
+  Rank& any_alive();
+
+  Clock clock_;
+  Log log_;
+  Totals& totals_;
+  Random random_;
+  const std::uint64_t seed_;
+  Network network_;
+  Moments moments_;
+  std::vector<std::unique_ptr<Actor>> actors_;
+  std::vector<Rank> ranks_;
+  std::vector<bool> alive_;
+  std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
+  int endpoints_ = 1;
+  std::uint64_t shard_bytes_ = 0;
+  double timeout_ = 0, slow_ = 0;
+  bool resetting_ = false;                     // nobody is in a phase
+  bool leaves_ = false;                        // ranks leave in order once they are done
+  std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object, those that somebody is still in
+
+  Trouble trouble_ = Trouble::None;
+  std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
+  std::optional<Time> struck_;
+};
+
+}  // namespace pplx::sim
