@@ -59,10 +59,17 @@ class ProxyCarrier:
             slots=ranks_here,
             peers_on_this_host=one_host,
         )
-        self.name: str = self.fabric.name
+        driven = self.fabric
+        chaos = os.environ.get("PPLX_COMM_CHAOS", "")
+        if chaos:
+            try:
+                driven = _core.chaos(self.fabric, chaos, comm.rank)
+            except ValueError as reason:
+                raise Error(f"PPLX_COMM_CHAOS={chaos!r}: {reason}") from None
+        self.name: str = driven.name
         self.address: bytes = self.fabric.address()
         shard_bytes = positive_setting("PPLX_COMM_SHARD_BYTES", 256 * 1024)
-        self.proxy = _core.Proxy(self.fabric, shard_bytes, proxy_cpu(comm.local_rank, ranks_here))
+        self.proxy = _core.Proxy(driven, shard_bytes, proxy_cpu(comm.local_rank, ranks_here))
 
     def connect(self, addresses: dict[int, bytes]) -> None:
         for rank, address in addresses.items():

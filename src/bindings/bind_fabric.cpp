@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "proxy/chaos.h"
 #include "proxy/fabric.h"
 #include "proxy/libfabric/bare_writes.h"
 #include "proxy/libfabric/libfabric_fabric.h"
@@ -125,6 +126,13 @@ void bind_fabric(py::module_& m) {
   m.def(
       "cleanup_dead_peer", [](const std::string& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
       "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
+
+  m.def(
+      "chaos",
+      [](std::shared_ptr<Fabric> fabric, const std::string& options, int rank) -> std::shared_ptr<Fabric> {
+        return std::make_shared<ChaosFabric>(std::move(fabric), parse_chaos(options), rank);
+      },
+      py::arg("fabric"), py::arg("options"), py::arg("rank"), "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
 
   py::class_<LocalRegion>(m, "LocalRegion")
       .def_readonly("id", &LocalRegion::id)

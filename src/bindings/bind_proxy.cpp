@@ -7,8 +7,10 @@
 #include <chrono>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
 #include "shared_exchange.h"
 
@@ -75,7 +77,31 @@ void detach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, 
       timeout);
 }
 
-py::dict stats(const ProxyThread& thread) {
+py::dict stats(const ChaosCounts& c) {
+  py::dict d;
+  d["delayed"] = c.delayed;
+  d["shuffled"] = c.shuffled;
+  d["split"] = c.split;
+  d["duplicated"] = c.duplicated;
+  d["replayed"] = c.replayed;
+  d["refused"] = c.refused;
+  d["failed"] = c.failed;
+  d["swallowed"] = c.swallowed;
+  d["lost"] = c.lost;
+  return d;
+}
+
+py::dict stats(ProxyThread& thread) {
+  const auto chaos = std::make_shared<std::optional<ChaosCounts>>();
+  bool answered = false;
+  {
+    const py::gil_scoped_release unlocked;
+    // Publishes what the thread has counted so far.
+    const auto count = [chaos](Proxy&, Fabric& fabric) {
+      if (const auto* f = dynamic_cast<const ChaosFabric*>(&fabric)) *chaos = f->counts();
+    };
+    answered = thread.call(count, 1.0);
+  }
   const ProxyThreadStats s = thread.stats();
   py::dict d;
   d["writes"] = s.proxy.writes;
@@ -84,6 +110,7 @@ py::dict stats(const ProxyThread& thread) {
   d["dropped"] = s.proxy.dropped;
   d["duplicates"] = s.proxy.duplicates;
   d["cpu"] = s.cpu;
+  if (answered && chaos->has_value()) d["chaos"] = stats(**chaos);
   return d;
 }
 
@@ -102,15 +129,7 @@ void bind_proxy(py::module_& m) {
       .def("register_memory", &register_memory, py::arg("exchange"), Unlocked())
       .def("attach", &attach, py::arg("exchange"), py::arg("region"), py::arg("descriptions"), Unlocked())
       .def("detach", &detach, py::arg("exchange"), py::arg("region"), py::arg("timeout"), Unlocked())
-      .def(
-          "stats",
-          [](ProxyThread& thread) {
-            {
-              const py::gil_scoped_release unlocked;
-              thread.call([](Proxy&, Fabric&) {}, 1.0);   // publishes what it has counted so far
-            }
-            return stats(thread);
-          })
+      .def("stats", [](ProxyThread& thread) { return stats(thread); })
       .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(), "False if the thread hangs in the provider and was left behind.");
 }
 
