@@ -287,7 +287,8 @@ void ChaosFabric::take(const Completion& c, Clock::time_point now) {
       return;
     case Completion::Kind::Arrived: break;
   }
-  if (cut_to(static_cast<int>(unpack(c.immediate).source)) != nullptr) {
+  const ChaosOptions::Cut* cut = cut_to(static_cast<int>(unpack(c.immediate).source));
+  if (cut != nullptr && cut->silent) {
     ++counts_.lost;
     return;
   }

@@ -20,7 +20,7 @@ struct ChaosOptions {
   struct Cut {
     int a = 0, b = 0;
     std::uint64_t after = 0;
-    bool silent = false;        // writes never complete; else they fail
+    bool silent = false;        // writes never complete, and what the other side sent does not arrive; else writes fail
   };
 
   std::uint64_t seed = 1;
@@ -41,7 +41,7 @@ std::string to_text(const ChaosOptions& options);
 // How often each kind happened.
 struct ChaosCounts {
   std::uint64_t delayed = 0, shuffled = 0, split = 0, duplicated = 0, replayed = 0, refused = 0;
-  std::uint64_t failed = 0, swallowed = 0, lost = 0;   // on cut links: writes that failed, that never complete; arrivals
+  std::uint64_t failed = 0, swallowed = 0, lost = 0;   // on cut links: writes that fail, that never complete; arrivals
 };
 
 class ChaosFabric final : public Fabric {

@@ -34,10 +34,6 @@ def many_steps(me: Any, case: Case, steps: int) -> Counter[str]:
         return counted(a2a)
 
 
-def interleaved(me: Any, cases: list[Case]) -> None:
-    rank_cases.interleaved(me, cases)
-
-
 def until_failure(me: Any, case: Case, timeout: float, again: bool) -> dict[str, Any]:
     """Steps until the link is cut. What this rank saw, and how long after its last good step; `again`: reset, and a few steps."""
     a2a = open_all_to_all(me, case, timeout=timeout)

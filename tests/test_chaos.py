@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from crew import Crew, Crews, seed
@@ -17,6 +18,7 @@ TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
 # Two endpoints and small shards, so that blocks have shards of their own, which chaos splits further.
 HARD = "delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3"
 NOTICED = 1.0  # seconds from the first rank that raises until every rank has
+ENDED = 30.0  # the end of interpreters with torch in them, on a busy machine
 
 
 def chaos(options: str, **more: str) -> dict[str, str]:
@@ -77,23 +79,28 @@ def test_several_all_to_alls() -> None:
 @pytest.mark.parametrize("how", ["kill", "mute"])
 def test_cut_link(transport: str, how: str) -> None:
     """A link fails, or goes silent, while the control connections live: every rank names an end of it, in time."""
-    timeout = 3.0
+    timeout = 5.0
     case = Case(301, 4, transport=transport, max_tokens=16, hidden=256, crowd="uneven", in_flight=1)
-    with Crew(4, chaos(f"delay=0.1,{how}=1-3@150")) as crew:
+    with Crew(4, chaos(f"delay=0.1,{how}=1-3@40")) as crew:
         results = crew.run("chaos_cases:until_failure", case, timeout, again=False)
+        assert crew.leave(ENDED) == [0, 0, 0, 0]
+
+    def fired(r: dict[str, Any]) -> int:
+        return r["chaos"]["failed"] if how == "kill" else r["chaos"]["swallowed"] + r["chaos"]["lost"]
+
     first = min(r["at"] for r in results)
     for rank, r in enumerate(results):
         assert r.get("is_peer") and r["peer"] in (1, 3), r
         assert r["at"] - first < NOTICED and r["closing"] < 2.0, r
         assert r["waited"] < (NOTICED if how == "kill" else timeout + NOTICED), r
         if how == "kill":
-            assert not r["is_timeout"] and "lost the network to rank" in r["message"], r
+            assert not r["is_timeout"] and "rank 1" in r["message"] and "rank 3" in r["message"], r
         else:
             assert r["is_timeout"] or "gave up" in r["message"], r
-        fired = r["chaos"]["failed" if how == "kill" else "swallowed"]
-        # On which side the first write after the cut comes is chance; the other may hear of it before it writes.
-        assert fired == 0 if rank in (0, 2) else fired <= 8, r
-    assert sum(r["chaos"]["failed"] + r["chaos"]["swallowed"] for r in results) > 0, results
+        if rank in (0, 2):
+            assert fired(r) == 0, r
+    # On which side the cut is felt first is chance; the other hears of it.
+    assert sum(map(fired, results)) > 0, results
 
 
 @pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
@@ -102,6 +109,7 @@ def test_reset_after_a_cut(transport: str) -> None:
     with Crew(3, chaos("delay=0.1,kill=0-2@60")) as crew:
         for r in crew.run("chaos_cases:until_failure", Case(302, 3, transport=transport, hidden=16), 10.0, again=True):
             assert r.get("is_peer") and r["peer"] in (0, 2), r
+        assert crew.leave(ENDED) == [0, 0, 0]
 
 
 def test_wrong_options() -> None:
