@@ -203,9 +203,9 @@ class Mesh:
                     self._send([rank], message)
         return problem
 
-    def agree_survivors(self, timeout: float) -> list[int]:
+    def agree_survivors(self, timeout: float, leave_out: bool = False) -> list[int]:
         """Collective over the ranks that live: one list of them, the same on each. Clears the failure, opens a new
-        generation.
+        generation. Who lives and does not come in time fails the call, or is left out.
         """
         deadline = time.monotonic() + timeout
         with self._condition:
@@ -218,6 +218,12 @@ class Mesh:
                 by = self._agreement.excluded_by
                 if by is not None:
                     raise PeerError(_excluded(by, self.rank), peer=by, phase="reset")
+                if not remaining(deadline) and leave_out and self._agreement.missing():
+                    for rank in self._agreement.missing():
+                        self._agreement.lost(rank)
+                    deadline = time.monotonic() + timeout  # for those who came, to hear of it
+                    self._agreement_moved()
+                    continue
                 if not remaining(deadline):
                     missing = self._agreement.missing() or sorted(self._agreement.view - {self.rank})
                     raise StepTimeout(
@@ -621,7 +627,10 @@ def one_line(text: str) -> str:
 
 
 def _excluded(by: int, rank: int) -> str:
-    return f"rank {by} and others lost their connection to rank {rank} and went on without it: restart rank {rank}"
+    return (
+        f"rank {by} and others went on without rank {rank}: they lost their connection to it, or it did not come to reset() in "
+        "time. A new Communicator, on all ranks, brings it back"
+    )
 
 
 def _wait_until_ready(links: Sequence[Link], event: int, deadline: float) -> None:

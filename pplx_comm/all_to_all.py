@@ -167,6 +167,7 @@ class AllToAll:
         self._closed = False
         self._failed: BaseException | None = None
         self._lock = threading.Lock()
+        self._failure_lock = threading.Lock()
         self._pid = os.getpid()
         self._comm = comm
         layout = Ragged() if layout is None else layout
@@ -563,7 +564,9 @@ class AllToAll:
             self._core.peer_left(failure.rank)
             return
         peer = failure.rank if failure.peer is None else failure.peer
-        self._core.fail(failure.kind, failure.rank, peer, failure.step or 0, failure.message)
+        with self._failure_lock:
+            if self._comm.failure is not None:  # else a reset has ended it before this thread came here
+                self._core.fail(failure.kind, failure.rank, peer, failure.step or 0, failure.message)
 
     def check(self) -> None:
         """Raises what went wrong since the last call, if anything did."""
@@ -577,12 +580,20 @@ class AllToAll:
         d = self.dispatch(torch.zeros(tokens, self.hidden, dtype=self.dtype), ids)
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype), d)
 
-    def reset(self) -> None:
-        """After a failure: the survivors agree on who is left and go on with them, from a fresh first step.
+    def reset(self, timeout: float | None = None) -> list[int]:
+        """After a failure: the survivors agree on who is left and go on with them, from a fresh first step. Returns who.
 
-        Collective over the survivors. The experts of dead ranks answer nothing; handles and plans of before are invalid."""
+        Collective over the survivors. The experts of the others answer nothing; handles and plans of before are invalid.
+        After a timeout in which nobody died, all ranks go on together, if all come.
+        timeout: seconds for a rank that lives to come here too; one that is stopped, or stuck elsewhere, is then left out
+        like a dead one, and hears of it when it next calls anything. None: three times this AllToAll's, at least 30 s.
+        To take a rank back, all make a new Communicator and a new AllToAll on it: see `Communicator.from_env`.
+        """
         self._check_usable("reset")
-        reset(self)
+        if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
+            raise Error(f"reset: timeout={timeout!r} must be a positive number of seconds")
+        with self._failing("reset"):
+            return reset(self, timeout)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase; the proxy's own."""

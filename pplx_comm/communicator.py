@@ -83,6 +83,12 @@ class Communicator:
         Where rank 0 listens: PPLX_COMM_ADDR=host:port; else, if all ranks are on this host, an abstract unix socket
         named after the job; else MASTER_ADDR or SLURM_LAUNCH_NODE_IPADDR, with PPLX_COMM_PORT. Between hosts
         PPLX_COMM_SECRET must be set. `timeout`: seconds for all ranks to come, and for later waits that name none.
+
+        A rank that died or was left out comes back this way: its new process starts as at first, the others call this
+        again, and all meet anew. Their old Communicator works on meanwhile, so this may wait in a thread of its own while
+        the steps go on without the rank; `agree` on the old one says when everybody has the new one. Whoever restarts a
+        rank must give it the variables that it had; where the launcher's process is all that names the job (mpich), also
+        set PPLX_COMM_JOB on all ranks from the start.
         """
         with _starting:
             launch = detect(os.environ)
@@ -95,6 +101,14 @@ class Communicator:
     def barrier(self, timeout: float | None = None) -> None:
         """Until every rank is here. PeerError if one died or left, StepTimeout naming those that did not come."""
         self._mesh.exchange(None, "barrier", self._seconds(timeout))
+
+    def agree(self, ready: bool, timeout: float | None = None) -> bool:
+        """Collective over the ranks that are left: whether every one of them is ready.
+
+        For what must happen on all ranks in the same step, such as the move to a new Communicator (see `from_env`).
+        """
+        answers = self._mesh.exchange({"ready": bool(ready)}, "agree", self._seconds(timeout))
+        return all(answer["ready"] for answer in answers if answer is not None)
 
     def close(self) -> None:
         """Idempotent, waits for nobody, 2 s at most."""
@@ -178,9 +192,12 @@ class Communicator:
         """
         self._mesh.on_close(callback)
 
-    def _agree_survivors(self, timeout: float | None = None) -> list[int]:
-        """Collective over the survivors: the same list on each. Clears the failure and opens the next generation."""
-        return self._mesh.agree_survivors(self._seconds(timeout))
+    def _agree_survivors(self, timeout: float | None = None, *, leave_out: bool = False) -> list[int]:
+        """Collective over the survivors: the same list on each. Clears the failure and opens the next generation.
+
+        leave_out: a rank that lives and does not come within `timeout` is out, too; else that is a StepTimeout.
+        """
+        return self._mesh.agree_survivors(self._seconds(timeout), leave_out)
 
     def _seconds(self, timeout: float | None) -> float:
         return self._timeout if timeout is None else timeout

@@ -187,18 +187,29 @@ class Crew:
         self.broken = False
         self._pipes: list[Connection] = []
         self.pids: list[int] = []
+        self.past_pids: list[int] = []
         self._exit_codes: dict[int, int] = {}
         self._output = [tempfile.TemporaryFile() for _ in range(world_size)]
-        job = secrets.token_hex(8)
+        self._env = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "PPLX_COMM_JOB": secrets.token_hex(8), **(env or {})}
         for rank in range(world_size):
-            ours, theirs = socket.socketpair()
-            variables = {
-                "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "PPLX_COMM_JOB": job,
-            }  # fmt: skip
-            request = {"rank": rank, "world_size": world_size, "env": {**variables, **(env or {})}}
-            self.pids.append(_Nest.get().fork(request, [theirs.fileno(), self._output[rank].fileno()]))
-            theirs.close()
-            self._pipes.append(Connection(ours.detach()))
+            pid, pipe = self._start_rank(rank)
+            self.pids.append(pid)
+            self._pipes.append(pipe)
+
+    def _start_rank(self, rank: int) -> tuple[int, Connection]:
+        ours, theirs = socket.socketpair()
+        request = {"rank": rank, "world_size": self.world_size, "env": {**self._env, "RANK": str(rank)}}
+        pid = _Nest.get().fork(request, [theirs.fileno(), self._output[rank].fileno()])
+        theirs.close()
+        return pid, Connection(ours.detach())
+
+    def restart(self, rank: int) -> None:
+        """A new process in the place of one that was killed: the same rank of the same job."""
+        assert self.wait(rank) == -signal.SIGKILL, self.output(rank)
+        self._pipes[rank].close()
+        self.past_pids.append(self.pids[rank])
+        del self._exit_codes[rank]
+        self.pids[rank], self._pipes[rank] = self._start_rank(rank)
 
     def start(self, name: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
         """The call begins; collect() brings what it returns."""

@@ -51,7 +51,7 @@ void attach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, 
       object->peers.at(peer) =
           std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), Blob(text.begin(), text.end())));
     object->on_failure = [weak, rank](const ProxyFailure& f) {
-      if (const std::shared_ptr<SharedExchange> e = weak.lock()) e->exchange.fail(f.abort(rank), f.text(rank));
+      if (const std::shared_ptr<SharedExchange> e = weak.lock()) e->exchange.lost_network(f.abort(rank), f.text(rank));
     };
     proxy.attach(std::move(*object));
   });

@@ -9,6 +9,12 @@ namespace {
 // A peer that said goodbye has sent all it will send; what is still in the network gets this long.
 constexpr double kGoodbyeGrace = 1.0;
 
+// After a write has failed, the control connection gets this long to say that the peer died.
+constexpr double kDeathGrace = 0.3;
+
+// A thread that comes back to its wait after more than this was stopped, or had no core. That time is no peer's fault.
+constexpr double kAway = 0.25;
+
 std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
 
 std::string word_text(std::uint64_t word) {
@@ -177,9 +183,17 @@ Exchange::Open& Exchange::open_step(std::uint32_t step, Progress expected, const
 // ---- blocking calls ----------------------------------------------------------------------------------------------------
 
 bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun) {
+  Since since{begun};
+  return poll(phase_run, phase, step, since);
+}
+
+bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, Since& since) {
   try {
     if (phase_run.poll()) return true;
-    look_for_failure(phase_run, phase, step, timeout_ * (first_step_ ? 3.0 : 1.0) - (now_() - begun));
+    const double at = now_();
+    if (since.last > 0 && at - since.last > kAway) since.begun += at - since.last;
+    since.last = at;
+    look_for_failure(phase_run, phase, step, timeout_ * (first_step_ ? 3.0 : 1.0) - (at - since.begun));
     return false;
   } catch (const PeerFailure& failure) {
     latch(failure);
@@ -187,12 +201,13 @@ bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double
 }
 
 void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const Interrupted& interrupted) {
-  const double begun = now_();
+  Since since{now_()};
+  const double begun = since.begun;
   double ask = begun + 0.05;
   Backoff backoff;
   try {
     const ThreadPool::Help help(pool_, phase_run);
-    while (!poll(phase_run, phase, step, begun)) {
+    while (!poll(phase_run, phase, step, since)) {
       backoff.pause();
       const double at = now_();
       if (at < ask) continue;
@@ -211,7 +226,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
 }
 
 void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left) {
-  if (load_acquire(own_word(Heap::abort_at)) != 0) raise_failure(phase, step);
+  if (abort_seen() != 0) raise_failure(phase, step);
   const bool late = left <= 0;
   if (!late && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = phase_run.waiting();
@@ -232,6 +247,20 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
                 ": expected " + word_text(w.expected) + ", saw " + word_text(w.seen) +
                 ". That rank is stopped, much slower, or not in the same step; timeout= allows more.",
             AbortReason::Timeout);
+}
+
+// The abort word, if it counts.
+std::uint64_t Exchange::abort_seen() {
+  std::uint64_t* const at = own_word(Heap::abort_at);
+  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_network_.at > kDeathGrace)
+    fail(lost_network_.abort, lost_network_.message);
+  const std::uint64_t word = load_acquire(at);
+  if (word == 0) return 0;
+  const std::uint32_t origin = read_abort(word).origin;
+  if (origin >= config_.world || alive_[origin]) return word;
+  // A rank that was left out at a reset still has this memory mapped. When it wakes up, in a step of long ago, its abort is nobody's.
+  clear_if(at, word);
+  return 0;
 }
 
 void Exchange::latch(PeerFailure failure) {
@@ -260,6 +289,13 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
         store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
 }
 
+void Exchange::lost_network(const Abort& abort, const std::string& message) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (network_is_lost_.load(std::memory_order_relaxed)) return;
+  lost_network_ = {abort, message, now_()};
+  network_is_lost_.store(true, std::memory_order_release);
+}
+
 void Exchange::peer_left(std::uint32_t peer) {
   if (left_at_[peer] >= 0) return;
   left_at_[peer] = now_();
@@ -267,9 +303,9 @@ void Exchange::peer_left(std::uint32_t peer) {
 }
 
 void Exchange::raise_failure(Phase phase, std::uint32_t step) {
+  const std::uint64_t word = abort_seen();
   std::unique_lock<std::mutex> lock(mutex_);
   if (!failure_) {
-    const std::uint64_t word = load_acquire(own_word(Heap::abort_at));
     if (word == 0) return;
     const Abort a = read_abort(word);
     std::string message = message_.empty() ? abort_text(a) : message_;
@@ -354,6 +390,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   first_step_ = true;
   failure_.reset();
   message_.clear();
+  network_is_lost_ = false;
   for (Open& open : open_) open = Open();
   for (std::uint64_t& word : mailed_) word = 0;
   for (std::uint64_t at : {heap_.mailbox, heap_.sent})

@@ -129,6 +129,8 @@ class Exchange {
 
   // The first failure latches: every later call throws it. Safe from any thread, and from the proxy.
   void fail(const Abort& abort, const std::string& message);
+  // The same for a write that failed. It counts a little later: mostly its cause is a death, and what tells of that names the rank.
+  void lost_network(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);            // closed its Communicator in good order: what it sent may still arrive
   // Throws what latched, if anything did; the arguments say what this rank was doing.
   void raise_failure(Phase phase = Phase::None, std::uint32_t step = 0);
@@ -196,6 +198,12 @@ class Exchange {
   std::uint64_t* own_word(std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(memory_.own + at); }
   void run(PhaseRun& run, Phase phase, std::uint32_t step, const Interrupted& interrupted);
   void look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left);
+  // How long a blocking call has waited: time in which its thread did not run moves `begun`.
+  struct Since {
+    double begun = 0, last = 0;
+  };
+  bool poll(PhaseRun& run, Phase phase, std::uint32_t step, Since& since);
+  std::uint64_t abort_seen();
   [[noreturn]] void latch(PeerFailure failure);
   void rebuild_order();
 
@@ -218,6 +226,13 @@ class Exchange {
   std::vector<std::uint64_t> mailed_;         // the arrival_word that `sent` must reach, by word_index
   std::vector<std::atomic<double>> left_at_;  // when a peer said goodbye; negative: it has not
   std::atomic<bool> someone_left_{false};
+  struct LostNetwork {
+    Abort abort;
+    std::string message;
+    double at = 0;
+  };
+  LostNetwork lost_network_;
+  std::atomic<bool> network_is_lost_{false};
   bool first_step_ = true;
   std::unique_ptr<PeerFailure> failure_;
   std::string message_;                       // for an abort that came with more words than its word

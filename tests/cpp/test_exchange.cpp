@@ -350,9 +350,37 @@ void simulate(std::uint64_t seed, Totals& totals) {
   }
 }
 
+// Who was left out at a reset wakes up in an old step and aborts it: nobody who is left hears that.
+void abort_of_one_left_out() {
+  Config config;
+  config.world = 3;
+  config.num_experts = 6;
+  config.top_k = 2;
+  config.hidden = 64;
+  config.max_tokens = 4;
+  LocalRanks local(config, 3, 1, 1024, 1);
+  const auto aborted = [&](std::uint32_t rank) {
+    try {
+      local.ranks[rank].exchange->raise_failure();
+    } catch (const PeerFailure&) {
+      return true;
+    }
+    return false;
+  };
+  const Abort late{AbortReason::Interrupted, Phase::DispatchRecv, 2, 2, 7};
+  for (std::uint32_t rank : {0u, 1u}) local.ranks[rank].exchange->reset(2, {true, true, false});
+  local.ranks[2].exchange->fail(late, "");
+  CHECK(aborted(2));
+  CHECK(!aborted(0) && !aborted(1));
+  // It left no trace that would hide the next one.
+  local.ranks[1].exchange->fail({AbortReason::Interrupted, Phase::CombineRecv, 1, 1, 1}, "");
+  CHECK(aborted(0) && aborted(1));
+}
+
 }  // namespace
 
 int main() {
+  abort_of_one_left_out();
   const std::uint64_t seed = check::seed();
   Totals totals;
   for (std::uint64_t i = 0; i < 400; ++i) {
