@@ -36,15 +36,29 @@ std::vector<std::int32_t> draw_ids(const Config& c, std::uint32_t tokens, Routin
   return ids;
 }
 
-// e4m3 with a float scale per 128: the codes and scales of one row.
+// The least power of two, 2^-127 or more, that is no less than amax / 448.
+float power_for(float amax) {
+  double power = 0x1p-127;
+  while (power * 448.0 < static_cast<double>(amax)) power *= 2;
+  return static_cast<float>(power);
+}
+
+// The codes and scales of one row: a float scale per 128, on MXFP8 an exponent per 32.
 void quantise(const Config& c, const float* x, char* codes, char* scales) {
   const std::uint32_t block = scale_block(c.wire);
   for (std::uint32_t begin = 0; begin < c.hidden; begin += block) {
     const std::uint32_t end = std::min(c.hidden, begin + block);
     float amax = 0;
     for (std::uint32_t h = begin; h < end; ++h) amax = std::max(amax, std::fabs(x[h]));
-    const float scale = amax == 0 ? 1.0f : amax / 448.0f, multiplier = amax == 0 ? 1.0f : 448.0f / amax;
-    std::memcpy(scales + begin / block * sizeof scale, &scale, sizeof scale);
+    float scale = 1.0f, multiplier = 1.0f;
+    if (amax != 0) {
+      scale = c.wire == Wire::FP8 ? amax / 448.0f : power_for(amax);
+      multiplier = c.wire == Wire::FP8 ? 448.0f / amax : 1.0f / scale;
+    }
+    if (c.wire == Wire::MXFP8)
+      scales[begin / block] = static_cast<char>(std::ilogb(scale) + 127);
+    else
+      std::memcpy(scales + begin / block * sizeof scale, &scale, sizeof scale);
     for (std::uint32_t h = begin; h < end; ++h) codes[h] = static_cast<char>(bits_in(rounded(x[h] * multiplier, kE4m3), kE4m3, 4));
   }
 }
@@ -54,6 +68,7 @@ void draw_tokens(const Config& c, const Step& step, Part& part, Random& random) 
   for (std::size_t i = 0; i < part.ids.size(); ++i) {
     part.weights.push_back(step.unit_weights ? 1.0f : random.real(-1, 1));
     part.late_weights.push_back(random.real(-1, 1));
+    part.tail.push_back(random.real(-1, 1));
   }
   const std::uint32_t payload = payload_bytes(c), scale = scale_bytes(c);
   part.payload.resize(std::size_t{part.tokens} * (payload + scale));
@@ -142,7 +157,10 @@ void decode_row(const Config& c, const char* payload, const char* scales, float*
   }();
   for (std::uint32_t h = 0; h < c.hidden; ++h) {
     float scale;
-    std::memcpy(&scale, scales + h / scale_block(c.wire) * sizeof scale, sizeof scale);
+    if (c.wire == Wire::MXFP8)
+      scale = std::ldexp(1.0f, static_cast<std::uint8_t>(scales[h / scale_block(c.wire)]) - 127);
+    else
+      std::memcpy(&scale, scales + h / scale_block(c.wire) * sizeof scale, sizeof scale);
     out[h] = values[static_cast<std::uint8_t>(payload[h])] * scale;
   }
 }
@@ -157,6 +175,7 @@ std::unique_ptr<Step> make_step(const Config& c, const std::vector<bool>& alive,
   step.released = random.chance(0.08);
   step.weighted = compact || !random.chance(0.1);
   step.late = !compact && step.weighted && random.chance(0.15);
+  step.has_tail = !step.released && random.chance(0.3);
   step.accumulate = random.chance(0.15);
   step.unit_weights = random.chance(0.1);
   step.keep_own = random.chance(0.5);

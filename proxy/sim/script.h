@@ -12,13 +12,14 @@
 namespace pplx::sim {
 
 // The wires that are simulated; a new one joins here and in quantise() of script.cpp.
-inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8};
+inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8, Wire::FP8_UE8M0, Wire::MXFP8};
 
 // One rank's part of a step.
 struct Part {
   std::uint32_t tokens = 0;
   std::vector<std::int32_t> ids;             // [tokens, top_k]
   std::vector<float> weights, late_weights;  // [tokens, top_k]
+  std::vector<float> tail;                   // [tokens, top_k]: what each choice's expert attaches to its row
   std::vector<char> x;                       // [tokens, hidden]: of the dtype, or e4m3 codes when the caller quantised
   std::vector<char> scales;                  // with the latter
   std::vector<char> payload;                 // [tokens]: what a row must hold: payload, then scales
@@ -34,6 +35,7 @@ struct Choice {
 struct Step {
   std::uint32_t number = 0;                  // in its generation, from 0
   bool released = false, weighted = true, late = false, accumulate = false, unit_weights = false, keep_own = false, quantised = false;
+  bool has_tail = false;
   bool same_plan = false;                    // the routing of the step before
   bool overflows = false;                    // on some rank
   std::vector<Part> parts;                   // by rank

@@ -65,6 +65,7 @@ void Walker::finish() {
       poison(x_);
       check_dispatch();
       run_experts();
+      if (step_->has_tail) attach_tail();
       poison(out_);
       return;
     case 2:
@@ -72,11 +73,13 @@ void Walker::finish() {
       if (step_->late) poison_slots(Op::Weights);
       poison(expert_out_);
       std::memset(late_weights_.data(), kPoison, late_weights_.size() * sizeof(float));
+      std::memset(tail_.data(), kPoison, tail_.size() * sizeof(float));
       return;
     default:
       e_.finish_combine_recv(number_);
       poison_slots(Op::Combine);
       if (!step_->released) check_combine();
+      if (step_->has_tail) check_tail();
   }
 }
 
@@ -161,6 +164,8 @@ void Walker::begin_combine_send() {
       in.plan = plan_;
       phase_ = Phase::Weights;
     }
+    in.has_tail = step_->has_tail;
+    in.tail = tail_.data();
   }
   run_ = e_.start_combine_send(number_, in);
 }
@@ -170,8 +175,9 @@ void Walker::begin_combine_recv() {
   y_ = poisoned<char>(part_.tokens * stride);
   if (step_->accumulate)
     for (std::uint32_t t = 0; t < part_.tokens; ++t) std::memcpy(y_.data() + t * stride, part_.before.data() + t * row, row);
+  tail_out_ = poisoned<float>(part_.ids.size());
   phase_ = Phase::CombineRecv;
-  run_ = e_.start_combine_recv(number_, {y_.data(), stride, step_->accumulate});
+  run_ = e_.start_combine_recv(number_, {y_.data(), stride, step_->accumulate, tail_out_.data()});
 }
 
 // ---- what must come of it ----------------------------------------------------------------------------------------------------
@@ -240,6 +246,7 @@ void Walker::check_dispatch() const {
       for (std::uint64_t row = start + rows.size(); row < next && row < c_.max_rows; ++row) {
         bool zero = src_rank_[row] == -1 && src_token_[row] == -1 && same_bits(out_weights_[row], 0.0f);
         for (std::uint32_t i = 0; i < payload_bytes(c_); ++i) zero &= out_[row * payload_bytes(c_) + i] == 0;
+        for (std::uint32_t i = 0; i < scale_bytes(c_); ++i) zero &= scale_at(row, i / scale_bytes_each(c_.wire))[i % scale_bytes_each(c_.wire)] == 0;
         if (!zero) wrong("dispatch: row " + std::to_string(row) + " lies between segments and is not zero");
       }
     start = next;
@@ -285,6 +292,29 @@ void Walker::run_experts() {
         store(expert_out_.data() + at * stride + h * size, expert_value(row.data(), c_.hidden, h, first + e, c_.dtype), c_.dtype);
     }
   }
+}
+
+// Behind each row that has room, the number of its choice; all else stays poisoned.
+void Walker::attach_tail() {
+  const std::vector<std::vector<Choice>>& lists = step_->arrivals[c_.rank];
+  const bool compact = c_.layout == LayoutKind::Compact, padded = c_.layout == LayoutKind::Padded;
+  tail_ = poisoned<float>(output_rows() * (compact ? c_.top_k : 1));
+  for (std::size_t e = 0; e < lists.size(); ++e) {
+    const std::uint64_t start = padded ? e * c_.max_per_expert : compact ? 0 : static_cast<std::uint64_t>(offsets_[e]);
+    for (std::uint64_t i = 0; i < lists[e].size() && (padded ? i < c_.max_per_expert : start + i < c_.max_rows); ++i) {
+      const Choice& choice = lists[e][i];
+      const float* numbers = step_->parts[choice.source].tail.data() + std::size_t{choice.token} * c_.top_k;
+      if (!compact) tail_[start + i] = numbers[choice.k];
+      for (std::uint32_t k = 0; compact && k < c_.top_k; ++k)
+        if (topk_ids_[i * c_.top_k + k] >= 0) tail_[i * c_.top_k + k] = numbers[k];
+    }
+  }
+}
+
+void Walker::check_tail() const {
+  for (std::size_t i = 0; i < tail_out_.size(); ++i)
+    if (!same_bits(tail_out_[i], part_.fits[i] != 0 ? part_.tail[i] : 0.0f))
+      wrong("combine: the tail of token " + std::to_string(i / c_.top_k) + ", choice " + std::to_string(i % c_.top_k) + " is wrong");
 }
 
 void Walker::check_combine() const {

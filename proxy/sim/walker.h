@@ -35,6 +35,8 @@ class Walker {
   void check_dispatch() const;
   void check_row(std::uint64_t row, std::uint64_t expert, const Choice& choice) const;
   void run_experts();
+  void attach_tail();
+  void check_tail() const;
   void check_combine() const;
   void poison(std::vector<char>& memory);
   void poison_slots(Op op);
@@ -58,7 +60,7 @@ class Walker {
   // The caller's tensors. Rows of x, of the experts' outputs and of y have gaps between them.
   static constexpr std::size_t kGap = 16;
   std::vector<char> x_, scales_in_, out_, scales_, expert_out_, y_;
-  std::vector<float> weights_, late_weights_, out_weights_, topk_weights_;
+  std::vector<float> weights_, late_weights_, out_weights_, topk_weights_, tail_, tail_out_;
   std::vector<std::int32_t> counts_, offsets_, src_rank_, src_token_, topk_ids_;
   std::int32_t num_rows_ = -77;
   bool scales_by_column_ = false;
