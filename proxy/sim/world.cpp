@@ -208,6 +208,15 @@ void World::later(Time delay, std::function<void()> action) {
 void World::run_proxy(std::uint32_t number) {
   Rank& rank = ranks_[number];
   if (!rank.running || !rank.proxy) return;
+  if (leaves_ && generation_ == generations_ && steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
+    bool quiet = true;
+    for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
+    if (quiet) {
+      totals_.count(Fault::LeftInOrder);
+      leave(rank);
+      return;
+    }
+  }
   bool moved = false;
   try {
     moved = !rank.broken && rank.proxy->step();
@@ -217,15 +226,6 @@ void World::run_proxy(std::uint32_t number) {
     rank.proxy->fail_all(error.what());
   }
   if (moved) wake(*rank.phases_actor);
-  if (leaves_ && generation_ == generations_ && steps_done(rank)) {
-    bool quiet = true;
-    for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
-    if (quiet) {
-      totals_.count(Fault::LeftInOrder);
-      leave(rank);
-      return;
-    }
-  }
   schedule(*rank.proxy_actor, moved);
 }
 
@@ -318,6 +318,7 @@ World::Rank& World::any_alive() {
 void World::plan_trouble() {
   trouble_ = Trouble::None;
   struck_.reset();
+  late_.assign(ranks_.size(), false);
   network_.set_trap({});
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   steps_ = ranks_.size() > 24 ? random_.between(2u, 3u) : random_.between(3u, 8u);
@@ -431,7 +432,7 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   check_failure(rank, object, failure);
   ++totals_.failures;
   object.failure = failure;
-  object.walkers.clear();
+  object.walkers.clear();   // their phases would raise the same
   if (rank.told) return;
   const bool timeout = failure.reason == AbortReason::Timeout;
   const std::uint32_t blamed = failure.peer == kNoRank ? rank.number : failure.peer;
@@ -469,7 +470,7 @@ bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   return false;
 }
 
-void World::check_failure(const Rank& rank, const Object& object, const PeerFailure& f) const {
+void World::check_failure(const Rank& rank, const Object& object, const PeerFailure& f) {
   const auto wrong = [&](const std::string& what) {
     throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", " + what + " (" + name_of(trouble_) + " of rank " +
                     std::to_string(victim_) + "): it raised \"" + f.what() + "\", peer " + std::to_string(f.peer) + ", reason " +
@@ -493,8 +494,10 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     case Trouble::Kill:
     case Trouble::Leave: must_blame(victim_); break;
     case Trouble::Vanish:
-      if (rank.told && *rank.told == f.peer) break;
-      if (f.reason == AbortReason::Timeout && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
+      // A timeout knows whom it waited for, which may be one that itself waited.
+      if (f.peer >= ranks_.size()) wrong("blames nobody");
+      if (!late_[f.peer] && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
+      late_[f.peer] = true;
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:

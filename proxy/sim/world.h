@@ -94,7 +94,7 @@ class World {
   void say_goodbye(std::uint32_t from);
   void leave(Rank& rank);
   void stop_fabric(Rank& rank);
-  void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure) const;
+  void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure);
   bool waits_for(std::uint32_t rank, std::uint32_t victim) const;
   bool damage(const Immediate& immediate, char* block, std::size_t bytes, Random& random);
 
@@ -128,6 +128,7 @@ class World {
   Trouble trouble_ = Trouble::None;
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
+  std::vector<bool> late_;                     // Vanish: by rank, blamed by a timeout while it waited for the victim, as it may be
 };
 
 }  // namespace pplx::sim
