@@ -87,8 +87,8 @@ void World::build() {
   timeout_ = static_cast<double>(random_.between(1500, 3000)) * 1e-3;
   slow_ = random_.chance(0.3) ? 0.004 : 0.0005;
   leaves_ = random_.chance(0.4);
-  const bool troubled = random_.chance(0.45);
-  generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 4u) : 1;
+  const bool troubled = random_.chance(0.55);
+  generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 5u) : 1;
 
   // Nodes of random size; most worlds have remote peers.
   const bool one_node = random_.chance(0.04);
@@ -208,7 +208,7 @@ void World::later(Time delay, std::function<void()> action) {
 void World::run_proxy(std::uint32_t number) {
   Rank& rank = ranks_[number];
   if (!rank.running || !rank.proxy) return;
-  if (leaves_ && generation_ == generations_ && steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
+  if (leaves_ && rank.alive && generation_ == generations_ && steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
     bool quiet = true;
     for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
     if (quiet) {
@@ -238,7 +238,7 @@ void World::run_phases(std::uint32_t number) {
     Object& object = rank.objects[(first + i) % objects_];
     if (object.failure) continue;
     try {
-      progress |= begin_step(rank, object);
+      if (rank.alive) progress |= begin_step(rank, object);
       progress |= advance(rank, object);
     } catch (const PeerFailure& failure) {
       failed(rank, object, failure);
@@ -330,7 +330,7 @@ void World::plan_trouble() {
   // Who leaves, leaves at least two behind.
   if (living < 3 && !remote) return;
   do {
-    trouble_ = static_cast<Trouble>(random_.between(1, 8));
+    trouble_ = random_.chance(0.25) ? Trouble::Corrupt : static_cast<Trouble>(random_.between(1, 8));
   } while (is_trap(trouble_) ? !remote : living < 3);
   trouble_step_ = random_.between(0u, 3u);
   polls_left_ = random_.between(0u, 6u);
@@ -343,8 +343,6 @@ void World::strike() {
   struck_ = clock_.now();
   Rank& victim = ranks_[victim_];
   log_.line("rank %u: %s", victim_, name_of(trouble_));
-  Trap trap;
-  trap.rank = victim_;
   switch (trouble_) {
     case Trouble::Kill:
       totals_.count(Fault::Killed);
@@ -367,44 +365,56 @@ void World::strike() {
       leave(victim);
       victim.alive = false;
       return;
-    case Trouble::FailWrite: trap.kind = Trap::Kind::FailedWrite; break;
-    case Trouble::FailSomewhere: trap.kind = Trap::Kind::FailedSomewhere; break;
-    case Trouble::FailPost: trap.kind = Trap::Kind::FailedPost; break;
-    case Trouble::Overrun: trap.kind = Trap::Kind::CompletionsLost; break;
-    case Trouble::Corrupt: trap.kind = Trap::Kind::Corrupt; break;
+    case Trouble::FailWrite: return set_trap(Trap::Kind::FailedWrite);
+    case Trouble::FailSomewhere: return set_trap(Trap::Kind::FailedSomewhere);
+    case Trouble::FailPost: return set_trap(Trap::Kind::FailedPost);
+    case Trouble::Overrun: return set_trap(Trap::Kind::CompletionsLost);
+    case Trouble::Corrupt: return set_trap(Trap::Kind::Corrupt);
     case Trouble::None: return;
   }
-  network_.set_trap(trap, [this](const Immediate& i, char* block, std::size_t bytes, Random& random) { return damage(i, block, bytes, random); });
+}
+
+void World::set_trap(Trap::Kind kind) {
+  constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource, Fault::CorruptPieces,
+                                Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags};
+  const Fault fault = kDamages[random_.below(std::size(kDamages))];
+  Trap trap;
+  trap.kind = kind;
+  trap.rank = victim_;
+  trap.fits = [this, kind, fault](const Immediate& i, std::uint32_t peer, const BlockHeader& header, std::size_t bytes) {
+    const Object& object = ranks_[victim_].objects[i.object];
+    if (object.begun + 1 >= steps_) return false;   // nobody would ask for it any more
+    if (kind != Trap::Kind::Corrupt) return true;
+    if (i.op == Op::Weights && header.rows == 0) return false;   // never looked at
+    if (fault == Fault::CorruptCounts)
+      return i.op == Op::Dispatch && local_experts(object.config, peer) > 0 && bytes >= sizeof header + sizeof(std::uint32_t);
+    return fault != Fault::CorruptFlags || i.op == Op::Combine;
+  };
+  trap.damage = [this, fault](const Immediate& i, char* block) { damage(fault, i, block); };
+  network_.set_trap(std::move(trap));
 }
 
 // Something in the header that cannot be.
-bool World::damage(const Immediate& i, char* block, std::size_t bytes, Random& random) {
+void World::damage(Fault fault, const Immediate& i, char* block) {
   const Config& c = ranks_[victim_].objects[i.object].config;
   BlockHeader header;
   std::memcpy(&header, block, sizeof header);
-  const auto other = static_cast<std::uint32_t>(random.between(1u, 0xffffu));
-  const std::uint32_t experts = local_experts(c, network_.trap().peer);
-  Fault fault = Fault::Count;
-  switch (random.below(i.op == Op::Weights ? 5 : i.op == Op::Combine || (experts > 0 && bytes >= sizeof header + 4) ? 6 : 5)) {
-    case 0: header.step += other; fault = Fault::CorruptStep; break;
-    case 1: header.generation = random.chance(0.5) ? header.generation - 1 : header.generation + other; fault = Fault::CorruptGeneration; break;
-    case 2: header.source ^= other; fault = Fault::CorruptSource; break;
-    case 3: header.pieces += other; fault = Fault::CorruptPieces; break;
-    case 4: header.rows = i.op == Op::Dispatch ? c.max_tokens + other : random.chance(0.5) ? header.rows + 1 : header.rows + other; fault = Fault::CorruptRows; break;
-    default:
-      if (i.op == Op::Combine) {
-        header.flags ^= kReleased;
-        fault = Fault::CorruptFlags;
-      } else {
-        const std::uint32_t count = 0x80000000u + other;
-        std::memcpy(block + sizeof header, &count, sizeof count);
-        fault = Fault::CorruptCounts;
-      }
+  const auto other = random_.between(1u, 0xffffu);
+  switch (fault) {
+    case Fault::CorruptStep: header.step += other; break;
+    case Fault::CorruptGeneration: header.generation = random_.chance(0.5) ? header.generation - 1 : header.generation + other; break;
+    case Fault::CorruptSource: header.source ^= other; break;
+    case Fault::CorruptPieces: header.pieces += other; break;
+    case Fault::CorruptRows: header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other); break;
+    case Fault::CorruptFlags: header.flags ^= kReleased; break;
+    default: {
+      const std::uint32_t count = 0x80000000u + other;
+      std::memcpy(block + sizeof header, &count, sizeof count);
+    }
   }
   std::memcpy(block, &header, sizeof header);
   totals_.count(fault);
   log_.line("rank %u: its header is damaged: %s", victim_, sim::name_of(fault));
-  return true;
 }
 
 void World::stop_fabric(Rank& rank) {
@@ -426,9 +436,25 @@ void World::leave(Rank& rank) {
       });
 }
 
+// A rank that stood still while the others reset without it goes on where it was: into memory that it still maps, with writes
+// that nobody has registered memory for.
+void World::wake_too_late(Rank& rank) {
+  totals_.count(Fault::WokeTooLate);
+  log_.line("rank %u: wakes, in the middle of a generation that is over", rank.number);
+  rank.running = true;
+  if (rank.fabric) rank.fabric->port().dead = false;
+  if (rank.proxy) schedule(*rank.proxy_actor, true);
+  schedule(*rank.phases_actor, true);
+}
+
 // What Python does with a failure that a call raised: it tells everybody, unless everybody knows.
 void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   log_.line("rank %u: object %u raises: %s", rank.number, object.config.object, failure.what());
+  if (!rank.alive) {   // the others went on without it
+    object.failure = failure;
+    object.walkers.clear();
+    return;
+  }
   check_failure(rank, object, failure);
   ++totals_.failures;
   object.failure = failure;
@@ -641,6 +667,8 @@ void World::reset() {
   }
   for (auto& script : scripts_) script.clear();
   resetting_ = false;
+  if (trouble_ == Trouble::Vanish && random_.chance(0.8))
+    later(random_.between<Time>(0, 500) * kMicrosecond, [this, &rank = ranks_[victim_]] { wake_too_late(rank); });
 }
 
 void World::check_notices() {

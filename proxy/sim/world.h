@@ -96,7 +96,9 @@ class World {
   void stop_fabric(Rank& rank);
   void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure);
   bool waits_for(std::uint32_t rank, std::uint32_t victim) const;
-  bool damage(const Immediate& immediate, char* block, std::size_t bytes, Random& random);
+  void set_trap(Trap::Kind kind);
+  void damage(Fault fault, const Immediate& immediate, char* block);
+  void wake_too_late(Rank& rank);
 
   void finish_generation();
   void finish_in_trouble();
