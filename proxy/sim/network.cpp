@@ -332,7 +332,8 @@ void Network::push_arrival(Port& at, std::uint32_t immediate) {
 }
 
 void Network::push(Port& at, const Due& due) {
-  if (trap_.kind == Trap::Kind::CompletionsLost && trap_.rank == at.rank && !trap_.fired && !at.ready.empty()) {
+  if (trap_.kind == Trap::Kind::CompletionsLost && trap_.rank == at.rank && !trap_.fired && !at.ready.empty() &&
+      trap_.fits({}, 0, {}, 0)) {
     trap_.fired = at.overran = true;
     totals_.count(Fault::CompletionsLost);
     log_.line("rank %u: its completion queue overran", at.rank);

@@ -44,7 +44,7 @@ struct Trap {
 
   Kind kind = Kind::None;
   std::uint32_t rank = 0;           // CompletionsLost: whose queue; else: who posts
-  Fits fits;                        // asked of writes that start with a header
+  Fits fits;                        // asked of writes that start with a header; CompletionsLost: of none
   Damage damage;                    // Corrupt: what becomes of it on its way
   bool fired = false;
   std::uint32_t peer = 0;           // to whom the write went
@@ -91,6 +91,7 @@ class Network final : public Clock::Task {
 
   Post post(Port& from, const Write& write);             // what a SimFabric's write() does
   int poll(Port& at, Completion* out, int capacity);
+  void push_arrival(Port& at, std::uint32_t immediate);  // of no write
 
   void set_trap(Trap trap) { trap_ = std::move(trap); }
   const Trap& trap() const { return trap_; }
@@ -139,7 +140,6 @@ class Network final : public Clock::Task {
   void sent(Flight& flight);
   void arrive(std::uint32_t number, Flight& flight);
   void push(Port& at, const Due& due);
-  void push_arrival(Port& at, std::uint32_t immediate);
   std::string text(const Flight& flight) const;
   Pair& pair(std::uint32_t from, std::uint32_t to) { return pairs_[std::uint64_t{from} << 32 | to]; }
 

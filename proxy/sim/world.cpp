@@ -10,6 +10,7 @@ using namespace cpu;
 namespace {
 
 constexpr Time kLongestPause = 10 * kMillisecond;
+constexpr Time kByMemory = 100 * kMillisecond;   // what an abort takes to the ranks of a node, their pauses included
 constexpr Time kDrain = 100 * kMillisecond;   // what reset() gives writes under way
 
 const char* name_of(Trouble trouble) {
@@ -87,6 +88,8 @@ void World::build() {
   timeout_ = static_cast<double>(random_.between(1500, 3000)) * 1e-3;
   slow_ = random_.chance(0.3) ? 0.004 : 0.0005;
   leaves_ = random_.chance(0.4);
+  gossip_ = random_.chance(0.3) ? 400 * kMillisecond : kMillisecond;
+  long_ = world <= 3 && random_.chance(0.06);
   const bool troubled = random_.chance(0.55);
   generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 5u) : 1;
 
@@ -163,7 +166,14 @@ void World::start(Rank& rank) {
         object.exchange->fail(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
+      // Of a step whose eight bits none of this generation's have.
+      std::vector<std::uint32_t> strays;
+      const std::uint32_t low = object.config.first_step & 0xffu;
+      for (const Rank& peer : ranks_)
+        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x100 && random_.chance(0.1)) strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
       rank.proxy->attach(std::move(o));
+      for (std::uint32_t stray : strays) network_.push_arrival(rank.fabric->port(), stray);
+      totals_.count(Fault::Unasked, strays.size());
     }
     schedule(*rank.proxy_actor, true);
   }
@@ -319,9 +329,12 @@ void World::plan_trouble() {
   trouble_ = Trouble::None;
   struck_.reset();
   late_.assign(ranks_.size(), false);
+  node_raised_.clear();
   network_.set_trap({});
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   steps_ = ranks_.size() > 24 ? random_.between(2u, 3u) : random_.between(3u, 8u);
+  if (random_.chance(0.3)) steps_ += ranks_[0].objects[0].config.in_flight;
+  if (long_) steps_ = random_.between(260u, 400u);
   if (generation_ == generations_) return;
   Rank& victim = any_alive();
   victim_ = victim.number;
@@ -456,6 +469,11 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
     return;
   }
   check_failure(rank, object, failure);
+  // Ranks that share memory need no control connections to hear of it.
+  const Time first = node_raised_.emplace(std::pair{object.config.object, rank.node}, clock_.now()).first->second;
+  if (clock_.now() - first > kByMemory && !object.walkers.empty())
+    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", noticed an abort of its own node after " +
+                    std::to_string(static_cast<double>(clock_.now() - first) * 1e-9) + " s");
   ++totals_.failures;
   object.failure = failure;
   object.walkers.clear();   // their phases would raise the same
@@ -466,7 +484,7 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   tell(rank, abort, failure.what());
   for (Rank& other : ranks_)
     if (other.alive && other.number != rank.number)
-      later(random_.between<Time>(1, 1000) * kMicrosecond, [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
+      later(random_.between<Time>(1, gossip_), [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
 }
 
 void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
@@ -575,7 +593,7 @@ void World::finish_generation() {
 
 // Every survivor must raise the cause in time, whatever it was doing.
 void World::finish_in_trouble() {
-  double allowed = 0.5;
+  double allowed = 1.0;
   if (trouble_ == Trouble::Vanish) allowed += 3 * timeout_;
   if (trouble_ == Trouble::Leave) allowed += 1.0;
   const Time deadline = *struck_ + static_cast<Time>(allowed * 1e9);
@@ -692,6 +710,8 @@ void World::run() {
     connect();
     finish_generation();
     if (steps_done()) {
+      if (struck_ && (!is_trap(trouble_) || network_.trap().fired))
+        throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
       check_notices();
       if (generation_ >= generations_) break;
     } else {

@@ -119,10 +119,12 @@ class World {
   std::vector<std::unique_ptr<Actor>> actors_;
   std::vector<Rank> ranks_;
   std::vector<bool> alive_;
+  bool long_ = false;                          // more steps than eight bits can tell apart
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;
   double timeout_ = 0, slow_ = 0;
+  Time gossip_ = 0;                            // what the control connections take at most
   bool resetting_ = false;                     // nobody is in a phase
   bool leaves_ = false;                        // ranks leave in order once they are done
   std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object, those that somebody is still in
@@ -130,6 +132,7 @@ class World {
   Trouble trouble_ = Trouble::None;
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // by object and node, when the first of its ranks did
   std::vector<bool> late_;                     // Vanish: by rank, blamed by a timeout while it waited for the victim, as it may be
 };
 
