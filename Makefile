@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check lint cpp cpp-asan cpp-tsan wheel clean help
+.PHONY: build test bench check lint cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -78,6 +78,16 @@ cpp: build  ## the C++ tests
 	cmake --build $(BUILD) --target pplx_cpp_tests
 	ctest --test-dir $(BUILD) --output-on-failure
 
+# Every kind of fault must have happened a hundred times, or the seeds say nothing about it.
+sim: build  ## the simulation: 2,000 seeds of a hostile network
+	cmake --build $(BUILD) --target pplx_sim
+	$(BUILD)/sim --seeds 2000 --jobs 2 --at-least 100
+
+# Goes on where it stopped: the state file has the next seed and the totals.
+sim-long: build  ## a million seeds of it, in the background's share of one core
+	cmake --build $(BUILD) --target pplx_sim
+	nice -n 19 $(BUILD)/sim --long 1000000 --resume build/sim-long.state
+
 # The C++ tests again under sanitizers, in trees without Python.
 define sanitized
 	cmake -S . -B build/$(1) $$(command -v ninja >/dev/null && echo -G Ninja) \
@@ -95,7 +105,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 # pytest comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
-check: lint cpp-asan cpp-tsan  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+check: lint sim cpp-asan cpp-tsan  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(PY) -m pytest tests -m ''
 
 wheel: $(deps)  ## a wheel in dist/

@@ -12,3 +12,7 @@ foreach(source ${test_sources})
   add_test(NAME ${name} COMMAND ${name})
   set_tests_properties(${name} PROPERTIES TIMEOUT 300)
 endforeach()
+
+add_dependencies(pplx_cpp_tests pplx_sim)
+add_test(NAME sim COMMAND pplx_sim --seeds 100)
+set_tests_properties(sim PROPERTIES TIMEOUT 300)

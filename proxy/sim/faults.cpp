@@ -22,6 +22,7 @@ const char* name_of(Fault fault) {
     case Fault::UnknownRefused: return "initiator unknown, refused";
     case Fault::UnknownDropped: return "initiator unknown, dropped";
     case Fault::UnknownSource: return "immediate of nobody";
+    case Fault::Unasked: return "answer to nothing";
     case Fault::Poisoned: return "block poisoned";
     case Fault::Slow: return "rank slow";
     case Fault::Killed: return "rank killed";

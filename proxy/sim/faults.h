@@ -31,6 +31,7 @@ enum class Fault : std::uint8_t {
   UnknownRefused,      // EAGAIN: the target has not inserted this initiator yet
   UnknownDropped,      // the same: the target dropped it, the provider tried again
   UnknownSource,       // an immediate that names no peer
+  Unasked,             // an immediate that answers a dispatch which was never sent
   Poisoned,            // a block that nobody may read any more was overwritten
   Slow,                // a rank did nothing for milliseconds
   Killed,              // a rank died, and its control connections told

@@ -120,13 +120,10 @@ Post Network::post(Port& from, const Write& write) {
 // True: the post itself fails.
 bool Network::trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate) {
   if (trap_.fired || trap_.rank != from.rank || trap_.kind == Trap::Kind::None || trap_.kind == Trap::Kind::CompletionsLost) return false;
-  // The header travels in the first shard; weights of no rows are never looked at.
-  if (trap_.kind == Trap::Kind::Corrupt && (immediate.shard != 0 || write.bytes < sizeof(BlockHeader))) return false;
-  if (trap_.kind == Trap::Kind::Corrupt && immediate.op == Op::Weights) {
-    BlockHeader header;
-    std::memcpy(&header, static_cast<const char*>(write.source->base) + write.source_offset, sizeof header);
-    if (header.rows == 0) return false;
-  }
+  if (immediate.shard != 0 || write.bytes < sizeof(BlockHeader)) return false;   // the first shard has the header
+  BlockHeader header;
+  std::memcpy(&header, static_cast<const char*>(write.source->base) + write.source_offset, sizeof header);
+  if (!trap_.fits(immediate, static_cast<std::uint32_t>(write.peer), header, write.bytes)) return false;
   trap_.fired = true;
   trap_.peer = static_cast<std::uint32_t>(write.peer);
   trap_.immediate = immediate;
@@ -235,8 +232,7 @@ void Network::read(Flight& f, Piece& piece) {
   }
   piece.read = true;
   std::memcpy(f.bytes.data() + piece.begin, f.source + piece.begin, piece.end - piece.begin);
-  if (--f.unread == 0 && f.fate == Fate::Corrupt && !damage_(f.immediate, f.bytes.data(), f.bytes.size(), random_))
-    f.fate = Fate::Whole;
+  if (--f.unread == 0 && f.fate == Fate::Corrupt) trap_.damage(f.immediate, f.bytes.data());
 }
 
 void Network::land(Flight& f, const Piece& piece) {
@@ -336,7 +332,8 @@ void Network::push_arrival(Port& at, std::uint32_t immediate) {
 }
 
 void Network::push(Port& at, const Due& due) {
-  if (trap_.kind == Trap::Kind::CompletionsLost && trap_.rank == at.rank && !trap_.fired && !at.ready.empty()) {
+  if (trap_.kind == Trap::Kind::CompletionsLost && trap_.rank == at.rank && !trap_.fired && !at.ready.empty() &&
+      trap_.fits({}, 0, {}, 0)) {
     trap_.fired = at.overran = true;
     totals_.count(Fault::CompletionsLost);
     log_.line("rank %u: its completion queue overran", at.rank);

@@ -39,8 +39,13 @@ struct Profile {
 // A failure that is planted once, into the next write of a rank that it fits.
 struct Trap {
   enum class Kind : std::uint8_t { None, FailedWrite, FailedSomewhere, FailedPost, CompletionsLost, Corrupt };
+  using Fits = std::function<bool(const Immediate& immediate, std::uint32_t peer, const BlockHeader& header, std::size_t bytes)>;
+  using Damage = std::function<void(const Immediate& immediate, char* block)>;
+
   Kind kind = Kind::None;
   std::uint32_t rank = 0;           // CompletionsLost: whose queue; else: who posts
+  Fits fits;                        // asked of writes that start with a header; CompletionsLost: of none
+  Damage damage;                    // Corrupt: what becomes of it on its way
   bool fired = false;
   std::uint32_t peer = 0;           // to whom the write went
   Immediate immediate;              // what it carried
@@ -86,13 +91,9 @@ class Network final : public Clock::Task {
 
   Post post(Port& from, const Write& write);             // what a SimFabric's write() does
   int poll(Port& at, Completion* out, int capacity);
+  void push_arrival(Port& at, std::uint32_t immediate);  // of no write
 
-  // The trap's header damage: changes the first bytes of a block on its way; false if it can do nothing to this one.
-  using Damage = std::function<bool(const Immediate& immediate, char* block, std::size_t bytes, Random& random)>;
-  void set_trap(const Trap& trap, Damage damage = {}) {
-    trap_ = trap;
-    damage_ = std::move(damage);
-  }
+  void set_trap(Trap trap) { trap_ = std::move(trap); }
   const Trap& trap() const { return trap_; }
   // What a port has on the wire lands no earlier than `then`.
   void hold_up(std::uint32_t port, Time then);
@@ -139,7 +140,6 @@ class Network final : public Clock::Task {
   void sent(Flight& flight);
   void arrive(std::uint32_t number, Flight& flight);
   void push(Port& at, const Due& due);
-  void push_arrival(Port& at, std::uint32_t immediate);
   std::string text(const Flight& flight) const;
   Pair& pair(std::uint32_t from, std::uint32_t to) { return pairs_[std::uint64_t{from} << 32 | to]; }
 
@@ -154,7 +154,6 @@ class Network final : public Clock::Task {
   std::unordered_map<std::uint64_t, Pair> pairs_;
   std::uint64_t last_key_ = 0;
   Trap trap_;
-  Damage damage_;
 };
 
 }  // namespace pplx::sim

@@ -10,6 +10,7 @@ using namespace cpu;
 namespace {
 
 constexpr Time kLongestPause = 10 * kMillisecond;
+constexpr Time kByMemory = 100 * kMillisecond;   // what an abort takes to the ranks of a node, their pauses included
 constexpr Time kDrain = 100 * kMillisecond;   // what reset() gives writes under way
 
 const char* name_of(Trouble trouble) {
@@ -87,8 +88,10 @@ void World::build() {
   timeout_ = static_cast<double>(random_.between(1500, 3000)) * 1e-3;
   slow_ = random_.chance(0.3) ? 0.004 : 0.0005;
   leaves_ = random_.chance(0.4);
-  const bool troubled = random_.chance(0.45);
-  generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 4u) : 1;
+  gossip_ = random_.chance(0.3) ? 400 * kMillisecond : kMillisecond;
+  long_ = world <= 3 && random_.chance(0.06);
+  const bool troubled = random_.chance(0.55);
+  generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 5u) : 1;
 
   // Nodes of random size; most worlds have remote peers.
   const bool one_node = random_.chance(0.04);
@@ -163,7 +166,14 @@ void World::start(Rank& rank) {
         object.exchange->fail(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
+      // Of a step whose eight bits none of this generation's have.
+      std::vector<std::uint32_t> strays;
+      const std::uint32_t low = object.config.first_step & 0xffu;
+      for (const Rank& peer : ranks_)
+        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x100 && random_.chance(0.1)) strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
       rank.proxy->attach(std::move(o));
+      for (std::uint32_t stray : strays) network_.push_arrival(rank.fabric->port(), stray);
+      totals_.count(Fault::Unasked, strays.size());
     }
     schedule(*rank.proxy_actor, true);
   }
@@ -208,6 +218,15 @@ void World::later(Time delay, std::function<void()> action) {
 void World::run_proxy(std::uint32_t number) {
   Rank& rank = ranks_[number];
   if (!rank.running || !rank.proxy) return;
+  if (leaves_ && rank.alive && generation_ == generations_ && steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
+    bool quiet = true;
+    for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
+    if (quiet) {
+      totals_.count(Fault::LeftInOrder);
+      leave(rank);
+      return;
+    }
+  }
   bool moved = false;
   try {
     moved = !rank.broken && rank.proxy->step();
@@ -217,15 +236,6 @@ void World::run_proxy(std::uint32_t number) {
     rank.proxy->fail_all(error.what());
   }
   if (moved) wake(*rank.phases_actor);
-  if (leaves_ && generation_ == generations_ && steps_done(rank)) {
-    bool quiet = true;
-    for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
-    if (quiet) {
-      totals_.count(Fault::LeftInOrder);
-      leave(rank);
-      return;
-    }
-  }
   schedule(*rank.proxy_actor, moved);
 }
 
@@ -238,7 +248,7 @@ void World::run_phases(std::uint32_t number) {
     Object& object = rank.objects[(first + i) % objects_];
     if (object.failure) continue;
     try {
-      progress |= begin_step(rank, object);
+      if (rank.alive) progress |= begin_step(rank, object);
       progress |= advance(rank, object);
     } catch (const PeerFailure& failure) {
       failed(rank, object, failure);
@@ -318,9 +328,13 @@ World::Rank& World::any_alive() {
 void World::plan_trouble() {
   trouble_ = Trouble::None;
   struck_.reset();
+  late_.assign(ranks_.size(), false);
+  node_raised_.clear();
   network_.set_trap({});
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   steps_ = ranks_.size() > 24 ? random_.between(2u, 3u) : random_.between(3u, 8u);
+  if (random_.chance(0.3)) steps_ += ranks_[0].objects[0].config.in_flight;
+  if (long_) steps_ = random_.between(260u, 400u);
   if (generation_ == generations_) return;
   Rank& victim = any_alive();
   victim_ = victim.number;
@@ -329,7 +343,7 @@ void World::plan_trouble() {
   // Who leaves, leaves at least two behind.
   if (living < 3 && !remote) return;
   do {
-    trouble_ = static_cast<Trouble>(random_.between(1, 8));
+    trouble_ = random_.chance(0.25) ? Trouble::Corrupt : static_cast<Trouble>(random_.between(1, 8));
   } while (is_trap(trouble_) ? !remote : living < 3);
   trouble_step_ = random_.between(0u, 3u);
   polls_left_ = random_.between(0u, 6u);
@@ -342,8 +356,6 @@ void World::strike() {
   struck_ = clock_.now();
   Rank& victim = ranks_[victim_];
   log_.line("rank %u: %s", victim_, name_of(trouble_));
-  Trap trap;
-  trap.rank = victim_;
   switch (trouble_) {
     case Trouble::Kill:
       totals_.count(Fault::Killed);
@@ -366,44 +378,56 @@ void World::strike() {
       leave(victim);
       victim.alive = false;
       return;
-    case Trouble::FailWrite: trap.kind = Trap::Kind::FailedWrite; break;
-    case Trouble::FailSomewhere: trap.kind = Trap::Kind::FailedSomewhere; break;
-    case Trouble::FailPost: trap.kind = Trap::Kind::FailedPost; break;
-    case Trouble::Overrun: trap.kind = Trap::Kind::CompletionsLost; break;
-    case Trouble::Corrupt: trap.kind = Trap::Kind::Corrupt; break;
+    case Trouble::FailWrite: return set_trap(Trap::Kind::FailedWrite);
+    case Trouble::FailSomewhere: return set_trap(Trap::Kind::FailedSomewhere);
+    case Trouble::FailPost: return set_trap(Trap::Kind::FailedPost);
+    case Trouble::Overrun: return set_trap(Trap::Kind::CompletionsLost);
+    case Trouble::Corrupt: return set_trap(Trap::Kind::Corrupt);
     case Trouble::None: return;
   }
-  network_.set_trap(trap, [this](const Immediate& i, char* block, std::size_t bytes, Random& random) { return damage(i, block, bytes, random); });
+}
+
+void World::set_trap(Trap::Kind kind) {
+  constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource, Fault::CorruptPieces,
+                                Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags};
+  const Fault fault = kDamages[random_.below(std::size(kDamages))];
+  Trap trap;
+  trap.kind = kind;
+  trap.rank = victim_;
+  trap.fits = [this, kind, fault](const Immediate& i, std::uint32_t peer, const BlockHeader& header, std::size_t bytes) {
+    const Object& object = ranks_[victim_].objects[i.object];
+    if (object.begun + 1 >= steps_) return false;   // nobody would ask for it any more
+    if (kind != Trap::Kind::Corrupt) return true;
+    if (i.op == Op::Weights && header.rows == 0) return false;   // never looked at
+    if (fault == Fault::CorruptCounts)
+      return i.op == Op::Dispatch && local_experts(object.config, peer) > 0 && bytes >= sizeof header + sizeof(std::uint32_t);
+    return fault != Fault::CorruptFlags || i.op == Op::Combine;
+  };
+  trap.damage = [this, fault](const Immediate& i, char* block) { damage(fault, i, block); };
+  network_.set_trap(std::move(trap));
 }
 
 // Something in the header that cannot be.
-bool World::damage(const Immediate& i, char* block, std::size_t bytes, Random& random) {
+void World::damage(Fault fault, const Immediate& i, char* block) {
   const Config& c = ranks_[victim_].objects[i.object].config;
   BlockHeader header;
   std::memcpy(&header, block, sizeof header);
-  const auto other = static_cast<std::uint32_t>(random.between(1u, 0xffffu));
-  const std::uint32_t experts = local_experts(c, network_.trap().peer);
-  Fault fault = Fault::Count;
-  switch (random.below(i.op == Op::Weights ? 5 : i.op == Op::Combine || (experts > 0 && bytes >= sizeof header + 4) ? 6 : 5)) {
-    case 0: header.step += other; fault = Fault::CorruptStep; break;
-    case 1: header.generation = random.chance(0.5) ? header.generation - 1 : header.generation + other; fault = Fault::CorruptGeneration; break;
-    case 2: header.source ^= other; fault = Fault::CorruptSource; break;
-    case 3: header.pieces += other; fault = Fault::CorruptPieces; break;
-    case 4: header.rows = i.op == Op::Dispatch ? c.max_tokens + other : random.chance(0.5) ? header.rows + 1 : header.rows + other; fault = Fault::CorruptRows; break;
-    default:
-      if (i.op == Op::Combine) {
-        header.flags ^= kReleased;
-        fault = Fault::CorruptFlags;
-      } else {
-        const std::uint32_t count = 0x80000000u + other;
-        std::memcpy(block + sizeof header, &count, sizeof count);
-        fault = Fault::CorruptCounts;
-      }
+  const auto other = random_.between(1u, 0xffffu);
+  switch (fault) {
+    case Fault::CorruptStep: header.step += other; break;
+    case Fault::CorruptGeneration: header.generation = random_.chance(0.5) ? header.generation - 1 : header.generation + other; break;
+    case Fault::CorruptSource: header.source ^= other; break;
+    case Fault::CorruptPieces: header.pieces += other; break;
+    case Fault::CorruptRows: header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other); break;
+    case Fault::CorruptFlags: header.flags ^= kReleased; break;
+    default: {
+      const std::uint32_t count = 0x80000000u + other;
+      std::memcpy(block + sizeof header, &count, sizeof count);
+    }
   }
   std::memcpy(block, &header, sizeof header);
   totals_.count(fault);
   log_.line("rank %u: its header is damaged: %s", victim_, sim::name_of(fault));
-  return true;
 }
 
 void World::stop_fabric(Rank& rank) {
@@ -425,13 +449,34 @@ void World::leave(Rank& rank) {
       });
 }
 
+// A rank that stood still while the others reset without it goes on where it was: into memory that it still maps, with writes
+// that nobody has registered memory for.
+void World::wake_too_late(Rank& rank) {
+  totals_.count(Fault::WokeTooLate);
+  log_.line("rank %u: wakes, in the middle of a generation that is over", rank.number);
+  rank.running = true;
+  if (rank.fabric) rank.fabric->port().dead = false;
+  if (rank.proxy) schedule(*rank.proxy_actor, true);
+  schedule(*rank.phases_actor, true);
+}
+
 // What Python does with a failure that a call raised: it tells everybody, unless everybody knows.
 void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   log_.line("rank %u: object %u raises: %s", rank.number, object.config.object, failure.what());
+  if (!rank.alive) {   // the others went on without it
+    object.failure = failure;
+    object.walkers.clear();
+    return;
+  }
   check_failure(rank, object, failure);
+  // Ranks that share memory need no control connections to hear of it.
+  const Time first = node_raised_.emplace(std::pair{object.config.object, rank.node}, clock_.now()).first->second;
+  if (clock_.now() - first > kByMemory && !object.walkers.empty())
+    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", noticed an abort of its own node after " +
+                    std::to_string(static_cast<double>(clock_.now() - first) * 1e-9) + " s");
   ++totals_.failures;
   object.failure = failure;
-  object.walkers.clear();
+  object.walkers.clear();   // their phases would raise the same
   if (rank.told) return;
   const bool timeout = failure.reason == AbortReason::Timeout;
   const std::uint32_t blamed = failure.peer == kNoRank ? rank.number : failure.peer;
@@ -439,7 +484,7 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   tell(rank, abort, failure.what());
   for (Rank& other : ranks_)
     if (other.alive && other.number != rank.number)
-      later(random_.between<Time>(1, 1000) * kMicrosecond, [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
+      later(random_.between<Time>(1, gossip_), [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
 }
 
 void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
@@ -469,7 +514,7 @@ bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   return false;
 }
 
-void World::check_failure(const Rank& rank, const Object& object, const PeerFailure& f) const {
+void World::check_failure(const Rank& rank, const Object& object, const PeerFailure& f) {
   const auto wrong = [&](const std::string& what) {
     throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", " + what + " (" + name_of(trouble_) + " of rank " +
                     std::to_string(victim_) + "): it raised \"" + f.what() + "\", peer " + std::to_string(f.peer) + ", reason " +
@@ -493,8 +538,10 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     case Trouble::Kill:
     case Trouble::Leave: must_blame(victim_); break;
     case Trouble::Vanish:
-      if (rank.told && *rank.told == f.peer) break;
-      if (f.reason == AbortReason::Timeout && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
+      // A timeout knows whom it waited for, which may be one that itself waited.
+      if (f.peer >= ranks_.size()) wrong("blames nobody");
+      if (!late_[f.peer] && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
+      late_[f.peer] = true;
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
@@ -546,7 +593,7 @@ void World::finish_generation() {
 
 // Every survivor must raise the cause in time, whatever it was doing.
 void World::finish_in_trouble() {
-  double allowed = 0.5;
+  double allowed = 1.0;
   if (trouble_ == Trouble::Vanish) allowed += 3 * timeout_;
   if (trouble_ == Trouble::Leave) allowed += 1.0;
   const Time deadline = *struck_ + static_cast<Time>(allowed * 1e9);
@@ -638,6 +685,8 @@ void World::reset() {
   }
   for (auto& script : scripts_) script.clear();
   resetting_ = false;
+  if (trouble_ == Trouble::Vanish && random_.chance(0.8))
+    later(random_.between<Time>(0, 500) * kMicrosecond, [this, &rank = ranks_[victim_]] { wake_too_late(rank); });
 }
 
 void World::check_notices() {
@@ -661,6 +710,8 @@ void World::run() {
     connect();
     finish_generation();
     if (steps_done()) {
+      if (struck_ && (!is_trap(trouble_) || network_.trap().fired))
+        throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
       check_notices();
       if (generation_ >= generations_) break;
     } else {

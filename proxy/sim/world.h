@@ -94,9 +94,11 @@ class World {
   void say_goodbye(std::uint32_t from);
   void leave(Rank& rank);
   void stop_fabric(Rank& rank);
-  void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure) const;
+  void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure);
   bool waits_for(std::uint32_t rank, std::uint32_t victim) const;
-  bool damage(const Immediate& immediate, char* block, std::size_t bytes, Random& random);
+  void set_trap(Trap::Kind kind);
+  void damage(Fault fault, const Immediate& immediate, char* block);
+  void wake_too_late(Rank& rank);
 
   void finish_generation();
   void finish_in_trouble();
@@ -117,10 +119,12 @@ class World {
   std::vector<std::unique_ptr<Actor>> actors_;
   std::vector<Rank> ranks_;
   std::vector<bool> alive_;
+  bool long_ = false;                          // more steps than eight bits can tell apart
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;
   double timeout_ = 0, slow_ = 0;
+  Time gossip_ = 0;                            // what the control connections take at most
   bool resetting_ = false;                     // nobody is in a phase
   bool leaves_ = false;                        // ranks leave in order once they are done
   std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object, those that somebody is still in
@@ -128,6 +132,8 @@ class World {
   Trouble trouble_ = Trouble::None;
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // by object and node, when the first of its ranks did
+  std::vector<bool> late_;                     // Vanish: by rank, blamed by a timeout while it waited for the victim, as it may be
 };
 
 }  // namespace pplx::sim

@@ -283,7 +283,8 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (store_if_zero(own_word(Heap::abort_at), word)) message_ = message;
   }
-  if (abort.reason == AbortReason::Interrupted)
+  // What only this rank knows, which may be long in coming to its next call.
+  if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric)
     for (std::uint32_t peer = 0; peer < config_.world; ++peer)
       if (memory_.peers[peer] != nullptr && alive_[peer])
         store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
