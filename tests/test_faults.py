@@ -28,7 +28,7 @@ LATE = 1.0  # seconds after its timeout in which a rank has said so
 BLAMED = {  # what waits for a rank that stopped there
     "dispatch_send": {"dispatch_recv", "combine_recv"},  # its block may have gone to one and not to the other
     "dispatch_recv": {"combine_recv"},
-    "combine_send": {"combine_recv"},
+    "combine_send": {"combine_recv", "dispatch_recv"},  # or to both, just before
     "combine_recv": {"dispatch_recv"},
 }
 
@@ -81,8 +81,9 @@ class Story:
                 assert not r["is_timeout"] and late < NOTICED, (where, late, r)
                 assert r["phase"] in PHASES or r["phase"] == "between steps", (where, str(r))
             else:
-                assert r["is_timeout"], (where, str(r))
-                assert TIMEOUT - 0.1 < late < TIMEOUT + LATE, (where, late, r)
+                # It may have begun to wait a little before the rank fell.
+                assert r["is_timeout"] and "gave up" in r["message"], (where, str(r))
+                assert late < TIMEOUT + LATE, (where, late, str(r))
                 # A proxy that stopped with its rank may still have had the block of the phase before.
                 blamed = BLAMED[self.phase] if self.transport == "mapped" else {"dispatch_recv", "combine_recv"}
                 assert r["phase"] in blamed, (where, str(r))
