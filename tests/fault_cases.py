@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import networks
 from rank_cases import Case, Survivor, open_all_to_all, raised
 
 import pplx_comm as pc
@@ -148,3 +149,23 @@ def switch_over(me: Any, before: Case, case: Case, left: list[int]) -> dict[str,
     me.comm.barrier()
     me.kept["a2a"] = a2a
     return {"steps": count}
+
+
+def move_to(me: Any, network: str) -> None:
+    networks.enter(network)
+
+
+def until_failure(me: Any, case: Case) -> dict[str, Any]:
+    me.say("running")
+    return raised(lambda: [_steps(me, me.kept["a2a"], case, [True] * me.world_size, 2) for _ in range(10**6)])
+
+
+def timed_step(me: Any, case: Case) -> dict[str, Any]:
+    """One step, how long it took, and how many bytes of it went through the proxy."""
+    a2a = me.kept["a2a"]
+    before = a2a.stats()["proxy"]["bytes"]
+    me.comm.barrier()
+    begin = time.monotonic()
+    _steps(me, a2a, case, [True] * me.world_size, 1)
+    me.comm.barrier()
+    return {"seconds": time.monotonic() - begin, "bytes": a2a.stats()["proxy"]["bytes"] - before}
