@@ -71,7 +71,23 @@ class Networks:
     def limit(self, rate: str) -> None:
         """Both ways; what waits longer than 400 ms is dropped, as a switch would."""
         for name in self.names:
-            self._run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "32kb", "latency", "400ms")
+            self._run(
+                "tc",
+                "-n",
+                name,
+                "qdisc",
+                "replace",
+                "dev",
+                "eth0",
+                "root",
+                "tbf",
+                "rate",
+                rate,
+                "burst",
+                "32kb",
+                "latency",
+                "400ms",
+            )
 
     def _ip(self, *arguments: str) -> None:
         self._run("ip", *arguments)
