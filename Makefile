@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check lint cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check two-hosts lint cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -68,6 +68,9 @@ test: build  ## the tests, without the slow ones
 bench: build  ## four processes on this host: latency beside the floor
 	mpirun -n $(RANKS) $(PY) bench/latency.py --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
 	    --wire fp8 --transport mapped,proxy:shm,proxy:tcp
+
+two-hosts: build  ## two network namespaces as two hosts: what README.md says under "Across nodes" (root only)
+	tools/two_hosts.sh $(PY) examples/hosts.py
 
 lint: build  ## ruff and mypy
 	$(PY) -m ruff check .

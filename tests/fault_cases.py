@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import networks
 from rank_cases import Case, Survivor, open_all_to_all, raised
 
 import pplx_comm as pc
+from pplx_comm import _reset, _setup
 
 HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
@@ -148,3 +151,64 @@ def switch_over(me: Any, before: Case, case: Case, left: list[int]) -> dict[str,
     me.comm.barrier()
     me.kept["a2a"] = a2a
     return {"steps": count}
+
+
+def move_to(me: Any, network: str) -> None:
+    networks.enter(network)
+
+
+def until_failure(me: Any, case: Case) -> dict[str, Any]:
+    me.say("running")
+    return raised(lambda: [_steps(me, me.kept["a2a"], case, [True] * me.world_size, 2) for _ in range(10**6)])
+
+
+def timed_step(me: Any, case: Case) -> dict[str, Any]:
+    """One step, how long it took, and how many bytes of it went through the proxy."""
+    a2a = me.kept["a2a"]
+    before = a2a.stats()["proxy"]["bytes"]
+    me.comm.barrier()
+    begin = time.monotonic()
+    _steps(me, a2a, case, [True] * me.world_size, 1)
+    me.comm.barrier()
+    return {"seconds": time.monotonic() - begin, "bytes": a2a.stats()["proxy"]["bytes"] - before}
+
+
+def reset_and_die(me: Any, case: Case, left: list[int], dying: int, place: str, path: str) -> dict[str, Any]:
+    """One more dies while the survivors of the first death are in reset(). They hear who, and the next reset() is good."""
+    a2a = me.kept["a2a"]
+
+    def die(*_: Any, **__: Any) -> None:
+        Path(path).write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if me.rank == dying:
+        if place == "before it agrees":
+            me.comm._agree_survivors = die
+        elif place == "agreed":
+            _reset.rewire = die
+        else:
+            agree = _setup._agree
+            _setup._agree = lambda comm, tag, *rest: die() if tag == place else agree(comm, tag, *rest)
+    result = raised(a2a.reset)
+    if not result["type"]:  # it was gone before this rank had to agree with it
+        return result
+    result["later"] = raised(lambda: _steps(me, a2a, case, [True] * me.world_size, 1))
+    _must_be(a2a.reset(), left, "the survivors")
+    _steps(me, a2a, case, [rank in left for rank in range(me.world_size)], 3)
+    return result
+
+
+def out_of_address_space(me: Any, poor: int) -> dict[str, Any]:
+    """One rank may not map what the AllToAll needs. All are told who and how much; a smaller one is fine."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    _ = me.comm
+    if me.rank == poor:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), before[1]))
+    try:
+        result = raised(lambda: open_all_to_all(me, Case(1, me.world_size, max_tokens=1024, hidden=8192)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    with open_all_to_all(me, Case(1, me.world_size)) as a2a:
+        _steps(me, a2a, Case(1, me.world_size), [True] * me.world_size, 1)
+    return result

@@ -28,7 +28,7 @@ LATE = 1.0  # seconds after its timeout in which a rank has said so
 BLAMED = {  # what waits for a rank that stopped there
     "dispatch_send": {"dispatch_recv", "combine_recv"},  # its block may have gone to one and not to the other
     "dispatch_recv": {"combine_recv"},
-    "combine_send": {"combine_recv"},
+    "combine_send": {"combine_recv", "dispatch_recv"},  # or to both, just before
     "combine_recv": {"dispatch_recv"},
 }
 
@@ -81,8 +81,9 @@ class Story:
                 assert not r["is_timeout"] and late < NOTICED, (where, late, r)
                 assert r["phase"] in PHASES or r["phase"] == "between steps", (where, str(r))
             else:
-                assert r["is_timeout"], (where, str(r))
-                assert TIMEOUT - 0.1 < late < TIMEOUT + LATE, (where, late, r)
+                # It may have begun to wait a little before the rank fell.
+                assert r["is_timeout"] and "gave up" in r["message"], (where, str(r))
+                assert late < TIMEOUT + LATE, (where, late, str(r))
                 # A proxy that stopped with its rank may still have had the block of the phase before.
                 blamed = BLAMED[self.phase] if self.transport == "mapped" else {"dispatch_recv", "combine_recv"}
                 assert r["phase"] in blamed, (where, str(r))
@@ -198,7 +199,48 @@ def test_stopped_anywhere(tmp_path: Path) -> None:
     all_told(tmp_path, [(victim, phase, next(ends)) for victim in range(RANKS) for phase in PHASES], TIMEOUT)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("transport", "place"),
+    [
+        pytest.param("mapped", "before it agrees", marks=slow),
+        ("mapped", "agreed"),
+        ("proxy:shm", "AllToAll: regions"),
+        pytest.param("proxy:tcp", "agreed", marks=slow),
+    ],
+)
+def test_another_death_during_reset(transport: str, place: str, tmp_path: Path) -> None:
+    case, died = Case(1, 4, transport=transport, max_tokens=16), tmp_path / "died"
+    with Crew(4) as crew:
+        crew.run("fault_cases:join", case, 10.0)
+        crew.start("fault_cases:until_failure", case)
+        for rank in range(4):
+            crew.heard(rank)
+        crew.kill(3)
+        for told in crew.collect(30, [0, 1, 2]):
+            assert told["peer"] == 3, told
+        crew.start("fault_cases:reset_and_die", case, [0, 1], 2, place, str(died), ranks=[0, 1, 2])
+        for told in crew.collect(30, [0, 1]):
+            if place == "before it agrees" and not told["type"]:
+                continue
+            assert told.get("is_peer") and told["peer"] == 2 and "rank 2" in told["message"], told
+            assert told["at"] - float(died.read_text()) < NOTICED, told
+            assert told["later"].get("is_peer") and told["later"]["seconds"] < 0.5, told
+        assert crew.leave() == [0, 0, -signal.SIGKILL, -signal.SIGKILL]
+        assert left_in_shm(crew) == []
+
+
+def test_no_room_to_map() -> None:
+    with Crew(2) as crew:
+        for rank, told in enumerate(crew.run("fault_cases:out_of_address_space", 1)):
+            assert told.get("is_error"), told
+            assert "bytes" in told["message"] and "Cannot allocate memory" in told["message"], told
+            assert rank == 1 or "rank 1" in told["message"], told
+
+
+@pytest.mark.parametrize("transport", [pytest.param("mapped", marks=slow), "proxy:tcp"])
 def test_back_without_a_pause(transport: str, tmp_path: Path) -> None:
     """The survivors take steps until the restarted rank is there, and change over together."""
     story = Story(transport, tmp_path)

@@ -10,19 +10,25 @@ have_libfabric_headers() {
         cc -E -x c ${PPLX_LIBFABRIC_INCLUDE:+-I"$PPLX_LIBFABRIC_INCLUDE"} -I/opt/amazon/efa/include - >/dev/null 2>&1
 }
 
+# system_packages NAME...: false where there is no apt, or we may not.
+system_packages() {
+    local sudo=()
+    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
+    local install=("${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
+    command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; } &&
+        { "${install[@]}" || { "${sudo[@]}" apt-get update -qq && "${install[@]}"; }; } && echo "installed $*"
+}
+
 # Packages of the system, where we may; without libfabric there is no network transport, but everything else works.
 if ! have_libfabric_headers; then
-    sudo=()
-    [ "$(id -u)" = 0 ] || sudo=(sudo -n)
-    export DEBIAN_FRONTEND=noninteractive
-    install=("${sudo[@]}" apt-get install -y -qq --no-install-recommends libfabric-dev libfabric1)
-    if command -v apt-get >/dev/null && { [ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null; } &&
-        { "${install[@]}" || { "${sudo[@]}" apt-get update -qq && "${install[@]}"; }; }; then
-        echo "installed libfabric-dev"
-    else
+    if ! system_packages libfabric-dev libfabric1; then
         echo "NOTE: no libfabric headers, and no way to install them from here. Going on without libfabric transports." >&2
         echo "      Install libfabric-dev (or libfabric-devel), or set PPLX_LIBFABRIC_INCLUDE, and build again." >&2
     fi
+fi
+# Only for tests of several hosts, which only root can run.
+if [ "$(id -u)" = 0 ] && ! PATH=$PATH:/usr/sbin:/sbin command -v tc >/dev/null && ! system_packages iproute2; then
+    echo "NOTE: no ip and tc commands, and no way to install iproute2 from here. Tests of several hosts are skipped." >&2
 fi
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"

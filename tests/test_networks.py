@@ -1,0 +1,108 @@
+"""Two hosts: a cable that breaks, one that is slow, and the README's walk-through under mpirun."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from crew import TESTS, Crew
+from multirank import clean_environment
+from networks import Networks, require_namespaces
+from rank_cases import Case
+from test_failure import CLOSED, left_in_shm
+
+BIN = Path(sys.executable).parent
+SIDES = [[0, 1], [2, 3]]
+LOST = 9.0  # seconds from the cut: the kernel gives a silent host up after 5, its probes and a busy machine add to that
+
+
+@pytest.fixture
+def networks() -> Iterator[Networks]:
+    with Networks() as networks:
+        yield networks
+
+
+def crew_of(networks: Networks) -> Crew:
+    """Ranks 0 and 1 on one side, 2 and 3 on the other."""
+    address, secret = f"{networks.addresses[0]}:29713", "0123456789abcdef0123456789abcdef"
+    crew = Crew(4, {"PPLX_COMM_ADDR": address, "PPLX_COMM_SECRET": secret, "LOCAL_WORLD_SIZE": "2"})
+    for side, ranks in enumerate(SIDES):
+        crew.run("fault_cases:move_to", networks.names[side], ranks=ranks)
+    return crew
+
+
+def test_a_cut_cable(networks: Networks) -> None:
+    """Each side names the other, goes on alone, and when the cable is whole again both are one."""
+    case = Case(1, 4, transport="mixed:tcp", max_tokens=32, hidden=1024, in_flight=2)
+    with crew_of(networks) as crew:
+        crew.run("fault_cases:join", case, 30.0)
+        crew.start("fault_cases:until_failure", case)
+        for rank in range(4):
+            crew.heard(rank)
+        cut = time.monotonic()
+        networks.cut()
+        for rank, told in enumerate(crew.collect(30)):
+            there = SIDES[rank < 2]
+            assert told.get("is_peer") and told["peer"] in there, told
+            assert any(f"rank {other} died" in told["message"] for other in there), told
+            assert told["at"] - cut < LOST, (told["at"] - cut, told)
+        for side in SIDES:
+            crew.start("fault_cases:go_on", case, side, None, ranks=side)
+        for told in crew.collect(30):
+            assert told["seconds"] < LOST, told
+        networks.mend()
+        for told in crew.run("fault_cases:join", case, 10.0):
+            assert told["closing"] < CLOSED, told
+        assert crew.leave() == [0] * 4
+        assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize(("rate", "bits_per_second"), [("20mbit", 20e6), pytest.param("1mbit", 1e6, marks=pytest.mark.slow)])
+def test_a_slow_cable(networks: Networks, rate: str, bits_per_second: float) -> None:
+    """Right, at the cable's speed, and nobody is taken for dead: not even where a step takes longer than a death is given."""
+    case = Case(2, 4, transport="mixed:tcp", max_tokens=32, hidden=1024, top_k=4, num_experts=4)
+    with crew_of(networks) as crew:
+        crew.run("fault_cases:join", case, 60.0)
+        networks.limit(rate)
+        results = crew.run("fault_cases:timed_step", case)
+        # All four ranks' rows for the other side share the cable, as they come back. Half of that is far above what a fast cable takes.
+        crossed = 8 * sum(r["bytes"] for r in results) / 4
+        for r in results:
+            assert r["seconds"] > 0.5 * crossed / bits_per_second, (crossed, results)
+        assert crew.leave() == [0] * 4
+
+
+def test_two_hosts_under_mpirun() -> None:
+    """What README.md says under "Across nodes", word for word, on two namespaces that have nothing but a network in common."""
+    require_namespaces()
+    if not (BIN / "mpirun").exists():
+        pytest.skip("no mpirun in this environment")
+    readme = (TESTS.parent / "README.md").read_text()
+    tag = f"pplx{os.getpid()}"
+    try:
+        done = subprocess.run(
+            [str(TESTS.parent / "tools" / "two_hosts.sh"), "python", "examples/hosts.py"],
+            cwd=TESTS.parent,
+            env={**clean_environment(), "PATH": f"{BIN}:{os.environ['PATH']}:/usr/sbin:/sbin", "PPLX_TWO_HOSTS_TAG": tag},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search(r"4 ranks, peers of rank 0: 1 mapped and 2 by proxy over tcp\S* \(libfabric", done.stderr), done.stderr
+        (last,) = [line for line in done.stdout.splitlines() if "nodes" in line]
+        assert last == "4 ranks on 2 nodes: the results are right on every rank."
+        assert last in readme
+        assert "mpirun -f hosts -n 4 python examples/hosts.py" in readme
+        left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
+        assert tag not in left
+    finally:
+        for host in ("node0", "node1"):
+            subprocess.run(["ip", "netns", "delete", f"{tag}-{host}"], capture_output=True, check=False)
