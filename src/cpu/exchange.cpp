@@ -269,7 +269,9 @@ void Exchange::latch(PeerFailure failure) {
     if (!failure_) failure_ = std::make_unique<PeerFailure>(failure);
     failure = *failure_;
   }
-  const std::uint64_t word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
+  // What another rank told this one goes on as it came: that rank is the origin.
+  std::uint64_t word = load_acquire(own_word(Heap::abort_at));
+  if (word == 0) word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
   for (std::uint32_t peer = 0; peer < config_.world; ++peer)
     if (memory_.peers[peer] != nullptr && alive_[peer])
       store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);

@@ -1,0 +1,137 @@
+// A failure reaches the ranks that map each other's memory by itself, without control connections: the word that every wait reads.
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../../src/cpu/exchange.h"
+#include "check.h"
+
+using namespace pplx;
+using namespace pplx::cpu;
+
+namespace {
+
+struct Node {
+  explicit Node(std::uint32_t ranks) {
+    Config config;
+    config.world = config.num_experts = ranks;
+    config.hidden = 8;
+    config.max_rows = ranks;
+    for (std::uint32_t r = 0; r < ranks; ++r) heaps.push_back(std::make_unique<std::uint64_t[]>(heap_of(config).bytes / 8 + 8));
+    Exchange::Memory memory;
+    for (const auto& heap : heaps) memory.peers.push_back(reinterpret_cast<char*>(heap.get()));
+    for (std::uint32_t r = 0; r < ranks; ++r) {
+      config.rank = r;
+      memory.own = memory.peers[r];
+      const auto clock = [this] {
+        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // by then it waits
+        return time += 0.1;
+      };
+      exchanges.push_back(std::make_unique<Exchange>(config, memory, 1, 10.0, clock));
+    }
+  }
+
+  // Sends to all and waits for all, in vain. What that ends with.
+  PeerFailure wait_in_vain(std::uint32_t rank) {
+    Exchange& e = *exchanges[rank];
+    DispatchInput in;
+    in.plan = std::make_shared<const Plan>(make_plan(e.config(), static_cast<const std::int32_t*>(nullptr), 0));
+    std::int32_t counts[1], offsets[2], from[8], token[8];
+    float weights[8];
+    std::uint16_t x[64];
+    DispatchOutput out;
+    out.x = reinterpret_cast<char*>(x);
+    out.counts = counts;
+    out.offsets = offsets;
+    out.weights = weights;
+    out.src_rank = from;
+    out.src_token = token;
+    try {
+      e.dispatch_recv(e.dispatch_send(in, {}), out, {});
+    } catch (const PeerFailure& failure) {
+      return failure;
+    }
+    check::fail(__FILE__, __LINE__, "nothing was raised");
+  }
+
+  PeerFailure heard(std::uint32_t rank) {
+    try {
+      exchanges[rank]->raise_failure();
+    } catch (const PeerFailure& failure) {
+      return failure;
+    }
+    check::fail(__FILE__, __LINE__, "rank " + std::to_string(rank) + " heard nothing");
+  }
+
+  double time = 0;
+  std::function<void()> meanwhile;   // happens once, while somebody waits
+  std::vector<std::unique_ptr<std::uint64_t[]>> heaps;
+  std::vector<std::unique_ptr<Exchange>> exchanges;
+};
+
+bool says(const PeerFailure& failure, const std::string& words) { return std::string(failure.what()).find(words) != std::string::npos; }
+
+// Who gave up tells all, in words that name both, and stays with it.
+void own_failure() {
+  Node node(4);
+  const PeerFailure first = node.wait_in_vain(0);
+  CHECK(first.reason == AbortReason::Timeout);
+  CHECK_EQ(first.peer, 1u);
+  for (std::uint32_t r = 1; r < 4; ++r) {
+    const PeerFailure heard = node.heard(r);
+    CHECK(heard.reason == AbortReason::Timeout);
+    CHECK_EQ(heard.peer, 1u);
+    CHECK(heard.phase == Phase::DispatchRecv);
+    CHECK_EQ(heard.step, 1u);
+    CHECK(says(heard, "rank 0 gave up waiting for rank 1"));
+  }
+  CHECK(says(node.heard(0), "rank 0 gave up"));
+}
+
+// Who was told tells it on as it came: the origin is not the messenger.
+void told_failure() {
+  Node node(4);
+  node.meanwhile = [&] { node.exchanges[2]->fail({AbortReason::Fabric, Phase::CombineRecv, 3, 7, 5}, "in more words than a word has"); };
+  const PeerFailure told = node.wait_in_vain(2);
+  CHECK_EQ(told.peer, 7u);
+  CHECK(says(told, "in more words"));
+  for (std::uint32_t r : {0u, 1u, 3u}) {
+    const PeerFailure heard = node.heard(r);
+    CHECK(heard.reason == AbortReason::Fabric && heard.phase == Phase::CombineRecv);
+    CHECK_EQ(heard.peer, 7u);
+    CHECK_EQ(heard.step, 5u);
+    CHECK(says(heard, "rank 3 lost the network to rank 7"));
+  }
+}
+
+// The first one wins.
+void two_failures() {
+  Node node(3);
+  node.exchanges[1]->fail({AbortReason::Death, Phase::None, 1, 0, 0}, "");
+  node.exchanges[1]->fail({AbortReason::Death, Phase::None, 1, 2, 0}, "");
+  CHECK_EQ(node.heard(1).peer, 0u);
+  node.wait_in_vain(2);
+  CHECK_EQ(node.heard(1).peer, 0u);
+}
+
+// Nobody writes to the dead, and after a reset nothing is left of it.
+void reset() {
+  Node node(3);
+  node.wait_in_vain(0);
+  for (const std::uint32_t r : {0u, 1u, 2u}) node.exchanges[r]->reset(2, {true, false, true});
+  for (const std::uint32_t r : {0u, 1u, 2u}) node.exchanges[r]->raise_failure();
+  CHECK_EQ(node.wait_in_vain(0).peer, 2u);
+  CHECK_EQ(node.heard(2).peer, 2u);
+  node.exchanges[1]->raise_failure();
+}
+
+}  // namespace
+
+int main() {
+  own_failure();
+  told_failure();
+  two_failures();
+  reset();
+}
