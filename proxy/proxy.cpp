@@ -154,6 +154,7 @@ bool Proxy::post_shards(Object& object, const Job& job) {
     ++outstanding_;
     ++stats_.writes;
     stats_.bytes += w.bytes;
+    stats_.endpoint_bytes[w.endpoint] += w.bytes;
     moved = true;
   }
   return moved;

@@ -36,6 +36,7 @@ struct ProxyStats {
   std::uint64_t again = 0;         // posts that the fabric asked to repeat
   std::uint64_t dropped = 0;       // immediates of no open step
   std::uint64_t duplicates = 0;    // shards that had landed already
+  std::uint64_t endpoint_bytes[kMaxEndpoints] = {};   // of `bytes`, by the endpoint that posted them
 };
 
 class Proxy {

@@ -3,6 +3,7 @@
 #include "cpu/vector/kernels.h"
 
 namespace pplx {
+void bind_cost(pybind11::module_& m);
 void bind_exchange(pybind11::module_& m);
 void bind_fabric(pybind11::module_& m);
 void bind_floor(pybind11::module_& m);
@@ -16,4 +17,5 @@ PYBIND11_MODULE(_core, m) {
   pplx::bind_fabric(m);
   pplx::bind_proxy(m);
   pplx::bind_floor(m);
+  pplx::bind_cost(m);
 }
