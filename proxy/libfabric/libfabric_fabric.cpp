@@ -91,6 +91,7 @@ struct Endpoint {
   Operations operations;
   std::size_t under_way = 0;
   std::size_t most_under_way = 0;
+  bool rings_doorbells = false;                // a device: writes can share one
   std::vector<fi_context2> receives;
   void* scratch_descriptor = nullptr;
   Handle<fid_fabric> fabric;
@@ -226,6 +227,7 @@ void LibfabricFabric::State::open_endpoint(Endpoint& endpoint, int index) {
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)", object);
   check(fi_enable(ep), "fi_enable", object);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
+  endpoint.rings_doorbells = provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0;
 }
 
 void LibfabricFabric::State::name_shm_endpoint(Endpoint& endpoint, int index) {
@@ -563,7 +565,9 @@ Post LibfabricFabric::write(const Write& write) {
   message.rma_iov_count = 1;
   message.context = operation;
   message.data = write.immediate;
-  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION);
+  // Only where the write that follows finds room too: a provider that refuses it rings no bell for this one.
+  const bool more = write.more && endpoint.rings_doorbells && endpoint.under_way + 2 <= endpoint.most_under_way;
+  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION | (more ? FI_MORE : 0));
   if (result == 0) {
     ++endpoint.under_way;
     return Post::Accepted;
