@@ -72,7 +72,7 @@ std::uint32_t Proxy::outstanding(std::uint32_t number) const {
   for (const Job& job : queue_) n += job.object == number;
   for (std::size_t index = 0; index < object->out.size(); ++index) {
     const std::uint64_t mail = load_acquire(word(*object, object->heap.mailbox + kWordBytes * index));
-    n += mail != object->out[index].mail && read_mail(mail).final;
+    n += mail != object->seen[index] && read_mail(mail).final;
   }
   return n;
 }
