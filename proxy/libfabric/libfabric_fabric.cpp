@@ -144,7 +144,8 @@ RemoteRegion to_remote(const RegionDescription& description) {
 
 struct LibfabricFabric::State {
   const Library* library = nullptr;
-  std::string provider;
+  std::string provider, why;
+  int cpu = -1;
   std::deque<Endpoint> endpoints;
   std::vector<Region> regions;                 // by id; after the endpoints, so that they close before the domains
   std::uint64_t next_key = 1;
@@ -378,6 +379,8 @@ LibfabricFabric::LibfabricFabric(const libfabric::Options& options) : state_(std
   state.library = &libfabric::library(options.wheels);
   libfabric::Choice choice = libfabric::choose(*state.library, options);
   state.provider = choice.provider;
+  state.why = choice.why;
+  state.cpu = choice.cpu;
   if (state.provider == "shm") libfabric::cleanup_dead_processes();
   for (libfabric::Nic& nic : choice.nics) {
     Endpoint& endpoint = state.endpoints.emplace_back();
@@ -404,6 +407,8 @@ LibfabricFabric::State& LibfabricFabric::open() const {
 
 std::string LibfabricFabric::name() const { return open().full_name(); }
 std::string LibfabricFabric::provider() const { return open().provider; }
+std::string LibfabricFabric::why_these() const { return open().why; }
+int LibfabricFabric::proxy_cpu() const { return open().cpu; }
 int LibfabricFabric::endpoints() const { return static_cast<int>(open().endpoints.size()); }
 
 std::string LibfabricFabric::endpoint_name(int endpoint) const {
@@ -645,6 +650,8 @@ Post LibfabricFabric::write(const Write&) { missing(); }
 int LibfabricFabric::poll(Completion*, int) { missing(); }
 std::string LibfabricFabric::describe_error(const Completion&) const { missing(); }
 std::string LibfabricFabric::provider() const { missing(); }
+std::string LibfabricFabric::why_these() const { missing(); }
+int LibfabricFabric::proxy_cpu() const { missing(); }
 std::size_t LibfabricFabric::max_write_bytes() const { missing(); }
 std::vector<std::string> LibfabricFabric::shm_names() const { missing(); }
 void LibfabricFabric::close() {}

@@ -5,9 +5,11 @@
 
 #include <atomic>
 #include <chrono>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "proxy/proxy_thread.h"
 #include "shared_exchange.h"
@@ -90,6 +92,7 @@ py::dict stats(const ProxyThread& thread) {
   d["again"] = s.proxy.again;
   d["dropped"] = s.proxy.dropped;
   d["duplicates"] = s.proxy.duplicates;
+  d["endpoint_bytes"] = std::vector<std::uint64_t>(std::begin(s.proxy.endpoint_bytes), std::end(s.proxy.endpoint_bytes));
   d["cpu"] = s.cpu;
   return d;
 }
