@@ -6,11 +6,12 @@ import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import _core
 from ._failure import Failure
-from ._libfabric import open_fabric
+from ._libfabric import Place, open_fabric
 from .errors import Error
 
 if TYPE_CHECKING:
@@ -27,6 +28,15 @@ def host_key() -> str:
     return f"{boot}:{shm.st_dev}:{shm.st_ino}:{pid.st_ino}"
 
 
+def named_nics(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Those of the argument `nics`, else of PPLX_COMM_NICS; none: the nearest are taken."""
+    names = os.environ.get("PPLX_COMM_NICS", "") if given is None else given
+    listed = names.split(",") if isinstance(names, str) else names
+    if not (isinstance(listed, (list, tuple)) and all(isinstance(name, str) for name in listed)):
+        raise Error(f"nics={given!r} must be names of NICs: a list of strings, or one string with commas")
+    return tuple(name.strip() for name in listed if name.strip())
+
+
 def positive_setting(name: str, default: int) -> int:
     text = os.environ.get(name, "")
     if not text:
@@ -36,28 +46,16 @@ def positive_setting(name: str, default: int) -> int:
     return int(text)
 
 
-def proxy_cpu(local_rank: int, ranks_here: int) -> int:
-    """A core of its own for the proxy thread where there are two per rank, counted from the end; else -1: not pinned."""
-    allowed = sorted(os.sched_getaffinity(0))
-    return allowed[-1 - local_rank] if len(allowed) >= 2 * ranks_here and local_rank < len(allowed) else -1
-
-
 class ProxyCarrier:
     """One fabric and its proxy thread, connected to every other rank."""
 
-    def __init__(self, comm: Communicator, provider: str | None, one_host: bool, ranks_here: int) -> None:
+    def __init__(self, provider: str | None, nics: Sequence[str], one_host: bool, places: Sequence[Place], place: int) -> None:
         endpoints = positive_setting("PPLX_COMM_ENDPOINTS", 0)
-        nics = [nic.strip() for nic in os.environ.get("PPLX_COMM_NICS", "").split(",") if nic.strip()]
         self._addresses: dict[int, bytes] = {}
         self._closed = False
         self.users = 0
         self.fabric = open_fabric(
-            provider,
-            endpoints=endpoints,
-            nics=nics or None,
-            slot=comm.host_rank,
-            slots=ranks_here,
-            peers_on_this_host=one_host,
+            provider, endpoints=endpoints, nics=list(nics) or None, places=places, place=place, peers_on_this_host=one_host
         )
         driven = self.fabric
         chaos = os.environ.get("PPLX_COMM_CHAOS", "")
@@ -67,9 +65,17 @@ class ProxyCarrier:
             except ValueError as reason:
                 raise Error(f"PPLX_COMM_CHAOS={chaos!r}: {reason}") from None
         self.name: str = driven.name
+        self.nics: list[str] = [self.fabric.endpoint_name(endpoint) for endpoint in range(self.fabric.endpoints)]
         self.address: bytes = self.fabric.address()
         shard_bytes = positive_setting("PPLX_COMM_SHARD_BYTES", 256 * 1024)
-        self.proxy = _core.Proxy(driven, shard_bytes, proxy_cpu(comm.local_rank, ranks_here))
+        self.proxy = _core.Proxy(driven, shard_bytes, self.fabric.proxy_cpu)
+        log.debug("proxy over %s: %s (%s), CPU %d", self.name, ", ".join(self.nics), self.fabric.why, self.fabric.proxy_cpu)
+
+    def stats(self) -> dict[str, Any]:
+        """The proxy's counters; `nics` has the bytes that each of this rank's endpoints posted, in the order of the endpoints."""
+        stats: dict[str, Any] = self.proxy.stats()
+        stats["nics"] = [{"nic": nic, "bytes": sent} for nic, sent in zip(self.nics, stats.pop("endpoint_bytes"), strict=False)]
+        return stats
 
     def connect(self, addresses: dict[int, bytes]) -> None:
         for rank, address in addresses.items():
@@ -111,7 +117,7 @@ class Carriers:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = weakref.ref(comm)
-        self.proxies: dict[tuple[str | None, int], ProxyCarrier] = {}
+        self.proxies: dict[tuple[str | None, int, tuple[str, ...]], ProxyCarrier] = {}  # by provider, generation, names of NICs
         comm._on_failure(self._on_failure)
         comm._on_close(self.close)
 

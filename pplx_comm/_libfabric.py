@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import _core
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process lives."""
+
+    gpu: str
+    """PCI address of its GPU, "" if it computes on the CPU."""
+    cpus: list[int]
+    """That it may run on, ascending."""
+
+
+def this_place(gpu: str | None = None) -> Place:
+    return Place(gpu or "", sorted(os.sched_getaffinity(0)))
 
 
 def wheel_candidates() -> list[str]:
@@ -33,9 +50,8 @@ def open_fabric(
     *,
     endpoints: int = 0,
     nics: list[str] | None = None,
-    near: str | None = None,
-    slot: int = 0,
-    slots: int = 1,
+    places: Sequence[Place] = (),
+    place: int = 0,
     address: str | None = None,
     peers_on_this_host: bool = False,
 ) -> _core.Fabric:
@@ -44,20 +60,20 @@ def open_fabric(
     provider: efa, efa-direct, verbs, tcp, "tcp;ofi_rxm", shm, sockets or net; None takes the best there is.
     endpoints: 0 means one per NIC that is named or picked.
     nics: domain names of efa and verbs, interfaces or addresses for the others.
-    near: efa and verbs: the PCI address of the GPU whose nearest NICs to pick.
-    slot, slots: efa and verbs without ``near``: this is the slot-th of so many processes here, each picks its share.
+    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and verbs each takes the
+        nearest, or its share of them; and the proxy gets a CPU near them.
     address: interface or address for tcp, net and sockets; the default is ``$PPLX_COMM_IFACE``, else the interface
         of the default route.
     peers_on_this_host: no peer lives elsewhere, so shm may be taken.
     """
     options: dict[str, Any] = {
         "endpoints": endpoints,
-        "slot": slot,
-        "slots": slots,
+        "places": [(one.gpu, one.cpus) for one in places],
+        "place": place,
         "peers_on_this_host": peers_on_this_host,
         "wheels": wheel_candidates(),
     }
-    for name, value in {"nics": nics, "near": near, "address": address}.items():
+    for name, value in {"nics": nics, "address": address}.items():
         if value is not None:
             options[name] = value
     return _core.Fabric(provider or "auto", options)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core, _memory
-from ._carriers import Carriers, ProxyCarrier, host_key, positive_setting
+from ._carriers import Carriers, ProxyCarrier, host_key, named_nics, positive_setting
+from ._libfabric import Place, this_place
 from ._version import __version__
 from .errors import Error, PeerError
 
@@ -26,6 +27,7 @@ class Wiring:
     mapped: list[int]
     remote: list[int]
     hosts: dict[int, str]  # by rank, see host_key
+    places: dict[int, Place] = field(default_factory=dict)  # of the ranks of this host
     carrier: ProxyCarrier | None = None
     region: _core.LocalRegion | None = None
 
@@ -47,6 +49,7 @@ class Request:
     node_size: int | None
     timeout: float  # of a step
     error: str | None = None  # what this rank found wrong with its arguments
+    nics: tuple[str, ...] = ()  # of this rank, by name
 
     @property
     def patience(self) -> float:
@@ -135,6 +138,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_objects),
             "host": host_key(),
+            "place": asdict(this_place()),
             "remote": len(sides[1]) if sides else 0,
         },
         timeout,
@@ -169,6 +173,8 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     assert exchange is not None
 
     wiring = Wiring(exchange, mapped, remote, hosts)
+    here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
+    wiring.places = {rank: Place(**answer["place"]) for rank, answer in here}
     if any(answer is not None and answer["remote"] for answer in answers):
         _connect(comm, request, wiring, alive)
     # Nobody writes before everybody can receive.
@@ -210,15 +216,16 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     """The proxy: one per provider for all AllToAlls of the Communicator."""
     timeout = request.patience
     one_host = len({wiring.hosts[rank] for rank in alive}) == 1
-    ranks_here = list(wiring.hosts.values()).count(host_key())  # with the dead: the others keep their shares of the NICs
+    places = list(wiring.places.values())  # with the dead: the others keep their shares of the NICs
+    place = list(wiring.places).index(comm.rank)
     carriers = Carriers.of(comm)
     provider = request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
-    key = (provider, comm._generation)
+    key = (provider, comm._generation, request.nics)
     errors: list[str] = []
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
-        carrier = _attempt(errors, lambda: ProxyCarrier(comm, provider, one_host, ranks_here))
+        carrier = _attempt(errors, lambda: ProxyCarrier(provider, request.nics, one_host, places, place))
     answers = _agree(
         comm,
         "AllToAll: fabric",
@@ -226,10 +233,17 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
             "error": errors[0] if errors else None,
             "address": carrier.address.hex() if carrier else None,
             "fabric": carrier.name if carrier else None,
+            "fresh": fresh,
         },
         timeout,
     )
     assert carrier is not None
+    if len({answer["fresh"] for answer in answers if answer is not None}) > 1:
+        old = [rank for rank, answer in enumerate(answers) if answer is not None and not answer["fresh"]]
+        raise Error(
+            "the NICs of an AllToAll must be those of an earlier one on all ranks, or on none: here they are on "
+            f"{_name_ranks(old)} and not on the others"
+        )
     if fresh:
         addresses = {r: bytes.fromhex(answers[r]["address"]) for r in alive if r != comm.rank}  # type: ignore[index]
         _attempt(errors, lambda: carrier.connect(addresses))

@@ -8,11 +8,13 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import _core
+from ._carriers import named_nics
 from ._failure import Failure
 from ._outputs import Outputs
 from ._reset import reset
@@ -135,6 +137,8 @@ class AllToAll:
     device: "cpu" (the only one so far); None takes the best there is.
     transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists.
     provider: the libfabric provider of the proxy; None takes the best there is.
+    nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes those of
+        PPLX_COMM_NICS, else the nearest.
     node_size: overrides who shares a node: ranks 0 to node_size - 1 do, and so on.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     num_sms: bounds the grid of CUDA kernels; the CPU device has PPLX_COMM_THREADS.
@@ -158,6 +162,7 @@ class AllToAll:
         device: str | torch.device | None = None,
         transport: str = "auto",
         provider: str | None = None,
+        nics: str | Sequence[str] | None = None,
         node_size: int | None = None,
         in_flight: int = 1,
         num_sms: int | None = None,
@@ -171,8 +176,9 @@ class AllToAll:
         self._pid = os.getpid()
         self._comm = comm
         layout = Ragged() if layout is None else layout
-        config, error = _core.Config(), None
+        config, error, names = _core.Config(), None, ()
         try:
+            names = named_nics(nics)
             if device is not None and torch.device(device).type != "cpu":
                 raise Error(f"device={str(device)!r} is not built yet; 'cpu' is")
             if transport == "nvshmem":
@@ -205,7 +211,7 @@ class AllToAll:
             name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()
         }
         begun = time.monotonic()
-        self._request = Request(config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error)
+        self._request = Request(config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error, nics=names)
         self._wiring, self._number = wire_up(comm, self._request, {a2a._number for a2a in _live(comm)})
         self.dtype, self.wire, self.layout = dtype, Wire.of(wire), layout
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
@@ -601,7 +607,7 @@ class AllToAll:
         stats: dict[str, Any] = self._core.stats()
         stats["open_steps"] = self._core.open_steps
         if self._wiring.carrier is not None:
-            stats["proxy"] = self._wiring.carrier.proxy.stats()
+            stats["proxy"] = self._wiring.carrier.stats()
         return stats
 
     # ---- life --------------------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ struct Write {
   std::size_t target_offset = 0;
   std::uint32_t immediate = 0;
   std::uint64_t context = 0;   // comes back in the Sent or Failed completion
+  bool more = false;           // a hint: another write on this endpoint follows at once, so the NIC need not be told of this one alone
 };
 
 enum class Post { Accepted, Again };   // Again: nothing was queued, poll and try later

@@ -7,7 +7,7 @@
 namespace pplx {
 namespace {
 
-// A write's context: life (16) | object (8) | word index (32) | endpoint (8).
+// A write's context: life (24) | object (8) | word index (32).
 std::uint64_t context_of(std::uint32_t life, std::uint32_t object, std::uint32_t index) {
   return std::uint64_t{life & 0xffffffu} << 40 | std::uint64_t{object} << 32 | index;
 }
@@ -16,6 +16,13 @@ std::uint32_t object_in(std::uint64_t context) { return static_cast<std::uint32_
 std::uint32_t index_in(std::uint64_t context) { return static_cast<std::uint32_t>(context); }
 
 Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
+
+// Eight words at once: most looks at a mailbox find nothing, and without a branch per word they cost a cycle each.
+bool differ(const std::uint64_t* mail, const std::uint64_t* seen) {
+  std::uint64_t difference = 0;
+  for (int i = 0; i < 8; ++i) difference |= __atomic_load_n(mail + i, __ATOMIC_RELAXED) ^ seen[i];
+  return difference != 0;
+}
 
 }  // namespace
 
@@ -36,6 +43,8 @@ void Proxy::attach(ProxyObject o) {
   object->heap = heap_of(o.config);
   object->life = ++life_ & 0xffffffu;
   const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world;
+  for (std::uint32_t op = 0; op < kOps; ++op) object->layout[op] = block_layout(o.config, Op(op));
+  object->seen.resize(align_up(words, kBatch));   // the heap has room for as much behind the mailbox
   object->out.resize(words);
   object->in.resize(words);
   for (std::uint32_t set = 0; set < o.config.in_flight; ++set)
@@ -46,9 +55,11 @@ void Proxy::attach(ProxyObject o) {
     if (o.peers[peer]) object->remote.push_back(peer);
   }
   object->o = std::move(o);
-  // No more can be queued at once than there are words, so posting never allocates.
-  queue_.reserve(queue_.capacity() + words);
   objects_[object->o.config.object] = std::move(object);
+  // No more can be queued at once than there are words, so posting never allocates.
+  std::size_t all = 0;
+  for (const std::unique_ptr<Object>& each : objects_) all += each ? each->out.size() : 0;
+  queue_.reserve(all);
 }
 
 void Proxy::detach(std::uint32_t number) {
@@ -75,15 +86,34 @@ std::uint32_t Proxy::outstanding(std::uint32_t number) const {
   for (const Job& job : queue_) n += job.object == number;
   for (std::size_t index = 0; index < object->out.size(); ++index) {
     const std::uint64_t mail = load_acquire(word(*object, object->heap.mailbox + kWordBytes * index));
-    n += mail != object->out[index].mail && read_mail(mail).final;
+    n += mail != object->seen[index] && read_mail(mail).final;
   }
   return n;
 }
 
 bool Proxy::step() {
-  bool moved = take_mail();
-  moved |= post();
+  bool moved = retry();
+  moved |= take_mail();
   moved |= take_completions();
+  return moved;
+}
+
+// A peer that cannot take more waits in the queue; the others go on.
+bool Proxy::retry() {
+  if (queue_.empty()) return false;
+  const std::size_t waiting = queue_.size();
+  bool moved = false;
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < waiting; i += kBatch) {
+    const auto count = static_cast<std::uint32_t>(std::min<std::size_t>(kBatch, waiting - i));
+    moved |= post(&queue_[i], count);
+    for (std::uint32_t j = 0; j < count; ++j) {
+      const Job job = queue_[i + j];
+      const Outgoing& out = objects_[job.object]->out[job.index];
+      if (out.posted < out.shards) queue_[kept++] = job;
+    }
+  }
+  queue_.resize(kept);
   return moved;
 }
 
@@ -92,67 +122,102 @@ bool Proxy::take_mail() {
   for (std::uint32_t number = 0; number < kMaxObjects; ++number) {
     if (!objects_[number]) continue;
     Object& object = *objects_[number];
-    const Config& c = object.o.config;
-    for (std::uint32_t set = 0; set < c.in_flight; ++set)
-      for (std::uint32_t op = 0; op < kOps; ++op) {
-        const BlockLayout layout = block_layout(c, Op(op));
-        for (std::uint32_t peer : object.remote) {
-          const auto index = static_cast<std::uint32_t>(object.heap.word_index(c, set, Op(op), peer));
-          Outgoing& out = object.out[index];
-          const std::uint64_t mail = load_acquire(word(object, object.heap.mailbox + kWordBytes * index));
-          if (mail == out.mail) continue;
-          out.mail = mail;
-          const Mail m = read_mail(mail);
-          if (!m.final) continue;
-          out.begun = true;
-          out.step = m.step;
-          out.source = *word(object, object.heap.outgoing + kWordBytes * index);
-          out.bytes = layout.bytes(m.rows);
-          const std::uint64_t pieces = (out.bytes + shard_bytes_ - 1) / shard_bytes_;
-          const auto most = static_cast<std::uint64_t>(fabric_.endpoints());
-          out.shards = out.unsent = static_cast<std::uint32_t>(pieces < most ? pieces : most);
-          out.posted = 0;
-          if (Op(op) == Op::Dispatch) ++awaited_;
-          queue_.push_back({number, index, peer, Op(op)});
-          moved = true;
-        }
-      }
+    const std::uint64_t* const mail = word(object, object.heap.mailbox);
+    const std::uint64_t* const seen = object.seen.data();
+    const std::size_t words = object.seen.size();
+    const std::uint32_t world = object.o.config.world;
+    for (std::size_t at = 0; at < words; at += kBatch) {
+      if (!differ(mail + at, seen + at)) continue;
+      const auto first = static_cast<std::uint32_t>(at / world), last = static_cast<std::uint32_t>((at + kBatch - 1) / world);
+      for (std::uint32_t row = first; row <= last && row < object.o.config.in_flight * kOps; ++row) moved |= take_row(number, object, row);
+    }
   }
   return moved;
 }
 
-// A peer that cannot take more waits in the queue; the others go on.
-bool Proxy::post() {
+// One op of one set. What is there is posted at once, not when all of it was found: the first write is what a peer waits for.
+bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
+  const std::uint32_t world = object.o.config.world, rank = object.o.config.rank;
+  const std::uint64_t* const mail = word(object, object.heap.mailbox) + std::size_t{row} * world;
+  std::uint64_t* const seen = object.seen.data() + std::size_t{row} * world;
+  Job batch[kBatch] = {};
+  std::uint32_t count = 0;
   bool moved = false;
-  std::size_t kept = 0;
-  for (std::size_t i = 0; i < queue_.size(); ++i) {
-    const Job job = queue_[i];
-    Object& object = *objects_[job.object];
-    moved |= post_shards(object, job);
-    if (object.out[job.index].posted < object.out[job.index].shards) queue_[kept++] = job;
+  const auto flush = [&] {
+    post(batch, count);
+    for (std::uint32_t i = 0; i < count; ++i)
+      if (object.out[batch[i].index].posted < object.out[batch[i].index].shards) queue_.push_back(batch[i]);
+    count = 0;
+  };
+  for (std::uint32_t i = 1; i < world; ++i) {
+    const std::uint32_t peer = rank + i < world ? rank + i : rank + i - world;
+    const std::uint64_t found = load_acquire(mail + peer);
+    if (found == seen[peer]) continue;
+    seen[peer] = found;
+    const Job job{number, row * world + peer, peer, Op(row % kOps)};
+    if (!begin(object, job, found)) continue;
+    moved = true;
+    batch[count++] = job;
+    if (count == kBatch) flush();
   }
-  queue_.resize(kept);
+  flush();
   return moved;
 }
 
-bool Proxy::post_shards(Object& object, const Job& job) {
+// True if the word announces a block that is to go.
+bool Proxy::begin(Object& object, const Job& job, std::uint64_t mail) {
+  const Mail m = read_mail(mail);
+  if (!m.final || !object.o.peers[job.peer]) return false;
+  Outgoing& out = object.out[job.index];
+  out.begun = true;
+  out.step = m.step;
+  out.source = *word(object, object.heap.outgoing + kWordBytes * job.index);
+  out.bytes = object.layout[std::uint32_t(job.op)].bytes(m.rows);
+  out.shards = 1;
+  out.piece = out.bytes;
+  if (out.bytes > shard_bytes_) {
+    out.shards = static_cast<std::uint32_t>(std::min<std::uint64_t>((out.bytes + shard_bytes_ - 1) / shard_bytes_, endpoints_));
+    out.piece = align_up((out.bytes + out.shards - 1) / out.shards, 64);
+  }
+  out.unsent = out.shards;
+  out.posted = 0;
+  if (job.op == Op::Dispatch) ++awaited_;
+  return true;
+}
+
+// A write is told that more follow on its endpoint when one certainly does: the next shard of every block is tried, what comes
+// after it only if the fabric takes that.
+bool Proxy::post(const Job* jobs, std::uint32_t count) {
+  std::uint32_t to_come[kMaxEndpoints] = {};
+  for (std::uint32_t i = 0; i < count; ++i) ++to_come[endpoint_of(jobs[i], objects_[jobs[i].object]->out[jobs[i].index].posted)];
+  bool moved = false;
+  for (std::uint32_t i = 0; i < count; ++i) {
+    Object& object = *objects_[jobs[i].object];
+    --to_come[endpoint_of(jobs[i], object.out[jobs[i].index].posted)];
+    moved |= post_shards(object, jobs[i], to_come);
+  }
+  return moved;
+}
+
+bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_come) {
   const Config& c = object.o.config;
   Outgoing& out = object.out[job.index];
-  const std::uint32_t set = set_of(c, out.step);
-  const std::uint64_t piece = align_up((out.bytes + out.shards - 1) / out.shards, 64);
+  const std::uint64_t target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);
+  Write w;
+  w.peer = static_cast<int>(job.peer);
+  w.source = &object.o.region;
+  w.target = object.o.peers[job.peer].get();
+  w.context = context_of(object.life, job.object, job.index);
   bool moved = false;
   while (out.posted < out.shards) {
-    const std::uint64_t begin = std::min(out.bytes, piece * out.posted), end = std::min(out.bytes, begin + piece);
-    Write w;
-    w.endpoint = static_cast<int>((job.peer + out.posted) % static_cast<std::uint32_t>(fabric_.endpoints()));
-    w.peer = static_cast<int>(job.peer);
-    w.source = &object.o.region;
+    const std::uint64_t begin = std::min(out.bytes, out.piece * out.posted), end = std::min(out.bytes, begin + out.piece);
+    const std::uint32_t endpoint = endpoint_of(job, out.posted);
+    w.endpoint = static_cast<int>(endpoint);
     w.source_offset = out.source + begin;
     w.bytes = end - begin;
-    w.target = object.o.peers[job.peer].get();
-    w.target_offset = object.heap.slot_at(c, set, job.op, c.rank) + begin;
+    w.target_offset = target + begin;
     w.immediate = pack({job.op, c.object, c.rank, out.step, out.posted, out.shards});
-    w.context = context_of(object.life, job.object, job.index);
+    w.more = to_come[endpoint] > 0;
     try {
       if (fabric_.write(w) == Post::Again) {
         ++stats_.again;
@@ -168,18 +233,18 @@ bool Proxy::post_shards(Object& object, const Job& job) {
     ++outstanding_;
     ++stats_.writes;
     stats_.bytes += w.bytes;
+    stats_.endpoint_bytes[endpoint] += w.bytes;
     moved = true;
   }
   return moved;
 }
 
 bool Proxy::take_completions() {
-  Completion batch[64];
-  const int n = fabric_.poll(batch, 64);
-  for (int i = 0; i < n; ++i) switch (batch[i].kind) {
-      case Completion::Kind::Arrived: arrived(batch[i].immediate); break;
-      case Completion::Kind::Sent: sent(batch[i].context); break;
-      case Completion::Kind::Failed: failed(batch[i]); break;
+  const int n = fabric_.poll(batch_, 64);
+  for (int i = 0; i < n; ++i) switch (batch_[i].kind) {
+      case Completion::Kind::Arrived: arrived(batch_[i].immediate); break;
+      case Completion::Kind::Sent: sent(batch_[i].context); break;
+      case Completion::Kind::Failed: failed(batch_[i]); break;
     }
   return n > 0;
 }

@@ -40,11 +40,13 @@ struct ProxyStats {
   std::uint64_t again = 0;         // posts that the fabric asked to repeat
   std::uint64_t dropped = 0;       // immediates of no open step
   std::uint64_t duplicates = 0;    // shards that had landed already
+  std::uint64_t endpoint_bytes[kMaxEndpoints] = {};   // of `bytes`, by the endpoint that posted them
 };
 
 class Proxy {
  public:
-  explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024) : fabric_(fabric), shard_bytes_(shard_bytes) {}
+  explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024)
+      : fabric_(fabric), endpoints_(static_cast<std::uint32_t>(fabric.endpoints())), shard_bytes_(shard_bytes) {}
 
   void attach(ProxyObject object);                 // at config.object, which must be free
   void detach(std::uint32_t object);
@@ -58,9 +60,8 @@ class Proxy {
  private:
   // What goes from this rank to one peer by one op of one set.
   struct Outgoing {
-    std::uint64_t mail = 0;          // the last word taken from the mailbox
+    std::uint64_t source = 0, bytes = 0, piece = 0;     // piece: bytes of a shard, the last one's excepted
     std::uint32_t step = 0;
-    std::uint64_t source = 0, bytes = 0;
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
   };
@@ -71,8 +72,10 @@ class Proxy {
   struct Object {
     ProxyObject o;
     Heap heap;
+    BlockLayout layout[kOps];
     std::uint32_t life = 0;          // tells completions of an earlier object of the same number apart
     std::vector<std::uint32_t> remote;
+    std::vector<std::uint64_t> seen; // the mailbox as it was when last looked at, in whole cache lines
     std::vector<Outgoing> out;       // by word_index
     std::vector<Incoming> in;
     std::uint32_t outstanding = 0;
@@ -82,10 +85,17 @@ class Proxy {
     Op op;
   };
 
-  bool take_completions();
+  // As many blocks as are posted in one go, and words of a cache line.
+  static constexpr std::uint32_t kBatch = 8;
+
+  bool retry();
   bool take_mail();
-  bool post();
-  bool post_shards(Object& object, const Job& job);
+  bool take_row(std::uint32_t number, Object& object, std::uint32_t row);
+  bool begin(Object& object, const Job& job, std::uint64_t mail);
+  bool post(const Job* jobs, std::uint32_t count);
+  bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
+  std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const { return (job.peer + shard) % endpoints_; }
+  bool take_completions();
   void arrived(std::uint32_t immediate);
   void sent(std::uint64_t context);
   void failed(const Completion& completion);
@@ -95,13 +105,15 @@ class Proxy {
   }
 
   Fabric& fabric_;
+  const std::uint32_t endpoints_;
   const std::uint64_t shard_bytes_;
   std::unique_ptr<Object> objects_[kMaxObjects];
-  std::vector<Job> queue_;           // blocks with shards still to post, oldest first
+  std::vector<Job> queue_;           // blocks with shards that the fabric would not take yet, oldest first
   std::uint32_t life_ = 0;
   std::uint32_t outstanding_ = 0;    // writes posted and not complete
   std::uint32_t awaited_ = 0;        // combines owed to this rank's dispatches
   ProxyStats stats_;
+  Completion batch_[64];             // a member, so that an idle step does not clear it
 };
 
 }  // namespace pplx

@@ -15,6 +15,8 @@ using Clock = std::chrono::steady_clock;
 
 // A poll of a provider takes about as long as a short spin, so few tries are enough before others get the core.
 constexpr unsigned kSpins = 16;
+// On a core of its own nobody waits for this thread's turn, and a yield costs more than many looks at the mailboxes.
+constexpr unsigned kLooksWhenPinned = 16;
 constexpr auto kAwake = std::chrono::seconds(1);
 constexpr long kNapNanoseconds = 50'000;
 
@@ -38,7 +40,10 @@ ProxyThread::ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_byt
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(cpu, &set);
-    if (pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0) shared_->stats.cpu = cpu;
+    if (pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0) {
+      shared_->stats.cpu = cpu;
+      shared_->pinned.store(true, std::memory_order_relaxed);
+    }
   }
   thread.detach();   // close() waits for `stopped`, and no longer than it is allowed to
 }
@@ -117,6 +122,7 @@ void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
       continue;
     }
     if (++empty < kSpins) continue;
+    if (empty % kLooksWhenPinned != 0 && shared.pinned.load(std::memory_order_relaxed)) continue;
     sched_yield();
     // The clock is read only now and then, for the nap is not urgent.
     if (empty % 64 != 0) continue;

@@ -55,7 +55,7 @@ class ProxyThread {
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<std::shared_ptr<Command>> commands;
-    std::atomic<bool> commanded{false}, stop{false};
+    std::atomic<bool> commanded{false}, stop{false}, pinned{false};
     bool stopped = false;
     ProxyThreadStats stats;        // published now and then, under the mutex
   };

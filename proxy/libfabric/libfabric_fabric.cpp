@@ -91,6 +91,7 @@ struct Endpoint {
   Operations operations;
   std::size_t under_way = 0;
   std::size_t most_under_way = 0;
+  bool rings_doorbells = false;                // a device: writes can share one
   std::vector<fi_context2> receives;
   void* scratch_descriptor = nullptr;
   Handle<fid_fabric> fabric;
@@ -143,7 +144,8 @@ RemoteRegion to_remote(const RegionDescription& description) {
 
 struct LibfabricFabric::State {
   const Library* library = nullptr;
-  std::string provider;
+  std::string provider, why;
+  int cpu = -1;
   std::deque<Endpoint> endpoints;
   std::vector<Region> regions;                 // by id; after the endpoints, so that they close before the domains
   std::uint64_t next_key = 1;
@@ -226,6 +228,7 @@ void LibfabricFabric::State::open_endpoint(Endpoint& endpoint, int index) {
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)", object);
   check(fi_enable(ep), "fi_enable", object);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
+  endpoint.rings_doorbells = provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0;
 }
 
 void LibfabricFabric::State::name_shm_endpoint(Endpoint& endpoint, int index) {
@@ -376,6 +379,8 @@ LibfabricFabric::LibfabricFabric(const libfabric::Options& options) : state_(std
   state.library = &libfabric::library(options.wheels);
   libfabric::Choice choice = libfabric::choose(*state.library, options);
   state.provider = choice.provider;
+  state.why = choice.why;
+  state.cpu = choice.cpu;
   if (state.provider == "shm") libfabric::cleanup_dead_processes();
   for (libfabric::Nic& nic : choice.nics) {
     Endpoint& endpoint = state.endpoints.emplace_back();
@@ -402,6 +407,8 @@ LibfabricFabric::State& LibfabricFabric::open() const {
 
 std::string LibfabricFabric::name() const { return open().full_name(); }
 std::string LibfabricFabric::provider() const { return open().provider; }
+std::string LibfabricFabric::why_these() const { return open().why; }
+int LibfabricFabric::proxy_cpu() const { return open().cpu; }
 int LibfabricFabric::endpoints() const { return static_cast<int>(open().endpoints.size()); }
 
 std::string LibfabricFabric::endpoint_name(int endpoint) const {
@@ -563,7 +570,9 @@ Post LibfabricFabric::write(const Write& write) {
   message.rma_iov_count = 1;
   message.context = operation;
   message.data = write.immediate;
-  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION);
+  // Only where the write that follows finds room too: a provider that refuses it rings no bell for this one.
+  const bool more = write.more && endpoint.rings_doorbells && endpoint.under_way + 2 <= endpoint.most_under_way;
+  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION | (more ? FI_MORE : 0));
   if (result == 0) {
     ++endpoint.under_way;
     return Post::Accepted;
@@ -641,6 +650,8 @@ Post LibfabricFabric::write(const Write&) { missing(); }
 int LibfabricFabric::poll(Completion*, int) { missing(); }
 std::string LibfabricFabric::describe_error(const Completion&) const { missing(); }
 std::string LibfabricFabric::provider() const { missing(); }
+std::string LibfabricFabric::why_these() const { missing(); }
+int LibfabricFabric::proxy_cpu() const { missing(); }
 std::size_t LibfabricFabric::max_write_bytes() const { missing(); }
 std::vector<std::string> LibfabricFabric::shm_names() const { missing(); }
 void LibfabricFabric::close() {}

@@ -35,6 +35,8 @@ class LibfabricFabric : public Fabric {
   std::string describe_error(const Completion& failed) const override;
 
   std::string provider() const;                      // one of libfabric::kProviders
+  std::string why_these() const;                     // NICs and no others
+  int proxy_cpu() const;                             // where its proxy should run; -1: anywhere
   std::size_t max_write_bytes() const;               // of one write
   std::vector<std::string> shm_names() const;        // files in /dev/shm, see shm_files.h; empty for other providers
   void close();                                      // what the destructor does; any later call but close() throws FabricError

@@ -16,7 +16,6 @@
 
 #include "../fabric.h"
 #include "interfaces.h"
-#include "topology.h"
 
 namespace pplx::libfabric {
 namespace {
@@ -116,12 +115,16 @@ std::string why_not(const Library& library, const std::string& provider, const A
 
 std::string domain_of(const Info& info) { return text(info->domain_attr->name); }
 
-std::string pci_path_of(const fi_info& info) {
-  if (info.nic == nullptr || info.nic->bus_attr == nullptr || info.nic->bus_attr->bus_type != FI_BUS_PCI) return {};
-  const fi_pci_attr& pci = info.nic->bus_attr->attr.pci;
-  char bus_id[32];
-  std::snprintf(bus_id, sizeof(bus_id), "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
-  return pci_path(bus_id);
+// By its address where libfabric knows that, else by its name.
+Location location_of(const Topology& topology, const Nic& nic) {
+  const fi_info& info = *nic.info;
+  if (info.nic != nullptr && info.nic->bus_attr != nullptr && info.nic->bus_attr->bus_type == FI_BUS_PCI) {
+    const fi_pci_attr& pci = info.nic->bus_attr->attr.pci;
+    char bus_id[32];
+    std::snprintf(bus_id, sizeof(bus_id), "%04x:%02x:%02x.%x", pci.domain_id, pci.bus_id, pci.device_id, pci.function_id);
+    if (Location location = topology.of_pci(bus_id); !location.pci_path.empty()) return location;
+  }
+  return topology.of_nic(nic.name.substr(0, nic.name.find(' ')));   // a socket's name has its address too
 }
 
 // "rdmap16s27" names the same NIC as "rdmap16s27-rdm".
@@ -129,27 +132,42 @@ bool names_domain(const std::string& wanted, const std::string& domain) {
   return domain == wanted || domain.rfind(wanted + "-", 0) == 0;
 }
 
-std::vector<Nic> socket_nics(const Library& library, const std::string& provider, const Options& options) {
+// CPUs near any of `nics`.
+std::vector<int> cpus_near(const Topology& topology, const std::vector<Nic>& nics) {
+  std::vector<int> cpus;
+  for (const Nic& nic : nics)
+    for (const int cpu : location_of(topology, nic).cpus) cpus.push_back(cpu);
+  std::sort(cpus.begin(), cpus.end());
+  return cpus;
+}
+
+int cpu_of(const Options& options, const std::vector<std::vector<int>>& near) {
+  return options.place < options.places.size() ? pick_cpus(options.places, near)[options.place] : -1;
+}
+
+// Both fill in all but the provider. A socket's interface serves all processes of the host.
+void choose_sockets(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
   std::vector<std::string> wanted = options.nics;
+  choice.why = "asked for by name";
   if (wanted.empty()) {
     const char* variable = std::getenv("PPLX_COMM_IFACE");
     if (!options.address.empty()) wanted = {options.address};
     else if (variable != nullptr && *variable != '\0') wanted = {variable};
+    else choice.why = "the interface of the default route, or the first that is up";
   }
   std::vector<Interface> interfaces;
   for (const std::string& one : wanted) interfaces.push_back(find_interface(one));
   if (interfaces.empty()) interfaces.push_back(default_interface());
-  std::vector<Nic> nics;
   for (const Interface& interface : interfaces) {
     Answer answer = ask(library, provider, interface.address.c_str());
     if (answer.infos.empty())
       throw FabricError("provider " + provider + " on " + interface.name + " (" + interface.address + "): " + why_not(library, provider, answer));
-    nics.push_back({interface.name + " " + interface.address, std::move(answer.infos.front())});
+    choice.nics.push_back({interface.name + " " + interface.address, std::move(answer.infos.front())});
   }
-  return nics;
+  choice.cpu = cpu_of(options, std::vector<std::vector<int>>(options.places.size(), cpus_near(Topology(), choice.nics)));
 }
 
-std::vector<Nic> device_nics(const Library& library, const std::string& provider, const Options& options) {
+void choose_devices(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
   Answer answer = ask(library, provider, nullptr);
   if (answer.infos.empty()) throw FabricError("provider " + provider + ": " + why_not(library, provider, answer));
   std::vector<Nic> all;
@@ -158,32 +176,46 @@ std::vector<Nic> device_nics(const Library& library, const std::string& provider
     const bool known = std::any_of(all.begin(), all.end(), [&](const Nic& nic) { return nic.name == domain; });
     if (!known) all.push_back({domain, std::move(info)});
   }
-  std::vector<Nic> nics;
+  const auto copy = [&](const Nic& nic) { return Nic{nic.name, Info(library.dupinfo(nic.info.get()), FreeInfo{&library})}; };
+  const Topology topology;
+  std::vector<std::vector<int>> near(options.places.size());
   if (options.nics.empty()) {
-    if (options.slots < 1 || options.slot < 0 || options.slot >= options.slots)
-      throw FabricError("slot " + std::to_string(options.slot) + " of " + std::to_string(options.slots) + " slots");
-    std::vector<std::string> paths;
-    for (const Nic& nic : all) paths.push_back(pci_path_of(*nic.info));
-    const std::string near = options.near.empty() ? std::string() : pci_path(options.near);
-    for (const std::size_t index : pick_nics(paths, near, static_cast<std::size_t>(options.slot), static_cast<std::size_t>(options.slots)))
-      nics.push_back(std::move(all[index]));
-    return nics;
-  }
-  for (const std::string& wanted : options.nics) {
-    const auto found = std::find_if(all.begin(), all.end(), [&](const Nic& nic) { return names_domain(wanted, nic.name); });
-    if (found == all.end()) {
-      std::string have;
-      for (const Nic& nic : all) have += (have.empty() ? "" : ", ") + nic.name;
-      throw FabricError("provider " + provider + " has no NIC '" + wanted + "'; it has " + have);
+    const std::vector<Place> alone(1);
+    const std::vector<Place>& places = options.places.empty() ? alone : options.places;
+    if (options.place >= places.size())
+      throw FabricError("place " + std::to_string(options.place) + " of " + std::to_string(places.size()) + " processes on this host");
+    std::vector<NamedLocation> locations;
+    for (const Nic& nic : all) locations.push_back({nic.name, location_of(topology, nic)});
+    for (std::size_t place = 0; place < places.size(); ++place) {
+      const Picked picked = pick_nics(topology, locations, places, place);
+      std::vector<Nic> nics;
+      for (const std::size_t index : picked.nics) nics.push_back(copy(all[index]));
+      if (place < near.size()) near[place] = cpus_near(topology, nics);
+      if (place != options.place) continue;
+      choice.why = picked.why;
+      choice.nics = std::move(nics);
     }
-    nics.push_back({found->name, Info(library.dupinfo(found->info.get()), FreeInfo{&library})});
+  } else {
+    choice.why = "asked for by name";
+    for (const std::string& wanted : options.nics) {
+      const auto found = std::find_if(all.begin(), all.end(), [&](const Nic& nic) { return names_domain(wanted, nic.name); });
+      if (found == all.end()) {
+        std::string have;
+        for (const Nic& nic : all) have += (have.empty() ? "" : ", ") + nic.name;
+        throw FabricError("provider " + provider + " has no NIC '" + wanted + "'; it has " + have);
+      }
+      choice.nics.push_back(copy(*found));
+    }
+    for (std::vector<int>& cpus : near) cpus = cpus_near(topology, choice.nics);
   }
-  return nics;
+  choice.cpu = cpu_of(options, near);
 }
 
 Choice open_choice(const Library& library, const std::string& provider, const Options& options) {
   if (const std::string refused = refusal(library, provider); !refused.empty()) throw FabricError(refused);
-  Choice choice{provider, is_socket_provider(provider) ? socket_nics(library, provider, options) : device_nics(library, provider, options)};
+  Choice choice;
+  choice.provider = provider;
+  (is_socket_provider(provider) ? choose_sockets : choose_devices)(library, provider, options, choice);
   const std::size_t endpoints = options.endpoints > 0 ? static_cast<std::size_t>(options.endpoints)
                                 : options.nics.empty()  ? std::min<std::size_t>(choice.nics.size(), kMaxEndpoints)
                                                         : choice.nics.size();

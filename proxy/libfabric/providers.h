@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "loader.h"
+#include "topology.h"
 
 namespace pplx::libfabric {
 
@@ -14,8 +15,8 @@ struct Options {
   std::string provider;                 // a name of kProviders, "verbs", or "" and "auto" for the best there is
   std::vector<std::string> nics;        // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
   int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
-  std::string near;                     // efa, verbs without `nics`: the PCI address of the GPU whose nearest NICs to pick
-  int slot = 0, slots = 1;              // and without `near`: this is the slot-th of so many processes here, each picks its share
+  std::vector<Place> places;            // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
+  std::size_t place = 0;                // which of them is this one
   std::string address;                  // tcp, net, sockets: interface or address; $PPLX_COMM_IFACE stands in for an empty one
   bool peers_on_this_host = false;      // no peer lives elsewhere: shm may be chosen
   std::vector<std::string> wheels;      // further places to look for libfabric.so.1
@@ -36,6 +37,8 @@ struct Nic {
 struct Choice {
   std::string provider;     // the name of kProviders
   std::vector<Nic> nics;    // one per endpoint
+  std::string why;          // these NICs and no others
+  int cpu = -1;             // where its proxy should run, see pick_cpus
 };
 
 // In order of preference when peers are on other hosts.

@@ -1,4 +1,4 @@
-// Which of a host's NICs one process should use: those next to its GPU, or its share.
+// Which of a host's NICs a process should use, and on which CPU its proxy should run: what sysfs says of where NICs, GPUs and CPUs are.
 #pragma once
 
 #include <cstddef>
@@ -7,14 +7,55 @@
 
 namespace pplx::libfabric {
 
-// "0000:53:00.0" -> "pci0000:50/0000:50:01.0/.../0000:53:00.0", the bridges on the way to it; empty when there is no such device.
-std::string pci_path(const std::string& bus_id);
+// Where one process of this host lives.
+struct Place {
+  std::string gpu;          // PCI address of its GPU, "0000:53:00.0"; empty: it computes on the CPU
+  std::vector<int> cpus;    // that it may run on, ascending
+};
 
-// How many leading parts two paths share: the more, the fewer bridges a transfer crosses.
-std::size_t shared_bridges(const std::string& a, const std::string& b);
+// Where a device is; what is unknown (a container may hide it) is empty.
+struct Location {
+  std::string pci_path;     // the bridges on the way to it: "pci0000:50/0000:50:01.0/.../0000:53:00.0"
+  int numa = -1;
+  std::vector<int> cpus;    // that are near
+};
 
-// Indices into `nics` (their PCI paths, empty where unknown). With `near`, all that share the most bridges with it. Otherwise the `slot`th of
-// `slots` equal shares; with fewer NICs than slots, one that others use too.
-std::vector<std::size_t> pick_nics(const std::vector<std::string>& nics, const std::string& near, std::size_t slot, std::size_t slots);
+class Topology {
+ public:
+  explicit Topology(std::string sysfs = "/sys") : sysfs_(std::move(sysfs)) {}
+
+  Location of_pci(const std::string& bus_id) const;                 // as CUDA and libfabric write it
+  Location of_nic(const std::string& name) const;                   // an RDMA device or libfabric's domain on it, or a network interface
+  std::vector<int> nodes_of(const std::vector<int>& cpus) const;    // NUMA nodes
+
+ private:
+  Location of_device(const std::string& folder) const;
+
+  std::string sysfs_;
+};
+
+enum class Nearness { Switch, RootComplex, Numa, Far };
+
+struct Picked {
+  std::vector<std::size_t> nics;      // indices
+  std::string why;                    // for doctor and logs: "behind one PCIe switch with GPU 0000:53:00.0"
+};
+
+struct NamedLocation {
+  std::string name;
+  Location location;
+};
+
+// For the process `places[self]` those NICs that are nearest to it; processes that the same NICs are nearest to share them, as evenly as it goes. Where
+// nothing is known, or nothing is nearer than the rest, all share all.
+Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Place>& places, std::size_t self);
+
+// A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for each process that
+// could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied.
+std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near);
+
+// "0-3,8" and back, as sysfs writes it.
+std::vector<int> parse_cpus(const std::string& text);
+std::string format_cpus(const std::vector<int>& cpus);
 
 }  // namespace pplx::libfabric

@@ -2,10 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -34,6 +36,38 @@ LibfabricFabric& libfabric_of(Fabric& fabric) {
   return *found;
 }
 
+using PlaceTuples = std::vector<std::pair<std::string, std::vector<int>>>;   // GPU or "", CPUs
+
+std::vector<libfabric::Place> to_places(const PlaceTuples& tuples) {
+  std::vector<libfabric::Place> places;
+  for (const auto& [gpu, cpus] : tuples) places.push_back({gpu, cpus});
+  return places;
+}
+
+// For doctor, and for tests with the sysfs of another machine: what each of `places` would pick of the NICs of these names, why, and the CPU of its proxy.
+std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(const std::vector<std::string>& names, const PlaceTuples& tuples,
+                                                                             const std::string& sysfs) {
+  const libfabric::Topology topology(sysfs);
+  const std::vector<libfabric::Place> places = to_places(tuples);
+  std::vector<libfabric::NamedLocation> nics;
+  for (const std::string& name : names) nics.push_back({name, topology.of_nic(name)});
+  std::vector<libfabric::Picked> picked;
+  std::vector<std::vector<int>> near(places.size());
+  for (std::size_t place = 0; place < places.size(); ++place) {
+    picked.push_back(libfabric::pick_nics(topology, nics, places, place));
+    for (const std::size_t nic : picked.back().nics) near[place].insert(near[place].end(), nics[nic].location.cpus.begin(), nics[nic].location.cpus.end());
+    std::sort(near[place].begin(), near[place].end());
+  }
+  const std::vector<int> cpus = libfabric::pick_cpus(places, near);
+  std::vector<std::tuple<std::vector<std::string>, std::string, int>> result;
+  for (std::size_t place = 0; place < places.size(); ++place) {
+    std::vector<std::string> chosen;
+    for (const std::size_t nic : picked[place].nics) chosen.push_back(names[nic]);
+    result.emplace_back(std::move(chosen), picked[place].why, cpus[place]);
+  }
+  return result;
+}
+
 libfabric::Options to_options(const std::string& provider, const py::dict& given) {
   libfabric::Options options;
   options.provider = provider;
@@ -41,13 +75,12 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     const auto name = key.cast<std::string>();
     if (name == "nics") options.nics = value.cast<std::vector<std::string>>();
     else if (name == "endpoints") options.endpoints = value.cast<int>();
-    else if (name == "near") options.near = value.cast<std::string>();
-    else if (name == "slot") options.slot = value.cast<int>();
-    else if (name == "slots") options.slots = value.cast<int>();
+    else if (name == "places") options.places = to_places(value.cast<PlaceTuples>());
+    else if (name == "place") options.place = value.cast<std::size_t>();
     else if (name == "address") options.address = value.cast<std::string>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, near, slot, slots, address, peers_on_this_host, wheels");
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, address, peers_on_this_host, wheels");
   }
   return options;
 }
@@ -134,6 +167,9 @@ void bind_fabric(py::module_& m) {
       },
       py::arg("fabric"), py::arg("options"), py::arg("rank"), "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
 
+  m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("places"), py::arg("sysfs") = "/sys",
+        "For each process of a host, (PCI address of its GPU or \"\", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.");
+
   py::class_<LocalRegion>(m, "LocalRegion")
       .def_readonly("id", &LocalRegion::id)
       .def_readonly("bytes", &LocalRegion::bytes)
@@ -146,6 +182,8 @@ void bind_fabric(py::module_& m) {
       .def_property_readonly("name", &Fabric::name)
       .def_property_readonly("provider", [](Fabric& fabric) { return libfabric_of(fabric).provider(); })
       .def_property_readonly("endpoints", &Fabric::endpoints)
+      .def_property_readonly("why", [](Fabric& fabric) { return libfabric_of(fabric).why_these(); }, "These NICs and no others.")
+      .def_property_readonly("proxy_cpu", [](Fabric& fabric) { return libfabric_of(fabric).proxy_cpu(); })
       .def_property_readonly("max_write_bytes", [](Fabric& fabric) { return libfabric_of(fabric).max_write_bytes(); })
       .def_property_readonly("shm_names", [](Fabric& fabric) { return libfabric_of(fabric).shm_names(); })
       .def("endpoint_name", &Fabric::endpoint_name, py::arg("endpoint"))

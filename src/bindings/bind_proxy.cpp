@@ -5,10 +5,12 @@
 
 #include <atomic>
 #include <chrono>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
@@ -109,6 +111,7 @@ py::dict stats(ProxyThread& thread) {
   d["again"] = s.proxy.again;
   d["dropped"] = s.proxy.dropped;
   d["duplicates"] = s.proxy.duplicates;
+  d["endpoint_bytes"] = std::vector<std::uint64_t>(std::begin(s.proxy.endpoint_bytes), std::end(s.proxy.endpoint_bytes));
   d["cpu"] = s.cpu;
   if (answered && chaos->has_value()) d["chaos"] = stats(**chaos);
   return d;

@@ -1,6 +1,7 @@
 #include <pybind11/pybind11.h>
 
 namespace pplx {
+void bind_cost(pybind11::module_& m);
 void bind_exchange(pybind11::module_& m);
 void bind_fabric(pybind11::module_& m);
 void bind_floor(pybind11::module_& m);
@@ -15,4 +16,5 @@ PYBIND11_MODULE(_core, m) {
   pplx::bind_proxy(m);
   pplx::bind_floor(m);
   pplx::bind_kernels(m);
+  pplx::bind_cost(m);
 }

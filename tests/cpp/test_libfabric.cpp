@@ -24,7 +24,6 @@
 #include "proxy/libfabric/bare_writes.h"
 #include "proxy/libfabric/libfabric_fabric.h"
 #include "proxy/libfabric/loader.h"
-#include "proxy/libfabric/topology.h"
 
 namespace {
 
@@ -748,33 +747,6 @@ void test_bare_writes(const std::string& provider) {
   must_throw("arrived 0 of 1", [&] { run_bare_writes(alone.fabric(), alone.source_region(), {}, 1, early, milliseconds(20)); });
 }
 
-void test_picking_nics() {
-  using libfabric::pick_nics;
-  using Picked = std::vector<std::size_t>;
-  // Two sockets; a switch with a GPU and two NICs, one with a GPU and one NIC, and a NIC at the root.
-  const std::vector<std::string> nics = {"pci0000:10/0000:10:01.0/0000:11:00.0/0000:12:00.0", "pci0000:10/0000:10:01.0/0000:11:00.0/0000:13:00.0",
-                                         "pci0000:10/0000:10:02.0/0000:21:00.0", "pci0000:80/0000:80:01.0/0000:81:00.0"};
-  CHECK(pick_nics(nics, "pci0000:10/0000:10:01.0/0000:11:00.0/0000:14:00.0", 3, 8) == (Picked{0, 1}));
-  CHECK(pick_nics(nics, "pci0000:10/0000:10:02.0/0000:22:00.0", 0, 1) == (Picked{2}));
-  CHECK(pick_nics(nics, "pci0000:80/0000:80:05.0/0000:85:00.0", 0, 1) == (Picked{3}));
-  CHECK(pick_nics(nics, "pci0000:f0/0000:f0:05.0", 1, 2) == (Picked{2, 3}));   // near to none: its share
-  CHECK(pick_nics(nics, "", 0, 1) == (Picked{0, 1, 2, 3}));
-  CHECK(pick_nics(nics, "", 0, 2) == (Picked{0, 1}));
-  CHECK(pick_nics(nics, "", 2, 4) == (Picked{2}));
-  CHECK(pick_nics(nics, "", 5, 8) == (Picked{1}));
-  CHECK(pick_nics({"", ""}, "pci0000:10", 1, 2) == (Picked{1}));
-  for (std::size_t slots = 1; slots <= nics.size(); ++slots) {   // every NIC is somebody's, once
-    std::vector<int> users(nics.size());
-    for (std::size_t slot = 0; slot < slots; ++slot)
-      for (const std::size_t nic : pick_nics(nics, "", slot, slots)) ++users[nic];
-    CHECK(users == std::vector<int>(nics.size(), 1));
-  }
-  CHECK_EQ(libfabric::shared_bridges("a/b/c", "a/b/d"), 2u);
-  CHECK_EQ(libfabric::shared_bridges("a/bc", "a/b"), 1u);
-  CHECK_EQ(libfabric::shared_bridges("", "a"), 0u);
-  CHECK_EQ(libfabric::pci_path("ffff:ff:1f.7"), "");
-}
-
 // ---- times
 
 void print_times(const std::string& provider) {
@@ -892,7 +864,6 @@ int main(int argc, char** argv) {
   const std::string mode = arguments.empty() ? "" : arguments[0];
   if (mode == "--child") return run_child({arguments.begin() + 1, arguments.end()});
   if (mode == "--one" || mode == "--times-of-one") return run_all(mode == "--times-of-one");
-  test_picking_nics();
   try {
     libfabric::library();
   } catch (const FabricError& error) {

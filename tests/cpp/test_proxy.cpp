@@ -32,6 +32,7 @@ class ScriptedFabric final : public Fabric {
   std::string describe_error(const Completion& c) const override { return "error " + std::to_string(c.error); }
 
   Post write(const Write& w) override {
+    attempts.push_back(w);
     if (broken.count(w.peer) != 0) throw FabricError("no route to peer " + std::to_string(w.peer));
     if (busy.count(w.peer) != 0) {
       ++refused;
@@ -62,7 +63,7 @@ class ScriptedFabric final : public Fabric {
   }
 
   std::set<int> busy, broken;
-  std::vector<Write> writes;
+  std::vector<Write> writes, attempts;
   std::deque<Completion> completions;
   int refused = 0;
 
@@ -318,6 +319,78 @@ void busy_peer() {
   CHECK_EQ(bytes[4], dispatch_block(w.config).bytes(20));
 }
 
+// Writes that go out together share doorbells: the last attempt on each endpoint announces no more, whoever was refused before it.
+void shared_doorbells() {
+  check::Random random(11);
+  for (int round = 0; round < 300; ++round) {
+    const int endpoints = static_cast<int>(random.integer(1, 5));
+    World w(endpoints);
+    std::uint64_t bytes = 0;
+    for (std::uint32_t peer = 2; peer < 5; ++peer) {
+      if (random.chance(0.3)) w.fabric.busy.insert(static_cast<int>(peer));
+      else if (random.chance(0.2)) w.fabric.broken.insert(static_cast<int>(peer));
+      w.mail(1, Op::Dispatch, peer, static_cast<std::uint32_t>(random.integer(0, 20)), 0);
+    }
+    for (int turn = 0; turn < 3; ++turn) {   // the second turn retries, the third finds nobody busy
+      if (turn == 2) w.fabric.busy = {};
+      w.fabric.attempts.clear();
+      w.proxy.step();
+      std::map<int, std::vector<bool>> more;
+      for (const Write& x : w.fabric.attempts) more[x.endpoint].push_back(x.more);
+      for (const auto& [endpoint, hints] : more) {
+        CHECK(!hints.back());
+      }
+    }
+    std::uint64_t by_endpoint = 0;
+    for (const Write& x : w.fabric.writes) bytes += x.bytes;
+    for (int endpoint = 0; endpoint < kMaxEndpoints; ++endpoint) {
+      std::uint64_t expected = 0;
+      for (const Write& x : w.fabric.writes) expected += x.endpoint == endpoint ? x.bytes : 0;
+      CHECK_EQ(w.proxy.stats().endpoint_bytes[endpoint], expected);
+      by_endpoint += expected;
+    }
+    CHECK_EQ(by_endpoint, bytes);
+    CHECK_EQ(w.proxy.stats().bytes, bytes);
+  }
+}
+
+// Eight blocks of one write each, on one endpoint: one doorbell. Past eight there is another, for the first must not wait for all.
+void one_doorbell() {
+  World w(1, 1, 2);
+  w.proxy.detach(0);
+  Config c = w.config;
+  c.world = 12;
+  c.num_experts = 24;
+  c.remote_peers = 10;
+  w.attach(c);
+  for (std::uint32_t peer = 2; peer < 12; ++peer) w.mail(1, Op::Dispatch, peer, 0, 64);
+  w.proxy.step();
+  std::vector<bool> more;
+  for (const Write& x : w.fabric.writes) more.push_back(x.more);
+  CHECK(more == (std::vector<bool>{true, true, true, true, true, true, true, false, true, false}));
+}
+
+// The peers after this rank come first, so that a step's writes do not all begin at rank 0; and a peer far back in a large world is found.
+void order_of_peers() {
+  for (const std::uint32_t rank : {0u, 3u, 8u, 20u}) {
+    World w(1, 1, 2);
+    w.proxy.detach(0);
+    Config c = w.config;
+    c.world = 21;
+    c.num_experts = 42;
+    c.rank = rank;
+    c.remote_peers = 20;
+    w.attach(c);
+    for (std::uint32_t peer = 0; peer < c.world; ++peer) w.mail(2, Op::Dispatch, peer, 0, 64);   // one's own word is nobody's
+    const std::vector<Write> writes = w.take_writes();
+    std::vector<std::uint32_t> order;
+    for (std::uint32_t i = 1; i < c.world; ++i)
+      if (const std::uint32_t peer = (rank + i) % c.world; peer > 1 && peer != rank) order.push_back(peer);
+    CHECK_EQ(writes.size(), order.size());
+    for (std::size_t i = 0; i < order.size(); ++i) CHECK_EQ(writes[i].peer, static_cast<int>(order[i]));
+  }
+}
+
 // Rows that are announced before they are all there wait for the rest.
 void unfinished_mail() {
   World w;
@@ -475,6 +548,9 @@ int main() {
   stray_immediates();
   many_steps();
   busy_peer();
+  shared_doorbells();
+  one_doorbell();
+  order_of_peers();
   unfinished_mail();
   steps_in_flight();
   failures();

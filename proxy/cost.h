@@ -1,0 +1,53 @@
+// What the proxy costs between a device's mailbox words and the network: one AllToAll over a null fabric, its device played by the caller.
+#pragma once
+
+#include <memory>
+
+#include "null_fabric.h"
+#include "proxy.h"
+
+namespace pplx {
+
+struct CostOptions {
+  std::uint32_t peers = 8;                     // all of them remote
+  int endpoints = 1;
+  std::uint32_t rows = 16;                     // of every block
+  std::uint64_t shard_bytes = 256 * 1024;      // the proxy's
+  std::uint32_t in_flight = 1;
+  std::uint32_t objects = 1;                   // AllToAlls on this proxy; all but one are idle
+};
+
+class CostRun {
+ public:
+  explicit CostRun(const CostOptions& options);
+
+  const CostOptions& options() const { return options_; }
+  const std::shared_ptr<NullFabric>& fabric() const { return fabric_; }
+  std::uint64_t writes() const { return writes_; }   // of one operation: peers times shards
+  void attach(Proxy& proxy);                         // all AllToAlls
+
+  // Announces the next operation, dispatch and combine by turns, to all peers; when it began.
+  NullFabric::Clock::time_point announce();
+  // True once the block of every peer has left and every peer's own has arrived: then the next may be announced.
+  bool settled() const;
+
+ private:
+  struct Unmap {
+    std::size_t bytes;
+    void operator()(char* memory) const;
+  };
+  using Memory = std::unique_ptr<char, Unmap>;
+
+  std::uint64_t* word(std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(memory_.front().get() + at); }
+
+  CostOptions options_;
+  Config config_;
+  Heap heap_;
+  std::vector<Memory> memory_;                       // by object
+  std::shared_ptr<NullFabric> fabric_;
+  std::uint64_t writes_;
+  std::uint32_t step_;
+  Op op_ = Op::Combine;
+};
+
+}  // namespace pplx

@@ -1,0 +1,51 @@
+// A network that costs nothing: every write is taken at once, carries no bytes, and every peer answers in kind, as if its own
+// block of the same step had arrived. What is left is what the proxy itself costs.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <vector>
+
+#include "fabric.h"
+
+namespace pplx {
+
+class NullFabric final : public Fabric {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  // `capacity`: writes that are taken before their completions were polled; beyond that, Again.
+  NullFabric(int endpoints, std::size_t capacity);
+
+  std::string name() const override { return "null"; }
+  int endpoints() const override { return endpoints_; }
+  std::string endpoint_name(int endpoint) const override;
+  Blob address() const override { return {}; }
+  void insert_peer(int, const Blob&) override {}
+  void remove_peer(int) override {}
+  LocalRegion register_memory(void* base, std::size_t bytes) override;
+  void unregister_memory(const LocalRegion&) override {}
+  RemoteRegion import_region(int, const Blob&) const override { return {}; }
+  Post write(const Write& write) override;
+  int poll(Completion* out, int capacity) override;
+  std::string describe_error(const Completion&) const override { return "the null fabric has no errors"; }
+
+  // Starts to count `writes` writes; call it while no write is under way. When the last of them was posted, passed() is true and the
+  // times of the first and the last one stand.
+  void watch(std::uint64_t writes);
+  bool passed() const { return passed_.load(std::memory_order_acquire); }
+  Clock::time_point first() const { return first_; }
+  Clock::time_point last() const { return last_; }
+
+  std::uint64_t doorbells() const { return doorbells_; }   // writes after which nothing more was announced for their endpoint
+
+ private:
+  const int endpoints_;
+  std::vector<Completion> ring_;
+  std::uint64_t head_ = 0, tail_ = 0;
+  std::uint64_t watched_ = 0, seen_ = 0, doorbells_ = 0;
+  std::atomic<bool> passed_{false};
+  Clock::time_point first_, last_;
+};
+
+}  // namespace pplx

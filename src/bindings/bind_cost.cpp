@@ -1,0 +1,100 @@
+// What bench/proxy.py measures: the proxy over a fabric that costs nothing.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <sched.h>
+
+#include <chrono>
+#include <vector>
+
+#include "proxy/cost.h"
+#include "proxy/proxy_thread.h"
+
+namespace py = pybind11;
+
+namespace pplx {
+namespace {
+
+using Clock = NullFabric::Clock;
+
+double nanoseconds(Clock::duration d) { return std::chrono::duration<double, std::nano>(d).count(); }
+
+struct Samples {
+  std::vector<double> first, last;   // from before the first mailbox word to that post
+  double idle = 0;                   // of a step of the proxy that finds nothing
+  std::uint64_t doorbells = 0;
+};
+
+void note(Samples& samples, const CostRun& run, Clock::time_point begin) {
+  samples.first.push_back(nanoseconds(run.fabric()->first() - begin));
+  samples.last.push_back(nanoseconds(run.fabric()->last() - begin));
+}
+
+// Device and proxy take turns on one thread: no cache line moves between cores, nobody waits for a turn.
+void measure_alone(CostRun& run, int operations, Samples& samples) {
+  Proxy proxy(*run.fabric(), run.options().shard_bytes);
+  run.attach(proxy);
+  for (int i = 0; i < operations; ++i) {
+    const Clock::time_point begin = run.announce();
+    while (!run.fabric()->passed()) proxy.step();
+    note(samples, run, begin);
+    while (!run.settled()) proxy.step();
+  }
+  constexpr int kIdle = 2000;
+  const Clock::time_point begin = Clock::now();
+  for (int i = 0; i < kIdle; ++i) proxy.step();
+  samples.idle = nanoseconds(Clock::now() - begin) / kIdle;
+}
+
+// As in production: the proxy has a thread of its own, the device is this one.
+void measure_threads(const std::shared_ptr<CostRun>& run, int operations, int cpu, Samples& samples) {
+  ProxyThread thread(run->fabric(), run->options().shard_bytes, cpu);
+  thread.keep(run);
+  thread.call([run](Proxy& proxy, Fabric&) { run->attach(proxy); });
+  const auto wait = [](const auto& done) {
+    for (unsigned tries = 0; !done(); ++tries)
+      if (tries % 1024 == 1023) sched_yield();
+  };
+  for (int i = 0; i < operations; ++i) {
+    // An expert's computation takes longer than the proxy stays eager: measure it as idle as it would be.
+    const Clock::time_point resume = Clock::now() + std::chrono::microseconds(i % 7 + 20);
+    wait([&] { return Clock::now() >= resume; });
+    const Clock::time_point begin = run->announce();
+    wait([&] { return run->fabric()->passed(); });
+    note(samples, *run, begin);
+    wait([&] { return run->settled(); });
+  }
+  thread.close();
+}
+
+py::dict proxy_cost(const CostOptions& options, int operations, bool threads, int cpu) {
+  Samples samples;
+  const auto run = std::make_shared<CostRun>(options);
+  {
+    const py::gil_scoped_release unlocked;
+    samples.first.reserve(static_cast<std::size_t>(operations));
+    samples.last.reserve(static_cast<std::size_t>(operations));
+    if (threads) measure_threads(run, operations, cpu, samples);
+    else measure_alone(*run, operations, samples);
+  }
+  py::dict result;
+  result["first"] = samples.first;
+  result["last"] = samples.last;
+  result["idle"] = threads ? py::object(py::none()) : py::float_(samples.idle);
+  result["writes"] = run->writes();
+  result["doorbells"] = static_cast<double>(run->fabric()->doorbells()) / operations;
+  return result;
+}
+
+}  // namespace
+
+void bind_cost(py::module_& m) {
+  m.def(
+      "proxy_cost",
+      [](std::uint32_t peers, int endpoints, std::uint32_t rows, std::uint64_t shard_bytes, std::uint32_t in_flight, std::uint32_t objects, int operations,
+         bool threads, int cpu) { return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects}, operations, threads, cpu); },
+      py::kw_only(), py::arg("peers"), py::arg("endpoints"), py::arg("rows"), py::arg("shard_bytes"), py::arg("in_flight") = 1, py::arg("objects") = 1,
+      py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
+      "Nanoseconds from the first mailbox word to the first and the last post of each operation; `idle`: of a step that finds nothing.");
+}
+
+}  // namespace pplx

@@ -1,0 +1,156 @@
+"""Makes the part of a machine's /sys that choosing NICs reads: PCI devices where they hang, NUMA nodes, and who is called what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass
+class Machine:
+    """`gpus` by PCI address; `nics` by name, in the order in which the library lists them; CPUs by NUMA node."""
+
+    gpus: list[str] = field(default_factory=list)
+    nics: list[str] = field(default_factory=list)
+    nodes: list[str] = field(default_factory=list)
+
+
+class Sysfs:
+    def __init__(self, root: Path, nodes: list[str]) -> None:
+        self.root = root
+        self.machine = Machine(nodes=nodes)
+        (root / "bus/pci/devices").mkdir(parents=True)
+        for node, cpus in enumerate(nodes):
+            self._write(root / f"devices/system/node/node{node}/cpulist", cpus)
+        self._write(root / "devices/system/node/online", f"0-{len(nodes) - 1}")
+
+    def _write(self, file: Path, text: str) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    def device(self, path: str, node: int) -> Path:
+        """`path` as under /sys/devices: the bridges down to the device. Node -1: firmware says nothing, all CPUs are near."""
+        folder = self.root / "devices" / path
+        self._write(folder / "numa_node", str(node))
+        self._write(folder / "local_cpulist", self.machine.nodes[node] if node >= 0 else ",".join(self.machine.nodes))
+        (self.root / "bus/pci/devices" / folder.name).symlink_to(folder)
+        return folder
+
+    def gpu(self, path: str, node: int) -> None:
+        self.machine.gpus.append(self.device(path, node).name)
+
+    def nic(self, path: str, node: int, name: str, *, domain: str | None = None, kind: str = "infiniband", under: str = "") -> None:
+        """`domain`: what libfabric calls it; `under`: what its driver puts between the PCI device and it, "virtio2"."""
+        entry = self.device(path, node) / under / kind / name
+        entry.mkdir(parents=True)
+        links = self.root / "class" / kind
+        links.mkdir(parents=True, exist_ok=True)
+        (links / name).symlink_to(entry)
+        self.machine.nics.append(domain or name)
+
+
+def p5(root: Path) -> Machine:
+    """8 GPUs, each behind a switch with four EFA of 100 Gb/s."""
+    sysfs = Sysfs(root, ["0-47,96-143", "48-95,144-191"])
+    for gpu, bus in enumerate((0x4F, 0x60, 0x71, 0x82, 0x93, 0xA4, 0xB5, 0xC6)):
+        switch = f"pci0000:{bus - 11:02x}/0000:{bus - 11:02x}:01.0/0000:{bus - 10:02x}:00.0"
+        for port in range(4):
+            name = f"rdmap{bus + port}s0"
+            path = f"{switch}/0000:{bus - 9:02x}:{port:02x}.0/0000:{bus + port:02x}:00.0"
+            sysfs.nic(path, gpu // 4, name, domain=f"{name}-rdm")
+        sysfs.gpu(f"{switch}/0000:{bus - 9:02x}:04.0/0000:{bus + 4:02x}:00.0", gpu // 4)
+    return sysfs.machine
+
+
+def p5en(root: Path) -> Machine:
+    """8 GPUs, each behind a switch with two EFA of 200 Gb/s."""
+    sysfs = Sysfs(root, ["0-47,96-143", "48-95,144-191"])
+    for gpu in range(8):
+        bus = 0x50 + 0x10 * gpu
+        bridge = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0"
+        for port in (1, 2):
+            sysfs.nic(f"{bridge}/0000:{bus + port:02x}:00.0", gpu // 4, f"rdmap{bus + port}s0", domain=f"rdmap{bus + port}s0-rdm")
+        sysfs.gpu(f"{bridge}/0000:{bus + 3:02x}:00.0", gpu // 4)
+    return sysfs.machine
+
+
+def p6_b200(root: Path) -> Machine:
+    """8 GPUs and 8 EFA of 400 Gb/s: one each, on a root complex of their own and no switch between."""
+    sysfs = Sysfs(root, ["0-47,96-143", "48-95,144-191"])
+    for gpu in range(8):
+        bus = 0x20 + 0x1A * gpu
+        sysfs.nic(f"pci0000:{bus:02x}/0000:{bus:02x}:02.0", gpu // 4, f"rdmap{bus}s2", domain=f"rdmap{bus}s2-rdm")
+        sysfs.gpu(f"pci0000:{bus:02x}/0000:{bus:02x}:03.0", gpu // 4)
+    return sysfs.machine
+
+
+def dgx_h100(root: Path) -> Machine:
+    """8 GPUs with a ConnectX each, and four more ConnectX for storage that are near nobody. The numbers follow the slots, not the GPUs."""
+    sysfs = Sysfs(root, ["0-55,112-167", "56-111,168-223"])
+    compute = {0x1A: "mlx5_0", 0x40: "mlx5_3", 0x53: "mlx5_4", 0x66: "mlx5_5", 0x9C: "mlx5_6", 0xC0: "mlx5_9", 0xD2: "mlx5_10", 0xE4: "mlx5_11"}
+    for index, (bus, name) in enumerate(compute.items()):
+        switch = f"pci0000:{bus - 2:02x}/0000:{bus - 2:02x}:01.0/0000:{bus - 1:02x}:00.0"
+        sysfs.nic(f"{switch}/0000:{bus:02x}:00.0/0000:{bus + 1:02x}:00.0", index // 4, name)
+        sysfs.gpu(f"{switch}/0000:{bus:02x}:02.0/0000:{bus + 3:02x}:00.0", index // 4)
+    for bus, names in ((0x2A, ("mlx5_1", "mlx5_2")), (0xAA, ("mlx5_7", "mlx5_8"))):
+        for function, name in enumerate(names):
+            sysfs.nic(f"pci0000:{bus - 1:02x}/0000:{bus - 1:02x}:01.0/0000:{bus:02x}:00.{function}", int(bus > 0x80), name)
+    return sysfs.machine
+
+
+def pairs(root: Path) -> Machine:
+    """8 GPUs in pairs, each pair behind one switch with four NICs."""
+    sysfs = Sysfs(root, ["0-31", "32-63"])
+    for pair in range(4):
+        bus = 0x10 + 0x20 * pair
+        switch = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0"
+        for port in range(4):
+            sysfs.nic(f"{switch}/0000:{bus + 2:02x}:{port:02x}.0/0000:{bus + 3 + port:02x}:00.0", pair // 2, f"mlx5_{4 * pair + port}")
+        for port in (4, 5):
+            sysfs.gpu(f"{switch}/0000:{bus + 2:02x}:{port:02x}.0/0000:{bus + 3 + port:02x}:00.0", pair // 2)
+    return sysfs.machine
+
+
+def flat_p4d(root: Path) -> Machine:
+    """8 GPUs, 4 EFA: two GPUs and one EFA side by side on each root bus, no bridge anywhere."""
+    sysfs = Sysfs(root, ["0-23,48-71", "24-47,72-95"])
+    for index, bus in enumerate((0x10, 0x20, 0x90, 0xA0)):
+        sysfs.nic(f"pci0000:{bus:02x}/0000:{bus:02x}:1b.0", index // 2, f"rdmap{bus}s27", domain=f"rdmap{bus}s27-rdm")
+        for slot in (0x1C, 0x1D):
+            sysfs.gpu(f"pci0000:{bus:02x}/0000:{bus:02x}:{slot:02x}.0", index // 2)
+    return sysfs.machine
+
+
+def far_nics(root: Path) -> Machine:
+    """4 GPUs on root complexes of their own; two NICs on each socket, near no GPU but by their NUMA node."""
+    sysfs = Sysfs(root, ["0-15", "16-31"])
+    for node in (0, 1):
+        for gpu in (0, 1):
+            bus = 0x10 + 0x80 * node + 0x10 * gpu
+            sysfs.gpu(f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0", node)
+        bus = 0x40 + 0x80 * node
+        for function in (0, 1):
+            sysfs.nic(f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.{function}", node, f"mlx5_{2 * node + function}")
+    return sysfs.machine
+
+
+def hidden_p5(root: Path) -> Machine:
+    """A container that shows no PCI devices at all: the NICs have only their names, the GPUs only their addresses."""
+    machine = p5(root / "host")
+    # In the order of a directory listing, which is none.
+    nics = [machine.nics[(11 * i) % 32] for i in range(32)]
+    (root / "devices/system").mkdir(parents=True)
+    return Machine(machine.gpus, nics, machine.nodes)
+
+
+def laptop(root: Path) -> Machine:
+    sysfs = Sysfs(root, ["0-7"])
+    sysfs.nic("pci0000:00/0000:00:1c.0/0000:02:00.0", -1, "wlp2s0", kind="net")
+    return sysfs.machine
+
+
+def virtual_machine(root: Path) -> Machine:
+    """Its interface hangs on a virtio device, not on the PCI device itself."""
+    sysfs = Sysfs(root, ["0-1"])
+    sysfs.nic("pci0000:00/0000:00:03.0", -1, "eth0", kind="net", under="virtio2")
+    return sysfs.machine
