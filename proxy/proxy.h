@@ -94,7 +94,10 @@ class Proxy {
   bool begin(Object& object, const Job& job, std::uint64_t mail);
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
-  std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const { return (job.peer + shard) % endpoints_; }
+  // By both ranks: an endpoint writes to the peer's of its own number, so by the peer alone all small blocks would reach it through one.
+  std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const {
+    return (objects_[job.object]->o.config.rank + job.peer + shard) % endpoints_;
+  }
   bool take_completions();
   void arrived(std::uint32_t immediate);
   void sent(std::uint64_t context);

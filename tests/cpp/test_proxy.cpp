@@ -518,6 +518,30 @@ void waiting_is_balanced() {
   }
 }
 
+// Blocks of one shard: a source spreads its peers over its endpoints, and a peer's sources reach it through all of its own.
+void small_blocks_use_every_endpoint() {
+  for (int endpoints : {2, 3}) {
+    std::set<int> into_one_peer;
+    for (std::uint32_t source = 0; source < static_cast<std::uint32_t>(endpoints); ++source) {
+      World w(endpoints);
+      Config c = w.config;
+      c.object = 1;
+      c.rank = source;
+      w.attach(c);
+      std::set<int> out_of_one_source;
+      for (std::uint32_t peer : {3u, 4u}) {
+        w.mail(1, Op::Dispatch, peer, 0, 0);
+        const std::vector<Write> writes = w.take_writes();
+        CHECK_EQ(writes.size(), std::size_t{1});
+        out_of_one_source.insert(writes[0].endpoint);
+        if (peer == 3) into_one_peer.insert(writes[0].endpoint);
+      }
+      CHECK_EQ(out_of_one_source.size(), std::size_t{2});
+    }
+    CHECK_EQ(into_one_peer.size(), static_cast<std::size_t>(endpoints));
+  }
+}
+
 // Eight AllToAlls share one proxy.
 void many_objects() {
   World w;
@@ -544,6 +568,7 @@ void many_objects() {
 int main() {
   one_write();
   shards_of_a_block();
+  small_blocks_use_every_endpoint();
   shards_in_any_order();
   stray_immediates();
   many_steps();
