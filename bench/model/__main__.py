@@ -1,0 +1,113 @@
+"""Predicts dispatch and combine on fabrics that cannot be run here, after holding the model against published figures.
+
+python -m bench.model --plot bench/results/predicted.png > bench/results/predicted.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pplx_comm import __version__
+
+from . import plot, published, report
+from .fabrics import FABRICS
+from .kernels import given
+from .predict import garden, microbenchmarks, ours, reference, sensitivity, shape, validation
+
+# The replay is there for comparison, where pplx-garden was ever run.
+REPLAYED = (16, 32, 64, 128)
+SENSITIVITY = ("efa-p5en", 64, 128)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fabrics", default=",".join(FABRICS), help="of %(default)s")
+    parser.add_argument("--ranks", type=numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024], metavar="N,N,...")
+    parser.add_argument("--tokens", type=numbers, default=[128, 4096], metavar="N,N,...", help="per rank; default 128,4096")
+    parser.add_argument(
+        "--kernels",
+        type=given,
+        default="first-cut",
+        help="kernel times: first-cut (measured; the default), bars (aimed at), or four numbers: "
+        "dispatch fixed us, us a row, combine fixed us, us a row",
+    )
+    parser.add_argument("--seed", type=int, default=1, help="of the routing (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all predicted points, and what the model was held against")
+    parser.add_argument("--plot", metavar="FILE.png")
+    options = parser.parse_args()
+    fabrics = options.fabrics.split(",")
+    unknown = [name for name in fabrics if name not in FABRICS]
+    if unknown:
+        parser.error(f"no fabric {', '.join(unknown)}; there are {', '.join(FABRICS)}")
+
+    begun = time.monotonic()
+    predicted: report.Ours = {}
+    replayed: report.Ours = {}
+    for tokens in options.tokens:
+        for ranks in options.ranks:
+            for name in fabrics:
+                at = time.monotonic()
+                s = shape(ranks, tokens)
+                predicted[name, ranks, tokens] = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed)
+                if ranks in REPLAYED:
+                    replayed[name, ranks, tokens] = garden(FABRICS[name], s, seed=options.seed)
+                print(f"{name} EP{ranks} {tokens} tokens: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
+    checks = {
+        "microbenchmarks": list(microbenchmarks()),
+        "reference": list(reference(options.seed)),
+        "decode": list(validation(published.DECODE, options.seed)),
+        "beyond": list(validation(published.BEYOND, options.seed)),
+        "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
+    }
+    name, ranks, tokens = SENSITIVITY
+    asked = list(sensitivity(FABRICS[name], ranks, tokens, options.seed)) if name in fabrics else []
+    command = " ".join(["python -m bench.model", *sys.argv[1:]])
+    date = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
+    head = {
+        "command": f"`{command}`, seed {options.seed}",
+        "commit": f"{__version__}; {date}",
+        "took": f"{time.monotonic() - begun:.0f} s on {platform.machine()}, python {platform.python_version()}",
+    }
+    print(
+        report.markdown(
+            head=head,
+            kernels=options.kernels,
+            predicted=predicted,
+            replayed=replayed,
+            sensitivity=asked,
+            sensitivity_of=f"{name}, EP{ranks}, {tokens} tokens",
+            **checks,
+        )
+    )
+    if options.json:
+        record = {
+            **head,
+            "predicted": True,
+            "seed": options.seed,
+            "kernels": vars(options.kernels),
+            "held_against": {part: [{**vars(h), "error": h.error} for h in of] for part, of in checks.items()},
+            "parameters": {f: [vars(p) for p in FABRICS[f].parameters] for f in fabrics},
+            "points": report.record(predicted),
+            "replayed": report.record(replayed),
+            "sensitivity": [vars(s) for s in asked],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+    if options.plot:
+        plot.plot(predicted, replayed, options.plot, f"{command}; {__version__}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+from collections.abc import Sequence
+
+class FabricCosts:
+    nics: int
+    bytes_per_us: float
+    latency_us: float
+    ack_us: float
+    nic_message_us: float
+    post_us: float
+    completion_us: float
+    poll_us: float
+    depth: int
+    interleave: int
+    chunk_bytes: int
+
+class Shape:
+    ranks: int
+    node_size: int
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    fp8: bool
+
+class KernelTime:
+    fixed_us: float
+    row_us: float
+    def __init__(self, fixed_us: float, row_us: float) -> None: ...
+
+class OurCosts:
+    dispatch_send: KernelTime
+    dispatch_recv: KernelTime
+    combine_send: KernelTime
+    combine_recv: KernelTime
+    mailbox_us: float
+    arrival_us: float
+    mapped_us: float
+    block_us: float
+    word_us: float
+    shard_bytes: int
+
+class GardenCosts:
+    first_us: float
+    dispatch_tail_us: float
+    combine_tail_us: float
+    submit_us: float
+    flag_us: float
+    route_row_us: float
+    private_copies: int
+
+class Result:
+    @property
+    def finished(self) -> list[float]: ...
+    @property
+    def posted(self) -> float: ...
+    @property
+    def free(self) -> float: ...
+    @property
+    def writes(self) -> int: ...
+    @property
+    def again(self) -> int: ...
+    @property
+    def bytes_posted(self) -> int: ...
+    @property
+    def bytes_landed(self) -> int: ...
+    @property
+    def most_bytes_in(self) -> int: ...
+    @property
+    def host_us(self) -> float: ...
+
+def run_ours(shape: Shape, fabric: FabricCosts, costs: OurCosts, seed: int) -> list[Result]: ...
+def run_garden(shape: Shape, fabric: FabricCosts, costs: GardenCosts, seed: int) -> list[Result]: ...
+def bytes_between_nodes(shape: Shape, seed: int) -> list[int]: ...
+def single_write_us(fabric: FabricCosts, submit_us: float, bytes: int) -> float: ...
+def paged_writes_us(fabric: FabricCosts, submit_us: float, bytes: int, pages: int) -> float: ...
+def bare_writes(
+    fabric: FabricCosts, ranks: int, writes: Sequence[tuple[float, int, int, int, int]]
+) -> list[tuple[float, float]]: ...

@@ -1,0 +1,78 @@
+"""Kernel times, the model's input: what each half of an operation takes, by rows. No network can be run here; GPUs can."""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+from math import comb
+
+from . import _model
+
+
+def distinct_ranks(ranks: int, experts: int = 256, top_k: int = 8) -> float:
+    """Of a token's choices."""
+    missed = comb(experts - experts // ranks, top_k) / comb(experts, top_k)
+    return ranks * (1 - missed)
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """An operation in one launch: fixed + rows * row_us, of which its send half and its receive half take half each."""
+
+    name: str
+    source: str
+    dispatch_fixed_us: float
+    dispatch_row_us: float
+    combine_fixed_us: float
+    combine_row_us: float
+
+    def into(self, costs: _model.OurCosts) -> None:
+        dispatch = _model.KernelTime(self.dispatch_fixed_us / 2, self.dispatch_row_us / 2)
+        combine = _model.KernelTime(self.combine_fixed_us / 2, self.combine_row_us / 2)
+        costs.dispatch_send = costs.dispatch_recv = dispatch
+        costs.combine_send = costs.combine_recv = combine
+
+
+def through(name: str, source: str, dispatch: tuple[float, float], combine: tuple[float, float]) -> Kernels:
+    """The line through what 1 and 4096 tokens take at 4 ranks, less the way of a flag between GPUs, which the model adds."""
+    rows = distinct_ranks(4)
+    flag = _model.OurCosts().mapped_us
+
+    def line(one: float, many: float) -> tuple[float, float]:
+        row = (many - one) / (4095 * rows)
+        return one - rows * row - flag, row
+
+    return Kernels(name, source, *line(*dispatch), *line(*combine))
+
+
+KERNELS = {
+    k.name: k
+    for k in (
+        through(
+            "first-cut",
+            "measured: untuned kernels of this protocol on 4 x H200 over NVLink, 1 and 4096 tokens: dispatch 9.9 and 415 us, "
+            "combine 7.5 and 627 us",
+            (9.9, 415.0),
+            (7.5, 627.0),
+        ),
+        through(
+            "bars",
+            "aimed at: 1 and 4096 tokens at 4 ranks: dispatch 7.5 and 275 us, combine 6.5 and 515 us",
+            (7.5, 275.0),
+            (6.5, 515.0),
+        ),
+    )
+}
+
+
+def given(text: str) -> Kernels:
+    """By name, or as four numbers: dispatch fixed and per row, combine fixed and per row."""
+    if text in KERNELS:
+        return KERNELS[text]
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 4 or min(numbers) < 0:
+        raise ArgumentTypeError(f"{text!r} is neither {' nor '.join(KERNELS)} nor four numbers")
+    return Kernels("given", f"--kernels {text}", *numbers)

@@ -1,0 +1,76 @@
+#include "micro.h"
+
+#include "writer.h"
+
+namespace pplx::model {
+namespace {
+
+// The source's thread; the target's has nothing to do.
+struct Source final : Ranks {
+  Source(const FabricCosts& fabric) : simulation(fabric, 2), writer(simulation, 0) {}
+  void landed(double, const Message&) override {}
+  void acknowledged(double now, const Message& message) override { writer.completed(now, message, false); }
+  void woken(double now, std::uint32_t) override {
+    for (const Writer::Read& read : writer.step(now)) done = read.at;
+  }
+  double run(double submit_us, WriteList list) {
+    writer.submit(submit_us, std::move(list));
+    simulation.run(*this);
+    return done;
+  }
+
+  Simulation simulation;
+  Writer writer;
+  double done = 0;
+};
+
+Message to_other(std::uint32_t nic, std::uint64_t bytes) {
+  Message m;
+  m.target = 1;
+  m.nic = nic;
+  m.bytes = bytes;
+  return m;
+}
+
+struct Bare final : Ranks {
+  explicit Bare(std::size_t writes) : times(writes) {}
+  void landed(double now, const Message& message) override { times[message.context].landed = now; }
+  void acknowledged(double now, const Message& message) override { times[message.context].acknowledged = now; }
+  void woken(double, std::uint32_t) override {}
+  std::vector<Times> times;
+};
+
+}  // namespace
+
+double single_write_us(const FabricCosts& fabric, double submit_us, std::uint64_t bytes) {
+  WriteList list(fabric.nics);
+  for (std::uint32_t nic = 0; nic < fabric.nics; ++nic) list[nic].push_back(to_other(nic, bytes / fabric.nics));
+  return Source(fabric).run(submit_us, std::move(list));
+}
+
+double paged_writes_us(const FabricCosts& fabric, double submit_us, std::uint64_t bytes, std::uint32_t pages) {
+  WriteList list(fabric.nics);
+  for (std::uint32_t page = 0; page < pages; ++page) {
+    const auto nic = static_cast<std::uint32_t>(std::uint64_t{page} * fabric.nics / pages);
+    list[nic].push_back(to_other(nic, bytes));
+  }
+  return Source(fabric).run(submit_us, std::move(list));
+}
+
+std::vector<Times> bare_writes(const FabricCosts& fabric, std::uint32_t ranks, const std::vector<BareWrite>& writes) {
+  Simulation simulation(fabric, ranks);
+  Bare bare(writes.size());
+  for (std::size_t i = 0; i < writes.size(); ++i) {
+    Message m;
+    m.source = writes[i].source;
+    m.target = writes[i].target;
+    m.nic = writes[i].nic;
+    m.bytes = writes[i].bytes;
+    m.context = i;
+    simulation.post(writes[i].at, m);
+  }
+  simulation.run(bare);
+  return bare.times;
+}
+
+}  // namespace pplx::model

@@ -1,0 +1,281 @@
+#include "ours.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <string>
+#include <utility>
+
+#include "protocol/immediate.h"
+#include "proxy/proxy.h"
+
+namespace pplx::model {
+namespace {
+
+constexpr std::uint32_t kStep = 1;
+
+// A rank's heap: its words are used, its blocks only have places, so nearly all of it is never touched.
+class Pages {
+ public:
+  explicit Pages(std::size_t bytes) : bytes_(bytes) {
+    void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<char*>(at);
+  }
+  ~Pages() { munmap(data_, bytes_); }
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  std::size_t bytes_;
+  char* data_ = nullptr;
+};
+
+// The proxy's fabric: every call takes host time, on a clock of the rank's own that runs ahead of the simulation's.
+class ModelFabric final : public Fabric {
+ public:
+  ModelFabric(Simulation& simulation, std::uint32_t rank, double write_us)
+      : simulation_(simulation), costs_(simulation.costs()), rank_(rank), write_us_(write_us) {}
+
+  std::string name() const override { return "model"; }
+  int endpoints() const override { return static_cast<int>(costs_.nics); }
+  std::string endpoint_name(int endpoint) const override { return "nic" + std::to_string(endpoint); }
+  Blob address() const override { return {}; }
+  void insert_peer(int, const Blob&) override {}
+  void remove_peer(int) override {}
+  LocalRegion register_memory(void*, std::size_t) override { return {}; }
+  void unregister_memory(const LocalRegion&) override {}
+  RemoteRegion import_region(int, const Blob&) const override { return {}; }
+  std::string describe_error(const Completion&) const override { return "nothing fails here"; }
+
+  Post write(const Write& write) override {
+    clock += write_us_;
+    const auto nic = static_cast<std::uint32_t>(write.endpoint);
+    if (simulation_.under_way(rank_, nic) >= costs_.depth) return Post::Again;
+    Message message;
+    message.source = rank_;
+    message.target = static_cast<std::uint32_t>(write.peer);
+    message.nic = nic;
+    message.bytes = write.bytes;
+    message.immediate = write.immediate;
+    message.context = write.context;
+    simulation_.post(clock, message);
+    last_post = clock;
+    return Post::Accepted;
+  }
+
+  int poll(Completion* out, int capacity) override {
+    clock += costs_.poll_us * costs_.nics;
+    int n = 0;
+    for (; n < capacity && !inbox.empty(); ++n) {
+      clock += costs_.completion_us;
+      out[n] = inbox.front();
+      inbox.pop_front();
+      if (out[n].kind == Completion::Kind::Arrived) seen.emplace_back(out[n].immediate, clock);
+    }
+    return n;
+  }
+
+  double clock = 0, last_post = 0;
+  std::deque<Completion> inbox;                             // what the NICs have written for the host to read
+  std::vector<std::pair<std::uint32_t, double>> seen;       // immediates that the proxy has read, and when
+
+ private:
+  Simulation& simulation_;
+  const FabricCosts& costs_;
+  const std::uint32_t rank_;
+  const double write_us_;
+};
+
+}  // namespace
+
+struct Ours::World final : Ranks {
+  struct Mail {
+    double at;
+    std::uint32_t peer, rows;
+  };
+  struct Arrival {
+    double at;
+    std::uint32_t rows;
+  };
+  struct Rank {
+    Rank(World& world, std::uint32_t rank)
+        : config(config_of_words(world.shape, rank)),
+          heap(heap_of(config)),
+          pages(heap.bytes),
+          fabric(world.simulation, rank, world.simulation.costs().post_us + world.costs.block_us),
+          proxy(fabric, world.costs.shard_bytes) {}
+
+    Config config;
+    Heap heap;
+    Pages pages;
+    ModelFabric fabric;
+    Proxy proxy;
+    std::vector<Mail> mail;             // what the kernel will announce, in order
+    std::size_t announced = 0;
+    std::vector<Arrival> arrivals;      // as the kernel sees them
+    double sent = 0;                    // when the send kernel is done
+    bool running = false;               // a wake is to come, and the thread is busy until then
+    double busy_us = 0;
+    std::uint32_t remote = 0;
+  };
+
+  World(const Shape& s, const Routing& r, const FabricCosts& f, const OurCosts& c) : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+      ranks.push_back(std::make_unique<Rank>(*this, rank));
+      Rank& here = *ranks.back();
+      ProxyObject object;
+      object.config = here.config;
+      object.memory = here.pages.data();
+      object.peers.resize(shape.ranks);
+      for (std::uint32_t peer = 0; peer < shape.ranks; ++peer)
+        if (!shape.same_node(rank, peer)) {
+          object.peers[peer] = std::make_unique<RemoteRegion>();
+          ++here.remote;
+        }
+      here.proxy.attach(std::move(object));
+    }
+  }
+
+  // A heap where only the words matter: blocks of one row, so that 1,024 heaps fit. A block's size does not follow from a slot's.
+  static Config config_of_words(const Shape& shape, std::uint32_t rank) {
+    Config c = config_of(shape, rank);
+    c.max_tokens = 1;
+    return c;
+  }
+
+  std::uint32_t rows(Op op, std::uint32_t from, std::uint32_t to) const {
+    return op == Op::Dispatch ? routing.rows_to(from, to) : routing.rows_to(to, from);
+  }
+  std::uint64_t* word(Rank& rank, std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(rank.pages.data() + at); }
+
+  // The send kernels: blocks become ready one after the other, rank + 1 first, oneself last.
+  void start(Op op_, double begin_) {
+    op = op_;
+    begin = begin_;
+    const KernelTime send = op == Op::Dispatch ? costs.dispatch_send : costs.combine_send;
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
+      Rank& here = *ranks[rank];
+      double ready = begin + send.fixed_us;
+      for (std::uint32_t i = 1; i <= shape.ranks; ++i) {
+        const std::uint32_t peer = (rank + i) % shape.ranks, n = rows(op, rank, peer);
+        ready += n * send.row_us;
+        if (!shape.same_node(rank, peer)) {
+          here.mail.push_back({ready + costs.mailbox_us, peer, n});
+        } else {
+          ranks[peer]->arrivals.push_back({ready + (peer == rank ? 0 : costs.mapped_us), n});
+        }
+      }
+      here.sent = ready;
+      if (!here.mail.empty()) wake_for(here, here.mail.front().at);
+    }
+  }
+
+  void landed(double now, const Message& message) override {
+    Completion completion;
+    completion.kind = Completion::Kind::Arrived;
+    completion.immediate = message.immediate;
+    notify(now, message.target, completion);
+  }
+  void acknowledged(double now, const Message& message) override {
+    Completion completion;
+    completion.context = message.context;
+    notify(now, message.source, completion);
+  }
+  void notify(double now, std::uint32_t rank, const Completion& completion) {
+    Rank& here = *ranks[rank];
+    here.fabric.inbox.push_back(completion);
+    if (here.running) return;
+    here.running = true;
+    wake_for(here, now);
+  }
+  // An idle thread that polls is on average half a round away from looking.
+  void wake_for(const Rank& here, double at) { simulation.wake(std::max(at + round_us(here) / 2, here.fabric.clock), here.config.rank); }
+  double scan_us(const Rank& here) const { return costs.word_us * kOps * here.remote; }
+  double round_us(const Rank& here) const { return scan_us(here) + simulation.costs().poll_us * simulation.costs().nics; }
+
+  // One step of the production proxy, which takes the time that its calls take.
+  void woken(double now, std::uint32_t rank) override {
+    Rank& here = *ranks[rank];
+    if (here.running && now < here.fabric.clock) return;   // a mail's wake, while the thread is at work
+    for (; here.announced < here.mail.size() && here.mail[here.announced].at <= now; ++here.announced) {
+      const Mail& mail = here.mail[here.announced];
+      *word(here, here.heap.mailbox + kWordBytes * here.heap.word_index(here.config, 0, op, mail.peer)) = mail_word(kStep, mail.rows, true);
+    }
+    here.fabric.clock = now + scan_us(here);
+    here.fabric.seen.clear();
+    const bool moved = here.proxy.step();
+    here.busy_us += here.fabric.clock - now;
+    for (const auto& [immediate, at] : here.fabric.seen) raise(here, unpack(immediate), at);
+    here.running = moved || !here.fabric.inbox.empty();
+    if (here.running)
+      simulation.wake(here.fabric.clock, rank);
+    else if (here.announced < here.mail.size())
+      wake_for(here, here.mail[here.announced].at);
+  }
+
+  // The proxy raised a block's arrival word if this immediate was its last shard's.
+  void raise(Rank& here, const Immediate& immediate, double at) {
+    std::uint64_t& raised = *word(here, here.heap.arrival_at(here.config, 0, signal_of(immediate.op), immediate.source));
+    if (raised != arrival_word(1, kStep)) return;
+    raised = 0;   // ours alone to read, so that a block counts once
+    here.arrivals.push_back({at + costs.arrival_us, rows(immediate.op, immediate.source, here.config.rank)});
+  }
+
+  // The same GPU takes rows as they come, once it has sent its own.
+  double finish(Rank& here) {
+    const KernelTime recv = op == Op::Dispatch ? costs.dispatch_recv : costs.combine_recv;
+    std::sort(here.arrivals.begin(), here.arrivals.end(), [](const Arrival& a, const Arrival& b) { return a.at < b.at; });
+    double busy = here.sent;
+    for (const Arrival& arrival : here.arrivals) busy = std::max(busy, arrival.at) + arrival.rows * recv.row_us;
+    return busy + recv.fixed_us - begin;
+  }
+
+  Result run(Op which) {
+    Result result;
+    const std::vector<std::uint64_t> before = bytes_in(simulation, shape.ranks);
+    for (const std::unique_ptr<Rank>& rank : ranks) {
+      rank->mail.clear();
+      rank->arrivals.clear();
+      rank->announced = 0;
+      rank->busy_us = 0;
+      result.writes -= rank->proxy.stats().writes;
+      result.again -= rank->proxy.stats().again;
+      result.bytes_posted -= rank->proxy.stats().bytes;
+    }
+    start(which, end + 1);
+    end = simulation.run(*this);
+    for (const std::unique_ptr<Rank>& rank : ranks) {
+      result.finished.push_back(finish(*rank));
+      result.posted = std::max(result.posted, rank->fabric.last_post - begin);
+      result.writes += rank->proxy.stats().writes;
+      result.again += rank->proxy.stats().again;
+      result.bytes_posted += rank->proxy.stats().bytes;
+      result.host_us = std::max(result.host_us, rank->busy_us);
+      arrived += rank->arrivals.size();
+    }
+    result.free = *std::max_element(result.finished.begin(), result.finished.end());
+    note_bytes(result, before, bytes_in(simulation, shape.ranks));
+    if (arrived != std::uint64_t{shape.ranks} * shape.ranks) throw std::logic_error("a block did not arrive");
+    arrived = 0;
+    return result;
+  }
+
+  const Shape shape;
+  const Routing& routing;
+  const OurCosts costs;
+  Simulation simulation;
+  std::vector<std::unique_ptr<Rank>> ranks;
+  Op op = Op::Dispatch;
+  double begin = 0, end = 0;
+  std::uint64_t arrived = 0;
+};
+
+Ours::Ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs)
+    : world_(std::make_unique<World>(shape, routing, fabric, costs)) {}
+Ours::~Ours() = default;
+Result Ours::dispatch() { return world_->run(Op::Dispatch); }
+Result Ours::combine() { return world_->run(Op::Combine); }
+
+}  // namespace pplx::model

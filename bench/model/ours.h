@@ -1,0 +1,40 @@
+// This library on the modelled fabric: every rank's production Proxy, fed by a model of its kernels.
+#pragma once
+
+#include <memory>
+
+#include "result.h"
+#include "routing.h"
+
+namespace pplx::model {
+
+// Kernel times are input: what one half of an operation takes for so many rows.
+struct KernelTime {
+  double fixed_us = 0, row_us = 0;
+  double of(double rows) const { return fixed_us + rows * row_us; }
+};
+
+struct OurCosts {
+  KernelTime dispatch_send, dispatch_recv, combine_send, combine_recv;
+  double mailbox_us = 1.45;        // from a kernel's store to the proxy that reads it
+  double arrival_us = 1.45;        // from the proxy's store to the kernel that reads it
+  double mapped_us = 1.3;          // from a kernel's store to another GPU's kernel
+  double block_us = 0.02;          // what the proxy itself takes to post a write
+  double word_us = 0.001;          // and to look at a mailbox word
+  std::uint64_t shard_bytes = 256 * 1024;
+};
+
+class Ours {
+ public:
+  Ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs);
+  ~Ours();
+  // All ranks begin at once; a combine answers the dispatch before it.
+  Result dispatch();
+  Result combine();
+
+ private:
+  struct World;
+  std::unique_ptr<World> world_;
+};
+
+}  // namespace pplx::model

@@ -1,0 +1,166 @@
+"""Runs of the model: microbenchmarks, the replay of pplx-garden, and this library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from . import _model, published
+from .fabrics import FABRICS, KIB, SUBMIT_US, Fabric
+from .kernels import KERNELS, Kernels
+
+NODE = 8
+PAGES = 4096
+DEFAULT_KERNELS = KERNELS["first-cut"]
+NOTHING: Mapping[str, float] = {}
+# Large messages are cut more coarsely, for speed: below these sizes nothing changes any more.
+CHUNK_BYTES, CHUNK_BYTES_MANY_TOKENS = 8192, 65536
+
+
+def shape(ranks: int, tokens: int, experts: int | None = None) -> _model.Shape:
+    """DeepSeek-V3's layer; beyond 256 ranks, one expert each."""
+    s = _model.Shape()
+    s.ranks = ranks
+    s.node_size = min(NODE, ranks)
+    s.tokens = tokens
+    s.experts = experts if experts is not None else max(256, ranks)
+    s.top_k, s.hidden, s.fp8 = 8, 7168, True
+    return s
+
+
+def fabric_costs(fabric: Fabric, s: _model.Shape, changed: Mapping[str, float]) -> _model.FabricCosts:
+    return fabric.costs({"chunk_bytes": CHUNK_BYTES if s.tokens <= 512 else CHUNK_BYTES_MANY_TOKENS, **changed})
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """One operation; times from the common start of all ranks, in microseconds."""
+
+    median_us: float  # of the ranks
+    slowest_us: float
+    posted_us: float  # when the last write of any rank was posted
+    next_us: float  # when the last rank could begin another operation
+    wire_us: float  # what the mean rank's bytes take at the link's rate
+    unevenness: float  # the bytes into the busiest NIC, over the mean NIC's
+    host_us: float  # CPU time of the busiest proxy
+    bytes_per_rank: float
+    writes_per_rank: float
+
+
+def _predicted(result: _model.Result, s: _model.Shape, fabric: _model.FabricCosts) -> Predicted:
+    if result.bytes_posted != result.bytes_landed:
+        raise AssertionError(f"{result.bytes_posted} bytes were posted, {result.bytes_landed} landed")
+    mean_nic = result.bytes_posted / s.ranks / fabric.nics
+    return Predicted(
+        median_us=median(result.finished),
+        slowest_us=max(result.finished),
+        posted_us=result.posted,
+        next_us=result.free,
+        wire_us=mean_nic / fabric.bytes_per_us,
+        unevenness=result.most_bytes_in / mean_nic if mean_nic else 1.0,
+        host_us=result.host_us,
+        bytes_per_rank=result.bytes_posted / s.ranks,
+        writes_per_rank=result.writes / s.ranks,
+    )
+
+
+def ours(
+    fabric: Fabric,
+    s: _model.Shape,
+    *,
+    kernels: Kernels = DEFAULT_KERNELS,
+    seed: int = 1,
+    block_us: float | None = None,
+    changed: Mapping[str, float] = NOTHING,
+) -> tuple[Predicted, Predicted]:
+    costs, f = _model.OurCosts(), fabric_costs(fabric, s, changed)
+    kernels.into(costs)
+    if block_us is not None:
+        costs.block_us = block_us
+    dispatch, combine = _model.run_ours(s, f, costs, seed)
+    return _predicted(dispatch, s, f), _predicted(combine, s, f)
+
+
+def garden(
+    fabric: Fabric, s: _model.Shape, *, seed: int = 1, changed: Mapping[str, float] = NOTHING
+) -> tuple[Predicted, Predicted]:
+    f = fabric_costs(fabric, s, changed)
+    costs = _model.GardenCosts()
+    costs.submit_us = SUBMIT_US
+    dispatch, combine = _model.run_garden(s, f, costs, seed)
+    return _predicted(dispatch, s, f), _predicted(combine, s, f)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A figure of the model against a published one."""
+
+    what: str
+    published: float
+    predicted: float
+    unit: str
+    source: str
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.published - 1
+
+
+def microbenchmarks() -> Iterator[Held]:
+    for fabric in FABRICS.values():
+        m, costs = fabric.microbenchmarks, fabric.costs()
+        if m is None:
+            continue
+        for kib, gbit in m.single_write.items():
+            us = _model.single_write_us(costs, SUBMIT_US, kib * KIB)
+            yield Held(f"{fabric.name}, one write of {kib} KiB", gbit, kib * KIB * 8 / us / 1e3, "Gbit/s", "Table 2")
+        for kib, (gbit, _) in m.paged_write.items():
+            us = _model.paged_writes_us(costs, SUBMIT_US, kib * KIB, PAGES)
+            yield Held(f"{fabric.name}, many writes of {kib} KiB", gbit, PAGES * kib * KIB * 8 / us / 1e3, "Gbit/s", "Table 2")
+
+
+def validation(points: tuple[published.Point, ...], seed: int) -> Iterator[Held]:
+    for p in points:
+        dispatch, combine = garden(FABRICS[p.fabric], shape(p.ranks, p.tokens, p.experts), seed=seed)
+        name = f"{p.fabric} EP{p.ranks}"
+        yield Held(f"{name} dispatch", p.dispatch_us, dispatch.median_us, "us", p.source)
+        if p.combine_us is not None:
+            yield Held(f"{name} combine", p.combine_us, combine.median_us, "us", p.source)
+
+
+def reference(seed: int) -> Iterator[Held]:
+    for ranks, us in published.REFERENCE_SUMS.items():
+        dispatch, combine = garden(FABRICS["efa-p5en"], shape(ranks, 128), seed=seed)
+        yield Held(f"efa-p5en EP{ranks} dispatch + combine", us, dispatch.median_us + combine.median_us, "us", "the paper's bars")
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    what: str
+    garden_us: float | None  # dispatch + combine, median rank; None: it does not enter there
+    ours_us: float
+
+
+def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
+    s = shape(ranks, tokens)
+
+    def both(what: str, seed: int = seed, **changed: float) -> Sensitivity:
+        theirs = garden(fabric, s, seed=seed, changed=changed)
+        mine = ours(fabric, s, seed=seed, changed=changed)
+        return Sensitivity(what, total(theirs), total(mine))
+
+    def total(both: tuple[Predicted, Predicted]) -> float:
+        return sum(p.median_us for p in both)
+
+    latency, gbit, message = (fabric.value(name) for name in ("latency_us", "gbit_per_nic", "nic_message_us"))
+    yield both("as above")
+    yield both("latency a quarter less", latency_us=latency * 0.75)
+    yield both("latency a quarter more", latency_us=latency * 1.25)
+    yield both("bandwidth of one 32 MiB write", gbit_per_nic=gbit * 336 / 364)
+    yield both("a post costs a 56th of the published scatter, not a 63rd", post_us=fabric.value("post_us") * 63 / 56)
+    yield both("NICs take messages twice as fast", nic_message_us=message / 2)
+    yield both("NICs finish one message before the next", interleave=1)
+    yield both("another routing", seed=seed + 1)
+    yield Sensitivity("kernels as the bars ask", None, total(ours(fabric, s, seed=seed, kernels=KERNELS["bars"])))
+    yield Sensitivity("the proxy takes 200 ns a block", None, total(ours(fabric, s, seed=seed, block_us=0.2)))

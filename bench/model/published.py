@@ -1,0 +1,48 @@
+"""What was published of pplx-garden end to end: 256 experts, top-8, hidden 7168, FP8 there and bfloat16 back, microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+README = "pplx-garden, docs/fabric-lib.md, p50"
+README_PREFILL = "pplx-garden, docs/fabric-lib.md, prefill"
+AWS = "awsome-distributed-ai, pplx-garden benchmark on p5en"
+B200 = "whn09/pplx-garden-benchmark on p6-b200, 288 experts, p50"
+
+
+@dataclass(frozen=True)
+class Point:
+    fabric: str
+    ranks: int
+    tokens: int
+    dispatch_us: float
+    combine_us: float | None
+    source: str
+    experts: int = 256
+
+
+# The sums of dispatch and combine that this project measures itself against: the paper's bars for EFA.
+REFERENCE_SUMS = {16: 459.0, 32: 582.0, 64: 692.0}
+
+DECODE = (
+    Point("efa-p5en", 16, 128, 214.8, 241.5, README),
+    Point("efa-p5en", 32, 128, 229.1, 335.0, README),
+    Point("efa-p5en", 64, 128, 266.7, 391.2, README),
+    Point("cx7", 16, 128, 110.2, 185.5, README),
+    Point("cx7", 32, 128, 153.9, 266.3, README),
+    Point("cx7", 64, 128, 187.5, 309.1, README),
+)
+# Not in the paper: another team's run at twice the ranks, and an instance whose costs were never published.
+BEYOND = (
+    Point("efa-p5en", 128, 128, 424.5, 588.5, AWS),
+    Point("efa-p6", 16, 128, 145.0, 221.0, B200, experts=288),
+)
+# The combine of ConnectX at EP16 is printed as 1062.2, a fifth of what the link allows: a misprint, left out.
+PREFILL = (
+    Point("efa-p5en", 16, 4096, 3196.7, 5379.1, README_PREFILL),
+    Point("efa-p5en", 32, 4096, 4619.0, 8271.5, README_PREFILL),
+    Point("efa-p5en", 64, 4096, 5334.3, 9779.3, README_PREFILL),
+    Point("cx7", 16, 4096, 2734.8, None, README_PREFILL),
+    Point("cx7", 32, 4096, 4011.8, 7526.8, README_PREFILL),
+    Point("cx7", 64, 4096, 4665.2, 8771.1, README_PREFILL),
+)
