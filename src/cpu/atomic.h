@@ -13,9 +13,5 @@ inline bool store_if_zero(std::uint64_t* word, std::uint64_t value) {
   std::uint64_t zero = 0;
   return __atomic_compare_exchange_n(word, &zero, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
-// The word becomes zero, unless it is not `value` any more.
-inline void clear_if(std::uint64_t* word, std::uint64_t value) {
-  __atomic_compare_exchange_n(word, &value, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
-}
 
 }  // namespace pplx

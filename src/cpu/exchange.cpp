@@ -249,18 +249,11 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
             AbortReason::Timeout);
 }
 
-// The abort word, if it counts.
 std::uint64_t Exchange::abort_seen() {
-  std::uint64_t* const at = own_word(Heap::abort_at);
+  const std::uint64_t* const at = abort_of(config_.rank);
   if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_network_.at > kDeathGrace)
     fail(lost_network_.abort, lost_network_.message);
-  const std::uint64_t word = load_acquire(at);
-  if (word == 0) return 0;
-  const std::uint32_t origin = read_abort(word).origin;
-  if (origin >= config_.world || alive_[origin]) return word;
-  // A rank that was left out at a reset still has this memory mapped. When it wakes up, in a step of long ago, its abort is nobody's.
-  clear_if(at, word);
-  return 0;
+  return load_acquire(at);
 }
 
 void Exchange::latch(PeerFailure failure) {
@@ -270,11 +263,11 @@ void Exchange::latch(PeerFailure failure) {
     failure = *failure_;
   }
   // What another rank told this one goes on as it came: that rank is the origin.
-  std::uint64_t word = load_acquire(own_word(Heap::abort_at));
+  std::uint64_t word = load_acquire(abort_of(config_.rank));
   if (word == 0) word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
   for (std::uint32_t peer = 0; peer < config_.world; ++peer)
     if (memory_.peers[peer] != nullptr && alive_[peer])
-      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
+      store_if_zero(abort_of(peer), word);
   throw failure;
 }
 
@@ -283,13 +276,13 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
   {
     // The message is that of the word, which may be a peer's by now.
     std::lock_guard<std::mutex> lock(mutex_);
-    if (store_if_zero(own_word(Heap::abort_at), word)) message_ = message;
+    if (store_if_zero(abort_of(config_.rank), word)) message_ = message;
   }
   // What only this rank knows, which may be long in coming to its next call.
   if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric)
     for (std::uint32_t peer = 0; peer < config_.world; ++peer)
       if (memory_.peers[peer] != nullptr && alive_[peer])
-        store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);
+        store_if_zero(abort_of(peer), word);
 }
 
 void Exchange::lost_network(const Abort& abort, const std::string& message) {
@@ -398,7 +391,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   for (std::uint64_t& word : mailed_) word = 0;
   for (std::uint64_t at : {heap_.mailbox, heap_.sent})
     std::memset(memory_.own + at, 0, mailed_.size() * kWordBytes);
-  store_release(own_word(Heap::abort_at), 0);
+  store_release(abort_of(config_.rank), 0);
 }
 
 std::uint32_t Exchange::open_steps() const {

@@ -195,6 +195,9 @@ class Exchange {
   Open& open_step(std::uint32_t step, Progress expected, const char* call);
 
  private:
+  std::uint64_t* abort_of(std::uint32_t rank) const {
+    return reinterpret_cast<std::uint64_t*>((rank == config_.rank ? memory_.own : memory_.peers[rank]) + Heap::abort_at(generation_));
+  }
   std::uint64_t* own_word(std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(memory_.own + at); }
   void run(PhaseRun& run, Phase phase, std::uint32_t step, const Interrupted& interrupted);
   void look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t step, double left);
@@ -203,7 +206,7 @@ class Exchange {
     double begun = 0, last = 0;
   };
   bool poll(PhaseRun& run, Phase phase, std::uint32_t step, Since& since);
-  std::uint64_t abort_seen();
+  std::uint64_t abort_seen();   // this rank's abort word
   [[noreturn]] void latch(PeerFailure failure);
   void rebuild_order();
 

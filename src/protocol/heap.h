@@ -1,7 +1,7 @@
 // Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   abort | arrival[set][signal][peer] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
+//   aborts | arrival[set][signal][peer] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
 #pragma once
 
 #include "words.h"
@@ -19,7 +19,10 @@ struct Heap {
   std::uint64_t send_bytes[kOps] = {};  // of one set
   std::uint64_t bytes = 0;
 
-  static constexpr std::uint64_t abort_at = 0;
+  // Generations take turns: a rank that was left out at a reset still has this memory mapped, and when it wakes up in a step of
+  // long ago, what it aborts is nobody's.
+  static constexpr std::uint32_t kAborts = 8;
+  static constexpr std::uint64_t abort_at(std::uint32_t generation) { return std::uint64_t{kWordBytes} * (generation % kAborts); }
 
   constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
@@ -38,7 +41,7 @@ struct Heap {
 constexpr Heap heap_of(const Config& c) {
   constexpr std::uint64_t page = 4096;
   Heap h;
-  std::uint64_t at = 64;
+  std::uint64_t at = Heap::kAborts * kWordBytes;
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
   for (std::uint32_t op = 0; op < kOps; ++op) {

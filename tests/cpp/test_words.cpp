@@ -156,7 +156,7 @@ void check_block(const Config& c) {
 // Nothing overlaps, and what peers write into lies at the same place on ranks that differ in their number of remote peers.
 void check_heap(const Config& c) {
   const Heap h = heap_of(c);
-  std::vector<Span> spans{{Heap::abort_at, 8, "abort"}};
+  std::vector<Span> spans{{Heap::abort_at(0), Heap::kAborts * kWordBytes, "aborts"}};
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
     for (std::uint32_t peer = 0; peer < c.world; ++peer) {
       for (std::uint32_t s = 0; s < kSignals; ++s) {
