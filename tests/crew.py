@@ -277,8 +277,8 @@ class Crew:
         text = self._output[rank].read().decode(errors="replace")
         return f"--- printed by rank {rank}:\n{text}" if text else ""
 
-    def leave(self, timeout: float = 10.0) -> list[int | None]:
-        """Ask every rank that lives to end, and wait: the exit codes."""
+    def leave(self, timeout: float = 30.0) -> list[int | None]:
+        """Ask every rank that lives to end, and wait: the exit codes. A busy machine takes its time over interpreters that end."""
         for rank, pipe in enumerate(self._pipes):
             if rank not in self._exit_codes:
                 with contextlib.suppress(OSError):

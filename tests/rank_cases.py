@@ -346,23 +346,24 @@ def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torc
 
 
 def attach_tails(case: Case, step: Step, rank: int, d: pc.Dispatched) -> torch.Tensor:
-    """A number behind each row received. What must not travel is NaN."""
-    shape, tails = case.shape, step.tails
-    assert tails is not None
+    """A number behind each row received. What must not travel is NaN. Moved as integers: torch may quieten a NaN."""
+    assert step.tails is not None
+    shape, tails = case.shape, [reference.as_bits(t) for t in step.tails]
+    nothing = int(reference.as_bits(torch.tensor([torch.nan])))
     if case.layout == "compact":
-        tail = torch.full(d.topk_weights.shape, torch.nan)
+        tail = torch.full(d.topk_weights.shape, nothing, dtype=torch.int32)
         for i, (s, t) in enumerate(reference.compact_rows(shape, step.tokens, rank)):
             here = d.topk_ids[i] >= 0
             tail[i, here] = tails[s][t, here]
-        return tail
-    tail = torch.full(d.weights.shape, torch.nan)
+        return tail.view(torch.float32)
+    tail = torch.full(d.weights.shape, nothing, dtype=torch.int32)
     found = reference.segments(shape, step.tokens, rank)
     starts, fits = reference.places(shape, [len(s.token) for s in found])
     for e, (segment, fit) in enumerate(zip(found, fits, strict=True)):
         values = [tails[s][t, k] for s, t, k in zip(segment.source, segment.token, segment.choice, strict=True)][:fit]
         where: Any = (e, slice(0, fit)) if case.layout == "padded" else slice(starts[e], starts[e] + fit)
-        tail[where] = torch.stack(values) if values else torch.empty(0)
-    return tail
+        tail[where] = torch.stack(values) if values else torch.empty(0, dtype=torch.int32)
+    return tail.view(torch.float32)
 
 
 def _elsewhere(f: Any) -> Any:
@@ -479,7 +480,8 @@ class Runner:
         if step.tails is not None:
             options["tail"] = attach_tails(self.case, step, self.rank, d)
             if step.strided[self.rank]:
-                options["tail"] = torch.stack([options["tail"], torch.full_like(options["tail"], 77.0)], dim=-1)[..., 0]
+                bits = reference.as_bits(options["tail"])
+                options["tail"] = torch.stack([bits, torch.full_like(bits, 77)], dim=-1)[..., 0].view(torch.float32)
         if step.given_out:
             tokens = step.tokens[self.rank].ids.shape[0]
             out = torch.full((tokens, self.case.hidden), torch.nan).to(DTYPES[self.case.dtype])

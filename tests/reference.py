@@ -258,4 +258,8 @@ def _kept(shape: Shape, everybody: list[Tokens], rank: int) -> torch.Tensor:
 
 def tail(shape: Shape, everybody: list[Tokens], rank: int, given: torch.Tensor) -> torch.Tensor:
     """What comes back to that rank, where `given` [tokens, top_k] was attached to its choices: 0 where a choice went nowhere."""
-    return torch.where((everybody[rank].ids >= 0) & _kept(shape, everybody, rank), given, 0.0)
+    return (
+        torch.where((everybody[rank].ids >= 0) & _kept(shape, everybody, rank), as_bits(given), 0)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
