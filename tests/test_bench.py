@@ -118,7 +118,7 @@ def test_everything_that_it_writes(tmp_path: Path) -> None:
     "arguments",
     [
         ["--layout", "compact", "--dtype", "fp32", "--routing", "zipf", "--experts", "7", "--wire", "mxfp8"],
-        ["--layout", "padded", "--routing", "one-hot", "--wire", "fp8_ue8m0", "--transport", "auto", "--node-size", "1", "--provider", "tcp"],
+        ["--layout=padded", "--routing=one-hot", "--wire=fp8_ue8m0", "--transport=auto", "--node-size=1", "--provider=tcp"],
     ],
     ids=["compact", "padded"],
 )
