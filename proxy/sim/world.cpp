@@ -163,7 +163,7 @@ void World::start(Rank& rank) {
           o.peers[peer.number] = std::make_unique<RemoteRegion>(
               rank.fabric->import_region(static_cast<int>(peer.number), peer.objects[object.config.object].region.description));
       o.on_failure = [this, &rank, &object](const ProxyFailure& f) {
-        object.exchange->fail(f.abort(rank.number), f.text(rank.number));
+        object.exchange->lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
       // Of a step whose eight bits none of this generation's have.
@@ -550,7 +550,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailSomewhere:
     case Trouble::Overrun:
-      if (first_hand && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
+      if (first_hand && !rank.told && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
       must_blame(victim_);
       break;
     case Trouble::Corrupt:
@@ -689,6 +689,21 @@ void World::reset() {
     later(random_.between<Time>(0, 500) * kMicrosecond, [this, &rank = ranks_[victim_]] { wake_too_late(rank); });
 }
 
+// All steps are done in spite of the trouble. That may be where a write failed whose data had landed; its rank's next call says so.
+void World::check_noticed() {
+  if (!struck_ || (is_trap(trouble_) && !network_.trap().fired)) return;
+  pump(clock_.now() + kSecond, [] { return false; });
+  Rank& victim = ranks_[victim_];
+  Object& object = victim.objects[network_.trap().immediate.object];
+  try {
+    if (trouble_ == Trouble::FailWrite || trouble_ == Trouble::FailSomewhere || trouble_ == Trouble::Overrun) object.exchange->raise_failure();
+  } catch (const PeerFailure& failure) {
+    check_failure(victim, object, failure);
+    return;
+  }
+  throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
+}
+
 void World::check_notices() {
   for (Rank& rank : ranks_)
     for (Object& object : rank.objects) {
@@ -710,8 +725,7 @@ void World::run() {
     connect();
     finish_generation();
     if (steps_done()) {
-      if (struck_ && (!is_trap(trouble_) || network_.trap().fired))
-        throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
+      check_noticed();
       check_notices();
       if (generation_ >= generations_) break;
     } else {

@@ -103,6 +103,7 @@ class World {
   void finish_generation();
   void finish_in_trouble();
   void reset();
+  void check_noticed();
   void check_notices();
   bool steps_done() const;
   bool steps_done(const Rank& rank) const;
