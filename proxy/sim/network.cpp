@@ -231,7 +231,7 @@ void Network::read(Flight& f, Piece& piece) {
     return;
   }
   piece.read = true;
-  std::memcpy(f.bytes.data() + piece.begin, f.source + piece.begin, piece.end - piece.begin);
+  if (piece.end > piece.begin) std::memcpy(f.bytes.data() + piece.begin, f.source + piece.begin, piece.end - piece.begin);
   if (--f.unread == 0 && f.fate == Fate::Corrupt) trap_.damage(f.immediate, f.bytes.data());
 }
 
@@ -252,7 +252,7 @@ void Network::land(Flight& f, const Piece& piece) {
   const std::uint64_t at = profile_.offsets ? f.target : f.target - reinterpret_cast<std::uint64_t>(region->second.base);
   if (at + f.write.bytes > region->second.bytes) throw Violation(text(f) + " writes outside of registered memory");
   if (to.dead) return;
-  std::memcpy(region->second.base + at + piece.begin, f.bytes.data() + piece.begin, piece.end - piece.begin);
+  if (piece.end > piece.begin) std::memcpy(region->second.base + at + piece.begin, f.bytes.data() + piece.begin, piece.end - piece.begin);
 }
 
 void Network::sent(Flight& f) {
@@ -275,7 +275,7 @@ void Network::sent(Flight& f) {
     return;
   }
   // The source is the provider's to read, once or many times, until this moment.
-  if (f.fate == Fate::Whole && std::memcmp(f.bytes.data(), f.source, f.bytes.size()) != 0)
+  if (f.fate == Fate::Whole && !f.bytes.empty() && std::memcmp(f.bytes.data(), f.source, f.bytes.size()) != 0)
     throw Violation(text(f) + ": its source changed before its local completion");
   due.source = f.source;
   due.bytes = f.bytes.size();

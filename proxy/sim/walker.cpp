@@ -12,9 +12,14 @@ namespace {
 constexpr int kPoison = 0xa5;
 
 template <typename T>
+void poison(std::vector<T>& memory) {
+  if (!memory.empty()) std::memset(memory.data(), kPoison, memory.size() * sizeof(T));
+}
+
+template <typename T>
 std::vector<T> poisoned(std::size_t n) {
   std::vector<T> v(n);
-  if (n > 0) std::memset(v.data(), kPoison, n * sizeof(T));
+  poison(v);
   return v;
 }
 
@@ -56,7 +61,7 @@ void Walker::finish() {
   switch (stage_) {
     case 0:
       poison(scales_in_);
-      std::memset(weights_.data(), kPoison, weights_.size() * sizeof(float));
+      poison(weights_);
       if (!step_->keep_own || (quantised(c_.wire) && !step_->quantised)) poison(x_);
       return;
     case 1:
@@ -72,8 +77,8 @@ void Walker::finish() {
       e_.finish_combine_send(number_);
       if (step_->late) poison_slots(Op::Weights);
       poison(expert_out_);
-      std::memset(late_weights_.data(), kPoison, late_weights_.size() * sizeof(float));
-      std::memset(tail_.data(), kPoison, tail_.size() * sizeof(float));
+      poison(late_weights_);
+      poison(tail_);
       return;
     default:
       e_.finish_combine_recv(number_);
@@ -338,10 +343,6 @@ void Walker::check_combine() const {
 }
 
 // ---- memory that nobody may read any more --------------------------------------------------------------------------------------
-
-void Walker::poison(std::vector<char>& memory) {
-  if (!memory.empty()) std::memset(memory.data(), kPoison, memory.size());
-}
 
 // The blocks of a step that this rank has read. The start of a slot is enough to show whoever reads it again, or too late.
 void Walker::poison_slots(Op op) {
