@@ -1,5 +1,7 @@
 // sim: the production proxy and phases over a hostile network in memory. A run is its seed; what fails can be replayed.
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -99,6 +101,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
       std::exit(1);
     }
     if (children[j] > 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for what is left
     for (std::uint64_t seed = first + j; seed < end; seed += jobs) {
       shared.jobs[j].seed = seed;
       alarm(kSecondsPerSeed);
@@ -146,7 +149,7 @@ bool report(const Totals& t, std::uint64_t at_least) {
 
 // ---- the long run: totals and the next seed, in a file that is replaced as a whole ----
 
-constexpr std::uint64_t kChunk = 500;
+constexpr std::uint64_t kChunk = 100;
 
 std::uint64_t read_state(const std::string& file, Totals& totals) {
   std::ifstream in(file);
