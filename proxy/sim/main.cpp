@@ -1,5 +1,7 @@
 // sim: the production proxy and phases over a hostile network in memory. A run is its seed; what fails can be replayed.
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -21,7 +23,8 @@ namespace {
 constexpr unsigned kSecondsPerSeed = 120;   // of real time: a seed that takes longer hangs
 
 constexpr const char* kUsage =
-    "sim --seeds N [--first S] [--jobs J] [--at-least K]   N seeds from S (1) on, in J processes; fails if a kind of fault happened less than K times\n"
+    "sim --seeds N [--first S] [--jobs J] [--at-least K]   N seeds from S (1) on, in J processes; fails if a kind of fault "
+    "happened less than K times\n"
     "sim --seed S [--log]                                  one seed, with every event\n"
     "sim --long N [--resume FILE] [--jobs J]               up to seed N, going on where FILE says\n";
 
@@ -80,7 +83,9 @@ struct Shared {
   } jobs[64];
 };
 
-std::string replay(const char* program, std::uint64_t seed) { return std::string(program) + " --seed " + std::to_string(seed) + " --log"; }
+std::string replay(const char* program, std::uint64_t seed) {
+  return std::string(program) + " --seed " + std::to_string(seed) + " --log";
+}
 
 // A failure of any kind, a crash included, ends with the seed and the command that replays it.
 bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsigned jobs, Totals& totals) {
@@ -99,6 +104,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
       std::exit(1);
     }
     if (children[j] > 0) continue;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for what is left
     for (std::uint64_t seed = first + j; seed < end; seed += jobs) {
       shared.jobs[j].seed = seed;
       alarm(kSecondsPerSeed);
@@ -122,7 +128,8 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     good = false;
     const std::uint64_t seed = shared.jobs[j].seed;
     if (WIFSIGNALED(status))
-      std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed), WTERMSIG(status) == SIGALRM ? "hangs" : strsignal(WTERMSIG(status)));
+      std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed),
+                  WTERMSIG(status) == SIGALRM ? "hangs" : strsignal(WTERMSIG(status)));
     std::printf("seed %llu FAILED. Replay it: %s\n", static_cast<unsigned long long>(seed), replay(program, seed).c_str());
   }
   munmap(memory, sizeof(Shared));
@@ -131,14 +138,16 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
 
 bool report(const Totals& t, std::uint64_t at_least) {
   bool enough = true;
-  std::printf("%llu seeds, %llu steps, %llu resets, %llu failures raised, %llu writes, %llu events, %llu bytes of outputs compared\n",
-              static_cast<unsigned long long>(t.seeds), static_cast<unsigned long long>(t.steps), static_cast<unsigned long long>(t.resets),
-              static_cast<unsigned long long>(t.failures), static_cast<unsigned long long>(t.writes), static_cast<unsigned long long>(t.events),
-              static_cast<unsigned long long>(t.outputs));
+  std::printf(
+      "%llu seeds, %llu steps, %llu resets, %llu failures raised, %llu writes, %llu events, %llu bytes of outputs compared\n",
+      static_cast<unsigned long long>(t.seeds), static_cast<unsigned long long>(t.steps), static_cast<unsigned long long>(t.resets),
+      static_cast<unsigned long long>(t.failures), static_cast<unsigned long long>(t.writes),
+      static_cast<unsigned long long>(t.events), static_cast<unsigned long long>(t.outputs));
   for (std::size_t i = 0; i < kFaults; ++i) {
     const bool few = t.faults[i] < at_least;
     enough &= !few;
-    std::printf("  %-32s %12llu%s\n", name_of(static_cast<Fault>(i)), static_cast<unsigned long long>(t.faults[i]), few ? "   TOO FEW" : "");
+    std::printf("  %-32s %12llu%s\n", name_of(static_cast<Fault>(i)), static_cast<unsigned long long>(t.faults[i]),
+                few ? "   TOO FEW" : "");
   }
   if (!enough) std::printf("FAILED: a kind of fault happened less than %llu times\n", static_cast<unsigned long long>(at_least));
   return enough;
@@ -146,30 +155,31 @@ bool report(const Totals& t, std::uint64_t at_least) {
 
 // ---- the long run: totals and the next seed, in a file that is replaced as a whole ----
 
-constexpr std::uint64_t kChunk = 500;
+constexpr std::uint64_t kChunk = 100;
 
 std::uint64_t read_state(const std::string& file, Totals& totals) {
   std::ifstream in(file);
   std::uint64_t next = 1;
   std::string word;
   if (!(in >> word >> next) || word != "next") return 1;
-  in >> word >> totals.seeds >> word >> totals.steps >> word >> totals.resets >> word >> totals.failures >> word >> totals.writes >> word >>
-      totals.events >> word >> totals.outputs;
+  in >> word >> totals.seeds >> word >> totals.steps >> word >> totals.resets >> word >> totals.failures >> word >> totals.writes >>
+      word >> totals.events >> word >> totals.outputs;
   std::string line;
   std::getline(in, line);
   while (std::getline(in, line)) {
     const std::size_t colon = line.rfind(": ");   // names have colons of their own
     if (colon == std::string::npos) continue;
     for (std::size_t i = 0; i < kFaults; ++i)
-      if (line.substr(0, colon) == name_of(static_cast<Fault>(i))) totals.faults[i] = std::strtoull(line.c_str() + colon + 2, nullptr, 10);
+      if (line.substr(0, colon) == name_of(static_cast<Fault>(i)))
+        totals.faults[i] = std::strtoull(line.c_str() + colon + 2, nullptr, 10);
   }
   return next;
 }
 
 void write_state(const std::string& file, std::uint64_t next, const Totals& t) {
   std::ofstream out(file + ".new");
-  out << "next " << next << "\nseeds " << t.seeds << "\nsteps " << t.steps << "\nresets " << t.resets << "\nfailures " << t.failures << "\nwrites "
-      << t.writes << "\nevents " << t.events << "\noutputs " << t.outputs << "\n";
+  out << "next " << next << "\nseeds " << t.seeds << "\nsteps " << t.steps << "\nresets " << t.resets << "\nfailures " << t.failures
+      << "\nwrites " << t.writes << "\nevents " << t.events << "\noutputs " << t.outputs << "\n";
   for (std::size_t i = 0; i < kFaults; ++i) out << name_of(static_cast<Fault>(i)) << ": " << t.faults[i] << "\n";
   out.close();
   if (!out || std::rename((file + ".new").c_str(), file.c_str()) != 0) {
@@ -208,7 +218,8 @@ int main(int argc, char** argv) {
     return report(totals, 0) ? 0 : 1;
   }
   if (o.until > 0) return run_long(argv[0], o);
-  std::printf("seeds %llu to %llu\n", static_cast<unsigned long long>(o.first), static_cast<unsigned long long>(o.first + o.seeds - 1));
+  std::printf("seeds %llu to %llu\n", static_cast<unsigned long long>(o.first),
+              static_cast<unsigned long long>(o.first + o.seeds - 1));
   Totals totals;
   const bool good = run_seeds(argv[0], o.first, o.first + o.seeds, o.jobs, totals);
   return report(totals, good ? o.at_least : 0) && good ? 0 : 1;

@@ -79,7 +79,8 @@ Post Network::post(Port& from, const Write& write) {
     return Post::Again;
   }
   Fate fate = Fate::Whole;
-  if (trapped(from, write, immediate, &fate)) throw FabricError("fi_writemsg to rank " + std::to_string(write.peer) + ": planted failure");
+  if (trapped(from, write, immediate, &fate))
+    throw FabricError("fi_writemsg to rank " + std::to_string(write.peer) + ": planted failure");
 
   std::uint32_t number;
   if (free_.empty()) {
@@ -105,8 +106,9 @@ Post Network::post(Port& from, const Write& write) {
   ++from.under_way;
   ++totals_.writes;
   if (log_.on())
-    log_.line("rank %u -> rank %u: %s of step ..%02x, object %u, shard %u of %u, %zu bytes: posted on endpoint %d", from.rank, to.rank,
-              op_name(immediate.op), immediate.step, immediate.object, immediate.shard, immediate.shards, write.bytes, write.endpoint);
+    log_.line("rank %u -> rank %u: %s of step ..%02x, object %u, shard %u of %u, %zu bytes: posted on endpoint %d", from.rank,
+              to.rank, op_name(immediate.op), immediate.step, immediate.object, immediate.shard, immediate.shards, write.bytes,
+              write.endpoint);
   if (!known && to.open) {
     totals_.count(Fault::UnknownDropped);
     f.patience = profile_.latency;
@@ -119,7 +121,8 @@ Post Network::post(Port& from, const Write& write) {
 
 // True: the post itself fails.
 bool Network::trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate) {
-  if (trap_.fired || trap_.rank != from.rank || trap_.kind == Trap::Kind::None || trap_.kind == Trap::Kind::CompletionsLost) return false;
+  if (trap_.fired || trap_.rank != from.rank || trap_.kind == Trap::Kind::None || trap_.kind == Trap::Kind::CompletionsLost)
+    return false;
   if (immediate.shard != 0 || write.bytes < sizeof(BlockHeader)) return false;   // the first shard has the header
   BlockHeader header;
   std::memcpy(&header, static_cast<const char*>(write.source->base) + write.source_offset, sizeof header);
@@ -127,7 +130,8 @@ bool Network::trapped(Port& from, const Write& write, const Immediate& immediate
   trap_.fired = true;
   trap_.peer = static_cast<std::uint32_t>(write.peer);
   trap_.immediate = immediate;
-  log_.line("rank %u: a planted failure in the %s of step ..%02x to rank %d", from.rank, op_name(immediate.op), immediate.step, write.peer);
+  log_.line("rank %u: a planted failure in the %s of step ..%02x to rank %d", from.rank, op_name(immediate.op), immediate.step,
+            write.peer);
   switch (trap_.kind) {
     case Trap::Kind::FailedPost: totals_.count(Fault::FailedPost); return true;
     case Trap::Kind::FailedWrite: totals_.count(Fault::FailedWrite); *fate = Fate::Fails; return false;
@@ -145,7 +149,8 @@ void Network::schedule(std::uint32_t number, std::uint32_t action, Time delay) {
 void Network::launch(std::uint32_t number) {
   Flight& f = flights_[number];
   const Time latency = std::max<Time>(1, profile_.latency);
-  Time wire = random_.between<Time>(latency / 2, latency * 3 / 2) + static_cast<Time>(static_cast<double>(f.write.bytes) * profile_.ns_per_byte);
+  Time wire = random_.between<Time>(latency / 2, latency * 3 / 2) +
+              static_cast<Time>(static_cast<double>(f.write.bytes) * profile_.ns_per_byte);
   if (random_.chance(profile_.delayed)) {
     totals_.count(Fault::Delayed);
     wire *= random_.between<Time>(20, 100);
@@ -185,8 +190,8 @@ void Network::launch(std::uint32_t number) {
 
 std::string Network::text(const Flight& f) const {
   return "the " + std::string(op_name(f.immediate.op)) + " of rank " + std::to_string(ports_[f.from]->rank) + " to rank " +
-         std::to_string(ports_[f.to]->rank) + " (step .." + std::to_string(f.immediate.step) + ", shard " + std::to_string(f.immediate.shard) +
-         " of " + std::to_string(f.immediate.shards) + ")";
+         std::to_string(ports_[f.to]->rank) + " (step .." + std::to_string(f.immediate.step) + ", shard " +
+         std::to_string(f.immediate.shard) + " of " + std::to_string(f.immediate.shards) + ")";
 }
 
 void Network::run(std::uint32_t what) {
@@ -231,7 +236,7 @@ void Network::read(Flight& f, Piece& piece) {
     return;
   }
   piece.read = true;
-  std::memcpy(f.bytes.data() + piece.begin, f.source + piece.begin, piece.end - piece.begin);
+  if (piece.end > piece.begin) std::memcpy(f.bytes.data() + piece.begin, f.source + piece.begin, piece.end - piece.begin);
   if (--f.unread == 0 && f.fate == Fate::Corrupt) trap_.damage(f.immediate, f.bytes.data());
 }
 
@@ -252,7 +257,8 @@ void Network::land(Flight& f, const Piece& piece) {
   const std::uint64_t at = profile_.offsets ? f.target : f.target - reinterpret_cast<std::uint64_t>(region->second.base);
   if (at + f.write.bytes > region->second.bytes) throw Violation(text(f) + " writes outside of registered memory");
   if (to.dead) return;
-  std::memcpy(region->second.base + at + piece.begin, f.bytes.data() + piece.begin, piece.end - piece.begin);
+  if (piece.end > piece.begin)
+    std::memcpy(region->second.base + at + piece.begin, f.bytes.data() + piece.begin, piece.end - piece.begin);
 }
 
 void Network::sent(Flight& f) {
@@ -275,7 +281,7 @@ void Network::sent(Flight& f) {
     return;
   }
   // The source is the provider's to read, once or many times, until this moment.
-  if (f.fate == Fate::Whole && std::memcmp(f.bytes.data(), f.source, f.bytes.size()) != 0)
+  if (f.fate == Fate::Whole && !f.bytes.empty() && std::memcmp(f.bytes.data(), f.source, f.bytes.size()) != 0)
     throw Violation(text(f) + ": its source changed before its local completion");
   due.source = f.source;
   due.bytes = f.bytes.size();
@@ -303,7 +309,8 @@ void Network::arrive(std::uint32_t number, Flight& f) {
     const std::uint32_t old = to.history[random_.below(to.history.size())];
     const Immediate i = unpack(old);
     totals_.count(Fault::Replayed);
-    log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step, i.shard);
+    log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
+              i.shard);
     push_arrival(to, old);
   }
   if (random_.chance(profile_.stranger)) {

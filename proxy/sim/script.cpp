@@ -131,7 +131,8 @@ void route(const Config& c, Step& step) {
           continue;
         }
         for (std::uint32_t k = 0; k < c.top_k; ++k)
-          if (part.ids[at + k] >= 0 && static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c) == d) part.fits[at + k] = fits;
+          if (part.ids[at + k] >= 0 && static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c) == d)
+            part.fits[at + k] = fits;
       }
       if (c.layout == LayoutKind::Padded) {
         step.overflows |= list.size() > c.max_per_expert;
@@ -195,7 +196,8 @@ std::unique_ptr<Step> make_step(const Config& c, const std::vector<bool>& alive,
       part.tokens = nobody || random.chance(0.15) ? 0 : everybody ? c.max_tokens : random.between(0u, c.max_tokens);
       part.ids = draw_ids(c, part.tokens, routing, hot, random);
       for (std::int32_t& id : part.ids)
-        if (id >= 0 && !alive[static_cast<std::uint32_t>(id) / experts_per_rank(c)]) id = id * -1 - 2;   // the caller still names it
+        if (id >= 0 && !alive[static_cast<std::uint32_t>(id) / experts_per_rank(c)])
+          id = id * -1 - 2;   // the caller still names it
     }
     draw_tokens(c, step, part, random);
   }
@@ -235,7 +237,8 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
       }
       for (std::uint32_t h = 0; h < c.hidden; ++h) total[h] = total[h] + rounded_to(partial[h], c.dtype);
     }
-    for (std::uint32_t h = 0; h < c.hidden; ++h) store(y.data() + (std::size_t{t} * c.hidden + h) * size, rounded_to(total[h], c.dtype), c.dtype);
+    for (std::uint32_t h = 0; h < c.hidden; ++h)
+      store(y.data() + (std::size_t{t} * c.hidden + h) * size, rounded_to(total[h], c.dtype), c.dtype);
   }
   return y;
 }

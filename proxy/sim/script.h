@@ -34,7 +34,8 @@ struct Choice {
 
 struct Step {
   std::uint32_t number = 0;                  // in its generation, from 0
-  bool released = false, weighted = true, late = false, accumulate = false, unit_weights = false, keep_own = false, quantised = false;
+  bool released = false, weighted = true, late = false, accumulate = false, unit_weights = false, keep_own = false,
+       quantised = false;
   bool has_tail = false;
   bool same_plan = false;                    // the routing of the step before
   bool overflows = false;                    // on some rank
@@ -42,10 +43,6 @@ struct Step {
   // By destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
   std::vector<std::vector<std::vector<Choice>>> arrivals;
   std::uint32_t closed = 0;                  // by how many ranks
-
-  bool goes(std::uint32_t rank, std::uint32_t token, std::uint32_t k, std::uint32_t top_k) const {
-    return parts[rank].ids[std::size_t{token} * top_k + k] >= 0;
-  }
 };
 
 // `alive`: choices of others' experts count as dropped, and the dead send nothing. `before`: the step before, if there is one.

@@ -12,9 +12,14 @@ namespace {
 constexpr int kPoison = 0xa5;
 
 template <typename T>
+void poison(std::vector<T>& memory) {
+  if (!memory.empty()) std::memset(memory.data(), kPoison, memory.size() * sizeof(T));
+}
+
+template <typename T>
 std::vector<T> poisoned(std::size_t n) {
   std::vector<T> v(n);
-  if (n > 0) std::memset(v.data(), kPoison, n * sizeof(T));
+  poison(v);
   return v;
 }
 
@@ -23,11 +28,16 @@ bool same_bits(float a, float b) { return std::memcmp(&a, &b, 4) == 0; }
 }  // namespace
 
 Walker::Walker(Exchange& exchange, std::shared_ptr<Step> step, std::shared_ptr<const Plan> plan, Totals& totals)
-    : e_(exchange), c_(exchange.config()), step_(std::move(step)), part_(step_->parts[c_.rank]), plan_(std::move(plan)), totals_(totals) {}
+    : e_(exchange),
+      c_(exchange.config()),
+      step_(std::move(step)),
+      part_(step_->parts[c_.rank]),
+      plan_(std::move(plan)),
+      totals_(totals) {}
 
 void Walker::wrong(const std::string& what) const {
-  throw Violation("rank " + std::to_string(c_.rank) + ", object " + std::to_string(c_.object) + ", step " + std::to_string(number_) +
-                  " (" + std::to_string(step_->number) + " of its generation): " + what);
+  throw Violation("rank " + std::to_string(c_.rank) + ", object " + std::to_string(c_.object) + ", step " +
+                  std::to_string(number_) + " (" + std::to_string(step_->number) + " of its generation): " + what);
 }
 
 Walker::Progress Walker::advance() {
@@ -56,7 +66,7 @@ void Walker::finish() {
   switch (stage_) {
     case 0:
       poison(scales_in_);
-      std::memset(weights_.data(), kPoison, weights_.size() * sizeof(float));
+      poison(weights_);
       if (!step_->keep_own || (quantised(c_.wire) && !step_->quantised)) poison(x_);
       return;
     case 1:
@@ -72,8 +82,8 @@ void Walker::finish() {
       e_.finish_combine_send(number_);
       if (step_->late) poison_slots(Op::Weights);
       poison(expert_out_);
-      std::memset(late_weights_.data(), kPoison, late_weights_.size() * sizeof(float));
-      std::memset(tail_.data(), kPoison, tail_.size() * sizeof(float));
+      poison(late_weights_);
+      poison(tail_);
       return;
     default:
       e_.finish_combine_recv(number_);
@@ -117,7 +127,8 @@ std::size_t Walker::output_rows() const {
 }
 
 void Walker::begin_dispatch_recv() {
-  const std::size_t rows = output_rows(), experts = local_experts(c_, c_.rank), scales = scales_per_row(c_), each = scale_bytes_each(c_.wire);
+  const std::size_t rows = output_rows(), experts = local_experts(c_, c_.rank), scales = scales_per_row(c_),
+                    each = scale_bytes_each(c_.wire);
   const std::size_t group = c_.layout == LayoutKind::Padded ? c_.max_per_expert : rows;
   scales_by_column_ = number_ % 2 == 0;
   out_ = poisoned<char>(rows * payload_bytes(c_));
@@ -186,13 +197,14 @@ const char* Walker::scale_at(std::uint64_t row, std::uint32_t i) const {
   const std::uint64_t scales = scales_per_row(c_), each = scale_bytes_each(c_.wire);
   const std::uint64_t group = c_.layout == LayoutKind::Padded ? c_.max_per_expert : output_rows();
   const std::uint64_t in_group = row % group;
-  return scales_.data() + (row / group * group * scales + (scales_by_column_ ? i * group + in_group : in_group * scales + i)) * each;
+  return scales_.data() +
+         (row / group * group * scales + (scales_by_column_ ? i * group + in_group : in_group * scales + i)) * each;
 }
 
 void Walker::check_row(std::uint64_t row, std::uint64_t expert, const Choice& choice) const {
   const auto differs = [&](const char* what) {
-    wrong(std::string("dispatch: ") + what + " of row " + std::to_string(row) + " (token " + std::to_string(choice.token) + " of rank " +
-          std::to_string(choice.source) + " for local expert " + std::to_string(expert) + ") is wrong");
+    wrong(std::string("dispatch: ") + what + " of row " + std::to_string(row) + " (token " + std::to_string(choice.token) +
+          " of rank " + std::to_string(choice.source) + " for local expert " + std::to_string(expert) + ") is wrong");
   };
   const Part& from = step_->parts[choice.source];
   const std::uint32_t payload = payload_bytes(c_), each = scale_bytes_each(c_.wire);
@@ -211,7 +223,8 @@ void Walker::check_row(std::uint64_t row, std::uint64_t expert, const Choice& ch
   for (std::uint32_t k = 0; k < c_.top_k; ++k) {
     const std::int32_t id = from.ids[at + k];
     const bool here = id >= 0 && static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank;
-    if (topk_ids_[row * c_.top_k + k] != (here ? id - static_cast<std::int32_t>(first_expert(c_, c_.rank)) : -1)) differs("topk_ids");
+    if (topk_ids_[row * c_.top_k + k] != (here ? id - static_cast<std::int32_t>(first_expert(c_, c_.rank)) : -1))
+      differs("topk_ids");
     if (!same_bits(topk_weights_[row * c_.top_k + k], here ? from.weights[at + k] : 0.0f)) differs("topk_weights");
   }
 }
@@ -220,12 +233,14 @@ void Walker::check_dispatch() const {
   const std::vector<std::vector<Choice>>& lists = step_->arrivals[c_.rank];
   if (c_.layout == LayoutKind::Compact) {
     const std::vector<Choice>& rows = lists[0];
-    if (num_rows_ != static_cast<std::int32_t>(rows.size())) wrong("dispatch: num_rows is " + std::to_string(num_rows_) + ", not " + std::to_string(rows.size()));
+    if (num_rows_ != static_cast<std::int32_t>(rows.size()))
+      wrong("dispatch: num_rows is " + std::to_string(num_rows_) + ", not " + std::to_string(rows.size()));
     for (std::uint64_t i = 0; i < rows.size() && i < c_.max_rows; ++i) check_row(i, 0, rows[i]);
     std::vector<std::int32_t> counts(local_experts(c_, c_.rank), 0);
     for (const Part& part : step_->parts)
       for (std::int32_t id : part.ids)
-        if (id >= 0 && static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank) ++counts[id - static_cast<std::int32_t>(first_expert(c_, c_.rank))];
+        if (id >= 0 && static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank)
+          ++counts[id - static_cast<std::int32_t>(first_expert(c_, c_.rank))];
     if (counts != counts_) wrong("dispatch: counts are wrong");
     return;
   }
@@ -233,11 +248,13 @@ void Walker::check_dispatch() const {
   for (std::size_t e = 0; e < lists.size(); ++e) {
     const std::vector<Choice>& rows = lists[e];
     if (counts_[e] != static_cast<std::int32_t>(rows.size()))
-      wrong("dispatch: the count of local expert " + std::to_string(e) + " is " + std::to_string(counts_[e]) + ", not " + std::to_string(rows.size()));
+      wrong("dispatch: the count of local expert " + std::to_string(e) + " is " + std::to_string(counts_[e]) + ", not " +
+            std::to_string(rows.size()));
     const bool padded = c_.layout == LayoutKind::Padded;
     if (padded) start = e * c_.max_per_expert;
     if (!padded && offsets_[e] != static_cast<std::int32_t>(start))
-      wrong("dispatch: the offset of local expert " + std::to_string(e) + " is " + std::to_string(offsets_[e]) + ", not " + std::to_string(start));
+      wrong("dispatch: the offset of local expert " + std::to_string(e) + " is " + std::to_string(offsets_[e]) + ", not " +
+            std::to_string(start));
     for (std::uint64_t i = 0; i < rows.size(); ++i)
       if (padded ? i < c_.max_per_expert : start + i < c_.max_rows) check_row(start + i, e, rows[i]);
     if (padded) continue;
@@ -246,12 +263,14 @@ void Walker::check_dispatch() const {
       for (std::uint64_t row = start + rows.size(); row < next && row < c_.max_rows; ++row) {
         bool zero = src_rank_[row] == -1 && src_token_[row] == -1 && same_bits(out_weights_[row], 0.0f);
         for (std::uint32_t i = 0; i < payload_bytes(c_); ++i) zero &= out_[row * payload_bytes(c_) + i] == 0;
-        for (std::uint32_t i = 0; i < scale_bytes(c_); ++i) zero &= scale_at(row, i / scale_bytes_each(c_.wire))[i % scale_bytes_each(c_.wire)] == 0;
+        for (std::uint32_t i = 0; i < scale_bytes(c_); ++i)
+          zero &= scale_at(row, i / scale_bytes_each(c_.wire))[i % scale_bytes_each(c_.wire)] == 0;
         if (!zero) wrong("dispatch: row " + std::to_string(row) + " lies between segments and is not zero");
       }
     start = next;
   }
-  if (c_.layout == LayoutKind::Ragged && offsets_.back() != static_cast<std::int32_t>(start)) wrong("dispatch: the last offset is wrong");
+  if (c_.layout == LayoutKind::Ragged && offsets_.back() != static_cast<std::int32_t>(start))
+    wrong("dispatch: the last offset is wrong");
 }
 
 void Walker::run_experts() {
@@ -274,7 +293,8 @@ void Walker::run_experts() {
         for (std::uint32_t k = 0; k < c_.top_k; ++k) {
           const std::int32_t id = topk_ids_[at * c_.top_k + k];
           if (id < 0) continue;
-          const float term = topk_weights_[at * c_.top_k + k] * expert_value(row.data(), c_.hidden, h, first + static_cast<std::uint32_t>(id), c_.dtype);
+          const float term = topk_weights_[at * c_.top_k + k] *
+                             expert_value(row.data(), c_.hidden, h, first + static_cast<std::uint32_t>(id), c_.dtype);
           sum = sum + term;
         }
         store(expert_out_.data() + at * stride + h * size, rounded_to(sum, c_.dtype), c_.dtype);
@@ -314,7 +334,8 @@ void Walker::attach_tail() {
 void Walker::check_tail() const {
   for (std::size_t i = 0; i < tail_out_.size(); ++i)
     if (!same_bits(tail_out_[i], part_.fits[i] != 0 ? part_.tail[i] : 0.0f))
-      wrong("combine: the tail of token " + std::to_string(i / c_.top_k) + ", choice " + std::to_string(i % c_.top_k) + " is wrong");
+      wrong("combine: the tail of token " + std::to_string(i / c_.top_k) + ", choice " + std::to_string(i % c_.top_k) +
+            " is wrong");
 }
 
 void Walker::check_combine() const {
@@ -338,10 +359,6 @@ void Walker::check_combine() const {
 }
 
 // ---- memory that nobody may read any more --------------------------------------------------------------------------------------
-
-void Walker::poison(std::vector<char>& memory) {
-  if (!memory.empty()) std::memset(memory.data(), kPoison, memory.size());
-}
 
 // The blocks of a step that this rank has read. The start of a slot is enough to show whoever reads it again, or too late.
 void Walker::poison_slots(Op op) {

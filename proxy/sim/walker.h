@@ -38,7 +38,6 @@ class Walker {
   void attach_tail();
   void check_tail() const;
   void check_combine() const;
-  void poison(std::vector<char>& memory);
   void poison_slots(Op op);
   [[noreturn]] void wrong(const std::string& what) const;
   std::size_t output_rows() const;

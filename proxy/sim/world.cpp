@@ -43,10 +43,11 @@ World::~World() = default;
 
 std::string World::describe() const {
   const Config& c = ranks_.front().objects.front().config;
-  return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " + std::to_string(objects_) +
-         " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) + ", hidden " + std::to_string(c.hidden) +
-         ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " + std::to_string(c.in_flight) + ", " + std::to_string(endpoints_) +
-         " endpoint(s), " + std::to_string(generations_) + " generation(s)";
+  return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " +
+         std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
+         ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
+         std::to_string(c.in_flight) + ", " + std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) +
+         " generation(s)";
 }
 
 // ---- the beginning -------------------------------------------------------------------------------------------------------------
@@ -68,7 +69,9 @@ Config World::draw_config(std::uint32_t object) {
   c.align = random_.chance(0.5) ? 1u : random_.chance(0.5) ? 8u : random_.between(2u, 40u);
   c.layout = static_cast<LayoutKind>(random_.below(3));
   c.zero_pad = random_.chance(0.3);
-  c.first_step = random_.chance(0.4) ? 0u - random_.between(1u, 12u) : random_.chance(0.5) ? 1u : static_cast<std::uint32_t>(random_.bits());
+  c.first_step = random_.chance(0.4)   ? 0u - random_.between(1u, 12u)
+                 : random_.chance(0.5) ? 1u
+                                       : static_cast<std::uint32_t>(random_.bits());
   const std::uint32_t most = world * c.max_tokens * c.top_k;
   c.max_rows = c.layout == LayoutKind::Compact ? world * c.max_tokens : most + experts_per_rank(c) * c.align;
   c.max_per_expert = most;
@@ -78,8 +81,10 @@ Config World::draw_config(std::uint32_t object) {
 
 void World::build() {
   const double size = static_cast<double>(random_.below(1000)) / 1000;
-  const std::uint32_t world = size < 0.70 ? random_.between(2u, 6u) : size < 0.93 ? random_.between(7u, 16u) : size < 0.985 ? random_.between(17u, 32u)
-                                                                                                              : random_.between(33u, 64u);
+  const std::uint32_t world = size < 0.70    ? random_.between(2u, 6u)
+                              : size < 0.93  ? random_.between(7u, 16u)
+                              : size < 0.985 ? random_.between(17u, 32u)
+                                             : random_.between(33u, 64u);
   ranks_ = std::vector<Rank>(world);
   alive_.assign(world, true);
   objects_ = world <= 16 && random_.chance(0.35) ? random_.between(2u, 3u) : 1;
@@ -150,7 +155,8 @@ void World::start(Rank& rank) {
   log_.line("rank %u: starts generation %u", rank.number, generation_);
   if (rank.proxy) {
     for (const Rank& peer : ranks_)
-      if (peer.alive && peer.number != rank.number && peer.fabric) rank.fabric->insert_peer(static_cast<int>(peer.number), peer.fabric->address());
+      if (peer.alive && peer.number != rank.number && peer.fabric)
+        rank.fabric->insert_peer(static_cast<int>(peer.number), peer.fabric->address());
     for (Object& object : rank.objects) {
       ProxyObject o;
       o.config = object.config;
@@ -163,14 +169,15 @@ void World::start(Rank& rank) {
           o.peers[peer.number] = std::make_unique<RemoteRegion>(
               rank.fabric->import_region(static_cast<int>(peer.number), peer.objects[object.config.object].region.description));
       o.on_failure = [this, &rank, &object](const ProxyFailure& f) {
-        object.exchange->fail(f.abort(rank.number), f.text(rank.number));
+        object.exchange->lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
       // Of a step whose eight bits none of this generation's have.
       std::vector<std::uint32_t> strays;
       const std::uint32_t low = object.config.first_step & 0xffu;
       for (const Rank& peer : ranks_)
-        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x100 && random_.chance(0.1)) strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
+        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x100 && random_.chance(0.1))
+          strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
       rank.proxy->attach(std::move(o));
       for (std::uint32_t stray : strays) network_.push_arrival(rank.fabric->port(), stray);
       totals_.count(Fault::Unasked, strays.size());
@@ -180,7 +187,8 @@ void World::start(Rank& rank) {
   schedule(*rank.phases_actor, true);
 }
 
-// ---- who runs when ---------------------------------------------------------------------------------------------------------------
+// ---- who runs when
+// ---------------------------------------------------------------------------------------------------------------
 
 void World::schedule(Actor& actor, bool progress) {
   actor.pause = progress ? 0 : std::min<Time>(kLongestPause, actor.pause * 2 + 500);
@@ -218,7 +226,8 @@ void World::later(Time delay, std::function<void()> action) {
 void World::run_proxy(std::uint32_t number) {
   Rank& rank = ranks_[number];
   if (!rank.running || !rank.proxy) return;
-  if (leaves_ && rank.alive && generation_ == generations_ && steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
+  if (leaves_ && rank.alive && generation_ == generations_ &&
+      steps_done(rank)) {   // asked between two steps, as ProxyThread::call() does
     bool quiet = true;
     for (const Object& object : rank.objects) quiet &= rank.proxy->outstanding(object.config.object) == 0;
     if (quiet) {
@@ -258,7 +267,8 @@ void World::run_phases(std::uint32_t number) {
     wake(*rank.proxy_actor);
     wake_node(rank);
   }
-  if (trouble_ != Trouble::None && !struck_ && number == victim_ && rank.objects[0].begun > trouble_step_ && polls_left_-- == 0) strike();
+  if (trouble_ != Trouble::None && !struck_ && number == victim_ && rank.objects[0].begun > trouble_step_ && polls_left_-- == 0)
+    strike();
   if (rank.running) schedule(*rank.phases_actor, progress);
 }
 
@@ -316,7 +326,8 @@ std::shared_ptr<Step> World::step_of(std::uint32_t object, std::uint32_t number)
   return step;
 }
 
-// ---- trouble -----------------------------------------------------------------------------------------------------------------------
+// ---- trouble
+// -----------------------------------------------------------------------------------------------------------------------
 
 World::Rank& World::any_alive() {
   for (;;) {
@@ -349,7 +360,8 @@ void World::plan_trouble() {
   polls_left_ = random_.between(0u, 6u);
   // Nobody can be done with all steps by then.
   steps_ = std::max(steps_, trouble_step_ + ranks_[0].objects[0].config.in_flight + 3);
-  log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_, trouble_step_);
+  log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_,
+            trouble_step_);
 }
 
 void World::strike() {
@@ -359,7 +371,8 @@ void World::strike() {
   switch (trouble_) {
     case Trouble::Kill:
       totals_.count(Fault::Killed);
-      if (victim.fabric && random_.chance(0.5)) network_.hold_up(victim.fabric->port().number, clock_.now() + random_.between<Time>(1, 400) * kMillisecond);
+      if (victim.fabric && random_.chance(0.5))
+        network_.hold_up(victim.fabric->port().number, clock_.now() + random_.between<Time>(1, 400) * kMillisecond);
       stop_fabric(victim);
       victim.running = victim.alive = false;
       for (Rank& rank : ranks_)
@@ -415,10 +428,14 @@ void World::damage(Fault fault, const Immediate& i, char* block) {
   const auto other = random_.between(1u, 0xffffu);
   switch (fault) {
     case Fault::CorruptStep: header.step += other; break;
-    case Fault::CorruptGeneration: header.generation = random_.chance(0.5) ? header.generation - 1 : header.generation + other; break;
+    case Fault::CorruptGeneration:
+      header.generation = random_.chance(0.5) ? header.generation - 1 : header.generation + other;
+      break;
     case Fault::CorruptSource: header.source ^= other; break;
     case Fault::CorruptPieces: header.pieces += other; break;
-    case Fault::CorruptRows: header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other); break;
+    case Fault::CorruptRows:
+      header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other);
+      break;
     case Fault::CorruptFlags: header.flags ^= kReleased; break;
     default: {
       const std::uint32_t count = 0x80000000u + other;
@@ -472,8 +489,9 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   // Ranks that share memory need no control connections to hear of it.
   const Time first = node_raised_.emplace(std::pair{object.config.object, rank.node}, clock_.now()).first->second;
   if (clock_.now() - first > kByMemory && !object.walkers.empty())
-    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", noticed an abort of its own node after " +
-                    std::to_string(static_cast<double>(clock_.now() - first) * 1e-9) + " s");
+    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) +
+                    ", noticed an abort of its own node after " + std::to_string(static_cast<double>(clock_.now() - first) * 1e-9) +
+                    " s");
   ++totals_.failures;
   object.failure = failure;
   object.walkers.clear();   // their phases would raise the same
@@ -484,7 +502,8 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   tell(rank, abort, failure.what());
   for (Rank& other : ranks_)
     if (other.alive && other.number != rank.number)
-      later(random_.between<Time>(1, gossip_), [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
+      later(random_.between<Time>(1, gossip_),
+            [this, &other, abort, message = std::string(failure.what())] { tell(other, abort, message); });
 }
 
 void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
@@ -516,9 +535,10 @@ bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
 
 void World::check_failure(const Rank& rank, const Object& object, const PeerFailure& f) {
   const auto wrong = [&](const std::string& what) {
-    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", " + what + " (" + name_of(trouble_) + " of rank " +
-                    std::to_string(victim_) + "): it raised \"" + f.what() + "\", peer " + std::to_string(f.peer) + ", reason " +
-                    std::to_string(static_cast<int>(f.reason)) + ", " + phase_name(f.phase) + " of step " + std::to_string(f.step));
+    throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", " + what + " (" +
+                    name_of(trouble_) + " of rank " + std::to_string(victim_) + "): it raised \"" + f.what() + "\", peer " +
+                    std::to_string(f.peer) + ", reason " + std::to_string(static_cast<int>(f.reason)) + ", " + phase_name(f.phase) +
+                    " of step " + std::to_string(f.step));
   };
   const Trap& trap = network_.trap();
   if (trouble_ == Trouble::None || !struck_ || (is_trap(trouble_) && !trap.fired)) wrong("raised without a cause");
@@ -550,7 +570,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailSomewhere:
     case Trouble::Overrun:
-      if (first_hand && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
+      if (first_hand && !rank.told && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
       must_blame(victim_);
       break;
     case Trouble::Corrupt:
@@ -561,10 +581,12 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
   }
 }
 
-// ---- the end of a generation ---------------------------------------------------------------------------------------------------------
+// ---- the end of a generation
+// ---------------------------------------------------------------------------------------------------------
 
 bool World::steps_done(const Rank& rank) const {
-  return std::all_of(rank.objects.begin(), rank.objects.end(), [&](const Object& o) { return o.closed == steps_ && o.walkers.empty(); });
+  return std::all_of(rank.objects.begin(), rank.objects.end(),
+                     [&](const Object& o) { return o.closed == steps_ && o.walkers.empty(); });
 }
 
 bool World::steps_done() const {
@@ -585,8 +607,9 @@ void World::finish_generation() {
   const bool done = pump(deadline, [this] {
     if (steps_done()) return true;
     return struck_ && std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) {
-      return !r.alive || r.told || std::any_of(r.objects.begin(), r.objects.end(), [](const Object& o) { return o.failure.has_value(); });
-    });
+             return !r.alive || r.told ||
+                    std::any_of(r.objects.begin(), r.objects.end(), [](const Object& o) { return o.failure.has_value(); });
+           });
   });
   if (!done) throw Violation("nothing happens any more, and nobody raises");
 }
@@ -607,8 +630,8 @@ void World::finish_in_trouble() {
     for (const Rank& rank : ranks_)
       for (const Object& object : rank.objects)
         if (rank.alive && !object.failure)
-          throw Violation(rank_text(rank.number) + " has not noticed " + name_of(trouble_) + " of rank " + std::to_string(victim_) + " after " +
-                          std::to_string(static_cast<double>(clock_.now() - *struck_) * 1e-9) + " s");
+          throw Violation(rank_text(rank.number) + " has not noticed " + name_of(trouble_) + " of rank " + std::to_string(victim_) +
+                          " after " + std::to_string(static_cast<double>(clock_.now() - *struck_) * 1e-9) + " s");
   }
   // A rank between two steps meets it at its next call.
   for (Rank& rank : ranks_) {
@@ -677,7 +700,8 @@ void World::reset() {
       for (std::uint32_t set = 0; set < object.config.in_flight; ++set)
         for (std::uint32_t signal = 0; signal < kSignals; ++signal)
           for (std::uint32_t peer = 0; peer < object.config.world; ++peer) {
-            auto* word = reinterpret_cast<std::uint64_t*>(object.base() + heap.arrival_at(object.config, set, static_cast<Signal>(signal), peer));
+            auto* word = reinterpret_cast<std::uint64_t*>(object.base() +
+                                                          heap.arrival_at(object.config, set, static_cast<Signal>(signal), peer));
             *word = arrival_word(generation_ - 1, object.config.first_step + 1000);
             totals_.count(Fault::StaleWord);
           }
@@ -687,6 +711,22 @@ void World::reset() {
   resetting_ = false;
   if (trouble_ == Trouble::Vanish && random_.chance(0.8))
     later(random_.between<Time>(0, 500) * kMicrosecond, [this, &rank = ranks_[victim_]] { wake_too_late(rank); });
+}
+
+// All steps are done in spite of the trouble. That may be where a write failed whose data had landed; its rank's next call says so.
+void World::check_noticed() {
+  if (!struck_ || (is_trap(trouble_) && !network_.trap().fired)) return;
+  pump(clock_.now() + kSecond, [] { return false; });
+  Rank& victim = ranks_[victim_];
+  Object& object = victim.objects[network_.trap().immediate.object];
+  try {
+    if (trouble_ == Trouble::FailWrite || trouble_ == Trouble::FailSomewhere || trouble_ == Trouble::Overrun)
+      object.exchange->raise_failure();
+  } catch (const PeerFailure& failure) {
+    check_failure(victim, object, failure);
+    return;
+  }
+  throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
 }
 
 void World::check_notices() {
@@ -710,8 +750,7 @@ void World::run() {
     connect();
     finish_generation();
     if (steps_done()) {
-      if (struck_ && (!is_trap(trouble_) || network_.trap().fired))
-        throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
+      check_noticed();
       check_notices();
       if (generation_ >= generations_) break;
     } else {

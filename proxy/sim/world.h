@@ -91,7 +91,6 @@ class World {
   void failed(Rank& rank, Object& object, const PeerFailure& failure);
   void tell_others(const Rank& from, const PeerFailure& failure);
   void tell(Rank& rank, const Abort& abort, const std::string& message);
-  void say_goodbye(std::uint32_t from);
   void leave(Rank& rank);
   void stop_fabric(Rank& rank);
   void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure);
@@ -103,6 +102,7 @@ class World {
   void finish_generation();
   void finish_in_trouble();
   void reset();
+  void check_noticed();
   void check_notices();
   bool steps_done() const;
   bool steps_done(const Rank& rank) const;

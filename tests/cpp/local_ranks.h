@@ -1,4 +1,5 @@
-// Several ranks in one process and one thread, polled in random order: mapped inside a node, the proxy between nodes.
+// Several ranks in one process and one thread, mapped inside a node, the proxy between nodes: for tests that look into the blocks
+// between two phases. What runs whole steps is proxy/sim.
 #pragma once
 
 #include <memory>
