@@ -77,3 +77,24 @@ def open_fabric(
         if value is not None:
             options[name] = value
     return _core.Fabric(provider or "auto", options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rank would take on this host, and why."""
+
+    provider: str
+    nics: list[str]
+    why: str
+    cpu: int
+    """Of the proxy's thread; -1: any."""
+
+
+def choice(provider: str | None, nics: list[str] | None, places: Sequence[Place], place: int) -> Choice:
+    """Opens what a rank would open, and closes it."""
+    fabric = open_fabric(provider, nics=nics, places=places, place=place)
+    try:
+        names = [fabric.endpoint_name(endpoint) for endpoint in range(fabric.endpoints)]
+        return Choice(fabric.provider, names, fabric.why, fabric.proxy_cpu)
+    finally:
+        fabric.close()
