@@ -60,8 +60,8 @@ def open_fabric(
     provider: efa, efa-direct, verbs, tcp, "tcp;ofi_rxm", shm, sockets or net; None takes the best there is.
     endpoints: 0 means one per NIC that is named or picked.
     nics: domain names of efa and verbs, interfaces or addresses for the others.
-    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and verbs each takes the
-        nearest, or its share of them; and the proxy gets a CPU near them.
+    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and
+        verbs each takes the nearest, or its share of them; and the proxy gets a CPU near them.
     address: interface or address for tcp, net and sockets; the default is ``$PPLX_COMM_IFACE``, else the interface
         of the default route.
     peers_on_this_host: no peer lives elsewhere, so shm may be taken.

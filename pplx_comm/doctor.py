@@ -167,7 +167,9 @@ def _choices() -> list[Finding]:
         except _core.FabricError as problem:
             says = str(problem).splitlines()[0]
             return [Finding(name, False, says, "PPLX_COMM_NICS and PPLX_COMM_PROVIDER must name what this host has")]
-        proxy = f"its proxy on CPU {taken.cpu}" if taken.cpu >= 0 else "its proxy on any CPU: two for each rank would let it have its own"
+        proxy = (
+            f"its proxy on CPU {taken.cpu}" if taken.cpu >= 0 else "its proxy on any CPU (one of its own needs two for each rank)"
+        )
         findings.append(Finding(name, None, f"{', '.join(taken.nics)} by {taken.provider} ({taken.why}); {proxy}"))
     return findings
 

@@ -42,7 +42,8 @@ def test_operations_are_counted_whole() -> None:
 
     def idle(**sizes: int) -> float:
         runs = [
-            _core.proxy_cost(peers=64, endpoints=1, rows=1, shard_bytes=1 << 18, operations=50, threads=False, **sizes) for _ in range(3)
+            _core.proxy_cost(peers=64, endpoints=1, rows=1, shard_bytes=1 << 18, operations=50, threads=False, **sizes)
+            for _ in range(3)
         ]
         assert all(len(one["first"]) == len(one["last"]) == 50 and one["writes"] == 64 for one in runs)
         return min(one["idle"] for one in runs)

@@ -102,7 +102,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(_libfabric.status()["error"] is not None, reason="needs libfabric")
 def test_the_nics_a_rank_would_take_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(doctor, "_gpu_addresses", lambda: [])
+    monkeypatch.setattr(doctor, "_gpu_addresses", list)
     monkeypatch.setenv("PPLX_COMM_PROVIDER", "tcp")
     monkeypatch.setenv("PPLX_COMM_NICS", "lo, lo")
     says = finding(report(capsys), "NICs")["says"]

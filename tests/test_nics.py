@@ -128,7 +128,9 @@ def test_one_cpu_allowed(tmp_path: Path) -> None:
     assert nics == [machine.nics[2 * gpu : 2 * gpu + 2] for gpu in range(8)]
     assert cpu == [-1] * 8
     assert pick(tmp_path, machine, [(machine.gpus[0], [7])])[2] == [-1]
-    assert pick(tmp_path, machine, [(gpu, [2 * i, 2 * i + 1]) for i, gpu in enumerate(machine.gpus)])[2] == [2 * i + 1 for i in range(8)]
+    assert pick(tmp_path, machine, [(gpu, [2 * i, 2 * i + 1]) for i, gpu in enumerate(machine.gpus)])[2] == [
+        2 * i + 1 for i in range(8)
+    ]
     # May not run near its NICs: then where it may.
     assert pick(tmp_path, machine, [(machine.gpus[7], [3, 4])])[2] == [4]
 

@@ -72,7 +72,9 @@ def test_shards_over_two_interfaces(two_hosts: list[tuple[list[str], list[str]]]
     for rank, ((out, _), (_, interfaces)) in enumerate(zip(outputs, two_hosts, strict=True)):
         report = json.loads(out.splitlines()[-1])
         # The statistics name the NICs, and the kernel counted at least what they say on each.
-        assert [one["nic"].split() for one in report["both"]] == [[name, f"10.78.{i}.{rank + 1}"] for i, name in enumerate(interfaces)]
+        assert [one["nic"].split() for one in report["both"]] == [
+            [name, f"10.78.{i}.{rank + 1}"] for i, name in enumerate(interfaces)
+        ]
         sent = [one["bytes"] for one in report["both"]]
         assert min(sent) > 0.4 * sum(sent) > 100_000
         assert all(counted >= said for counted, said in zip(report["both_carried"], sent, strict=True))

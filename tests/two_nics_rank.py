@@ -42,7 +42,10 @@ def main() -> None:
                 report["second_carried"] = [now - then for now, then in zip(carried(interfaces), before, strict=True)]
 
             # But a proxy is made by all ranks or by none; and a name that is none fails on all.
-            for name, nics in (("differ", interfaces if rank == 0 else interfaces[:1]), ("unknown", interfaces if rank == 0 else ["eth77"])):
+            for name, nics in (
+                ("differ", interfaces if rank == 0 else interfaces[:1]),
+                ("unknown", interfaces if rank == 0 else ["eth77"]),
+            ):
                 try:
                     rank_cases.open_all_to_all(me, case, nics=nics, timeout=60.0)
                 except pc.Error as error:

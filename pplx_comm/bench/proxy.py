@@ -82,14 +82,16 @@ def table(points: list[dict[str, Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="bench/proxy.py",
-        description="Host cost of the proxy without a NIC: from the mailbox words of one operation (dispatch and combine by turns) to the "
-        "posts of its writes. 'one thread': device and proxy take turns on one thread. 'two threads': the proxy's own thread, as in "
-        "production, idle for 20 to 26 us before each operation.",
+        description="Host cost of the proxy without a NIC: from the mailbox words of one operation (dispatch and combine by "
+        "turns) to the posts of its writes. 'one thread': device and proxy take turns on one thread. 'two threads': the proxy's "
+        "own thread, as in production, idle for 20 to 26 us before each operation.",
     )
     numbers = lambda text: [int(one) for one in text.split(",")]  # noqa: E731
     p.add_argument("--peers", type=numbers, default=[8, 16, 32, 64], metavar="N,...", help="remote peers (8,16,32,64)")
     p.add_argument("--endpoints", type=numbers, default=[1, 2, 4], metavar="N,...", help="endpoints (1,2,4)")
-    p.add_argument("--threads", choices=["1", "2", "both"], default="both", help="one thread, two threads, or both after each other")
+    p.add_argument(
+        "--threads", choices=["1", "2", "both"], default="both", help="one thread, two threads, or both after each other"
+    )
     p.add_argument("--rows", type=int, default=16, help="rows of 7.4 KB in each block (16)")
     p.add_argument("--shard-bytes", type=int, default=256 * 1024, help="larger blocks are split over the endpoints (262144)")
     p.add_argument("--in-flight", type=int, default=1, help="sets of mailboxes to look at (1)")
