@@ -122,6 +122,16 @@ def pairs(root: Path) -> Machine:
     return sysfs.machine
 
 
+def nested_switches(root: Path) -> Machine:
+    """One switch for all, behind it one for each of 4 GPUs with its NIC: all share bridges, a GPU and its own NIC the most."""
+    sysfs = Sysfs(root, ["0-31"])
+    for gpu in range(4):
+        below = f"pci0000:10/0000:10:01.0/0000:11:00.0/0000:12:{gpu:02x}.0/0000:{0x20 + 4 * gpu:02x}:00.0"
+        sysfs.nic(f"{below}/0000:{0x21 + 4 * gpu:02x}:00.0", 0, f"mlx5_{3 - gpu}")
+        sysfs.gpu(f"{below}/0000:{0x22 + 4 * gpu:02x}:00.0", 0)
+    return sysfs.machine
+
+
 def flat_p4d(root: Path) -> Machine:
     """8 GPUs, 4 EFA: two GPUs and one EFA side by side on each root bus, no bridge anywhere."""
     sysfs = Sysfs(root, ["0-23,48-71", "24-47,72-95"])

@@ -75,6 +75,11 @@ def test_gpus_that_are_equally_near_share(tmp_path: Path) -> None:
     assert [len(nics) for nics in pick(tmp_path, machine, three)[0]] in ([2, 1, 1], [1, 1, 2], [1, 2, 1])
 
 
+def test_the_innermost_switch_counts(tmp_path: Path) -> None:
+    machine = sysfs_trees.nested_switches(tmp_path)
+    assert by_gpu(tmp_path, machine)[0] == [["mlx5_3"], ["mlx5_2"], ["mlx5_1"], ["mlx5_0"]]
+
+
 def test_fewer_nics_than_gpus(tmp_path: Path) -> None:
     machine = sysfs_trees.flat_p4d(tmp_path)
     nics, why, _ = by_gpu(tmp_path, machine)
