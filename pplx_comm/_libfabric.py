@@ -60,8 +60,8 @@ def open_fabric(
     provider: efa, efa-direct, verbs, tcp, "tcp;ofi_rxm", shm, sockets or net; None takes the best there is.
     endpoints: 0 means one per NIC that is named or picked.
     nics: domain names of efa and verbs, interfaces or addresses for the others.
-    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and verbs each takes the
-        nearest, or its share of them; and the proxy gets a CPU near them.
+    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and
+        verbs each takes the nearest, or its share of them; and the proxy gets a CPU near them.
     address: interface or address for tcp, net and sockets; the default is ``$PPLX_COMM_IFACE``, else the interface
         of the default route.
     peers_on_this_host: no peer lives elsewhere, so shm may be taken.
@@ -77,3 +77,24 @@ def open_fabric(
         if value is not None:
             options[name] = value
     return _core.Fabric(provider or "auto", options)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a rank would take on this host, and why."""
+
+    provider: str
+    nics: list[str]
+    why: str
+    cpu: int
+    """Of the proxy's thread; -1: any."""
+
+
+def choice(provider: str | None, nics: list[str] | None, places: Sequence[Place], place: int) -> Choice:
+    """Opens what a rank would open, and closes it."""
+    fabric = open_fabric(provider, nics=nics, places=places, place=place)
+    try:
+        names = [fabric.endpoint_name(endpoint) for endpoint in range(fabric.endpoints)]
+        return Choice(fabric.provider, names, fabric.why, fabric.proxy_cpu)
+    finally:
+        fabric.close()

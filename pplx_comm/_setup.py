@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core, _memory
-from ._carriers import Carriers, ProxyCarrier, host_key, named_nics, positive_setting
+from ._carriers import Carriers, ProxyCarrier, host_key, positive_setting
 from ._libfabric import Place, this_place
 from ._version import __version__
 from .errors import Error, PeerError
@@ -225,7 +225,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
-        carrier = _attempt(errors, lambda: ProxyCarrier(provider, request.nics, one_host, places, place))
+        carrier = _attempt(errors, lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place))
     answers = _agree(
         comm,
         "AllToAll: fabric",

@@ -176,7 +176,8 @@ class AllToAll:
         self._pid = os.getpid()
         self._comm = comm
         layout = Ragged() if layout is None else layout
-        config, error, names = _core.Config(), None, ()
+        config, error = _core.Config(), None
+        names: tuple[str, ...] = ()
         try:
             names = named_nics(nics)
             if device is not None and torch.device(device).type != "cpu":
@@ -211,7 +212,9 @@ class AllToAll:
             name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()
         }
         begun = time.monotonic()
-        self._request = Request(config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error, nics=names)
+        self._request = Request(
+            config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error, nics=names
+        )
         self._wiring, self._number = wire_up(comm, self._request, {a2a._number for a2a in _live(comm)})
         self.dtype, self.wire, self.layout = dtype, Wire.of(wire), layout
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 
-from . import _libfabric, _memory
+from . import _core, _libfabric, _memory
+from ._carriers import named_nics
 from ._machine import machine, versions
 from ._setup import threads_of_a_rank
 from ._version import __version__
@@ -129,11 +131,46 @@ def _fabric() -> list[Finding]:
             findings.append(Finding(name, True, nics + (", device memory" if provider["device_memory"] else "")))
         else:
             findings.append(Finding(name, False, provider["why_not"], _provider_fix(name)))
+    findings += _choices()
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
         findings.append(
             Finding("locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited")
         )
+    return findings
+
+
+GPU_CLASSES = ("0x0300", "0x0302")
+"""What sysfs calls display and 3D controllers."""
+
+
+def _gpu_addresses(sysfs: Path = Path("/sys")) -> list[str]:
+    """NVIDIA's, in the order in which CUDA counts them with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    found = []
+    for device in sorted((sysfs / "bus/pci/devices").glob("*")):
+        with contextlib.suppress(OSError):
+            kind, vendor = ((device / name).read_text().strip() for name in ("class", "vendor"))
+            if vendor == "0x10de" and kind.startswith(GPU_CLASSES):
+                found.append(device.name)
+    return found
+
+
+def _choices() -> list[Finding]:
+    """What ranks would take: one for each GPU, or one for this host."""
+    provider = os.environ.get("PPLX_COMM_PROVIDER") or None
+    places = [_libfabric.this_place(gpu) for gpu in _gpu_addresses()] or [_libfabric.this_place()]
+    findings = []
+    for number, place in enumerate(places):
+        name = f"NICs of GPU {number}" if place.gpu else "NICs"
+        try:
+            taken = _libfabric.choice(provider, list(named_nics(None)) or None, places, number)
+        except _core.FabricError as problem:
+            says = str(problem).splitlines()[0]
+            return [Finding(name, False, says, "PPLX_COMM_NICS and PPLX_COMM_PROVIDER must name what this host has")]
+        proxy = (
+            f"its proxy on CPU {taken.cpu}" if taken.cpu >= 0 else "its proxy on any CPU (one of its own needs two for each rank)"
+        )
+        findings.append(Finding(name, None, f"{', '.join(taken.nics)} by {taken.provider} ({taken.why}); {proxy}"))
     return findings
 
 

@@ -28,6 +28,8 @@ class CostRun {
 
   // Announces the next operation, dispatch and combine by turns, to all peers; when it began.
   NullFabric::Clock::time_point announce();
+  // True once its last write was posted.
+  bool posted() const { return fabric_->operations() == announced_; }
   // True once the block of every peer has left and every peer's own has arrived: then the next may be announced.
   bool settled() const;
 
@@ -46,6 +48,7 @@ class CostRun {
   std::vector<Memory> memory_;                       // by object
   std::shared_ptr<NullFabric> fabric_;
   std::uint64_t writes_;
+  std::uint64_t announced_ = 0;
   std::uint32_t step_;
   Op op_ = Op::Combine;
 };

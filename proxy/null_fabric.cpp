@@ -4,7 +4,7 @@
 
 namespace pplx {
 
-NullFabric::NullFabric(int endpoints, std::size_t capacity) : endpoints_(endpoints), ring_(2 * capacity) {}
+NullFabric::NullFabric(int endpoints, std::size_t capacity, std::uint64_t writes) : endpoints_(endpoints), writes_(writes), ring_(2 * capacity) {}
 
 std::string NullFabric::endpoint_name(int endpoint) const { return "null" + std::to_string(endpoint); }
 
@@ -14,12 +14,6 @@ LocalRegion NullFabric::register_memory(void* base, std::size_t bytes) {
   region.base = base;
   region.bytes = bytes;
   return region;
-}
-
-void NullFabric::watch(std::uint64_t writes) {
-  watched_ = writes;
-  seen_ = 0;
-  passed_.store(false, std::memory_order_release);
 }
 
 Post NullFabric::write(const Write& write) {
@@ -35,11 +29,11 @@ Post NullFabric::write(const Write& write) {
   arrived.endpoint = write.endpoint;
   arrived.immediate = pack(answer);
   doorbells_ += !write.more;
-  ++seen_;
-  if (seen_ == 1) first_ = Clock::now();
-  if (seen_ == watched_) {
+  if (posted_ == 0) first_ = Clock::now();
+  if (++posted_ == writes_) {
     last_ = Clock::now();
-    passed_.store(true, std::memory_order_release);
+    posted_ = 0;
+    operations_.store(operations_.load(std::memory_order_relaxed) + 1, std::memory_order_release);
   }
   return Post::Accepted;
 }

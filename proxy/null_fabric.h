@@ -14,8 +14,9 @@ class NullFabric final : public Fabric {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `capacity`: writes that are taken before their completions were polled; beyond that, Again.
-  NullFabric(int endpoints, std::size_t capacity);
+  // `capacity`: writes that are taken before their completions were polled; beyond that, Again. `writes`: of one operation, whose first and last
+  // one's times are noted.
+  NullFabric(int endpoints, std::size_t capacity, std::uint64_t writes);
 
   std::string name() const override { return "null"; }
   int endpoints() const override { return endpoints_; }
@@ -30,10 +31,8 @@ class NullFabric final : public Fabric {
   int poll(Completion* out, int capacity) override;
   std::string describe_error(const Completion&) const override { return "the null fabric has no errors"; }
 
-  // Starts to count `writes` writes; call it while no write is under way. When the last of them was posted, passed() is true and the
-  // times of the first and the last one stand.
-  void watch(std::uint64_t writes);
-  bool passed() const { return passed_.load(std::memory_order_acquire); }
+  // How many operations were posted to their last write; first() and last() are of the latest.
+  std::uint64_t operations() const { return operations_.load(std::memory_order_acquire); }
   Clock::time_point first() const { return first_; }
   Clock::time_point last() const { return last_; }
 
@@ -41,10 +40,11 @@ class NullFabric final : public Fabric {
 
  private:
   const int endpoints_;
+  const std::uint64_t writes_;
   std::vector<Completion> ring_;
-  std::uint64_t head_ = 0, tail_ = 0;
-  std::uint64_t watched_ = 0, seen_ = 0, doorbells_ = 0;
-  std::atomic<bool> passed_{false};
+  std::uint64_t head_ = 0, tail_ = 0, posted_ = 0, doorbells_ = 0;
+  // On a line of its own, for somebody else polls it.
+  alignas(64) std::atomic<std::uint64_t> operations_{0};
   Clock::time_point first_, last_;
 };
 

@@ -16,7 +16,7 @@ using Clock = std::chrono::steady_clock;
 // A poll of a provider takes about as long as a short spin, so few tries are enough before others get the core.
 constexpr unsigned kSpins = 16;
 // On a core of its own nobody waits for this thread's turn, and a yield costs more than many looks at the mailboxes.
-constexpr unsigned kLooksWhenPinned = 16;
+constexpr unsigned kLooksWhenPinned = 64;
 constexpr auto kAwake = std::chrono::seconds(1);
 constexpr long kNapNanoseconds = 50'000;
 

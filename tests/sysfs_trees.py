@@ -87,7 +87,16 @@ def p6_b200(root: Path) -> Machine:
 def dgx_h100(root: Path) -> Machine:
     """8 GPUs with a ConnectX each, and four more ConnectX for storage that are near nobody. The numbers follow the slots, not the GPUs."""
     sysfs = Sysfs(root, ["0-55,112-167", "56-111,168-223"])
-    compute = {0x1A: "mlx5_0", 0x40: "mlx5_3", 0x53: "mlx5_4", 0x66: "mlx5_5", 0x9C: "mlx5_6", 0xC0: "mlx5_9", 0xD2: "mlx5_10", 0xE4: "mlx5_11"}
+    compute = {
+        0x1A: "mlx5_0",
+        0x40: "mlx5_3",
+        0x53: "mlx5_4",
+        0x66: "mlx5_5",
+        0x9C: "mlx5_6",
+        0xC0: "mlx5_9",
+        0xD2: "mlx5_10",
+        0xE4: "mlx5_11",
+    }
     for index, (bus, name) in enumerate(compute.items()):
         switch = f"pci0000:{bus - 2:02x}/0000:{bus - 2:02x}:01.0/0000:{bus - 1:02x}:00.0"
         sysfs.nic(f"{switch}/0000:{bus:02x}:00.0/0000:{bus + 1:02x}:00.0", index // 4, name)
@@ -105,9 +114,21 @@ def pairs(root: Path) -> Machine:
         bus = 0x10 + 0x20 * pair
         switch = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0"
         for port in range(4):
-            sysfs.nic(f"{switch}/0000:{bus + 2:02x}:{port:02x}.0/0000:{bus + 3 + port:02x}:00.0", pair // 2, f"mlx5_{4 * pair + port}")
+            sysfs.nic(
+                f"{switch}/0000:{bus + 2:02x}:{port:02x}.0/0000:{bus + 3 + port:02x}:00.0", pair // 2, f"mlx5_{4 * pair + port}"
+            )
         for port in (4, 5):
             sysfs.gpu(f"{switch}/0000:{bus + 2:02x}:{port:02x}.0/0000:{bus + 3 + port:02x}:00.0", pair // 2)
+    return sysfs.machine
+
+
+def nested_switches(root: Path) -> Machine:
+    """One switch for all, behind it one for each of 4 GPUs with its NIC: all share bridges, a GPU and its own NIC the most."""
+    sysfs = Sysfs(root, ["0-31"])
+    for gpu in range(4):
+        below = f"pci0000:10/0000:10:01.0/0000:11:00.0/0000:12:{gpu:02x}.0/0000:{0x20 + 4 * gpu:02x}:00.0"
+        sysfs.nic(f"{below}/0000:{0x21 + 4 * gpu:02x}:00.0", 0, f"mlx5_{3 - gpu}")
+        sysfs.gpu(f"{below}/0000:{0x22 + 4 * gpu:02x}:00.0", 0)
     return sysfs.machine
 
 
@@ -130,7 +151,9 @@ def far_nics(root: Path) -> Machine:
             sysfs.gpu(f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0", node)
         bus = 0x40 + 0x80 * node
         for function in (0, 1):
-            sysfs.nic(f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.{function}", node, f"mlx5_{2 * node + function}")
+            sysfs.nic(
+                f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.{function}", node, f"mlx5_{2 * node + function}"
+            )
     return sysfs.machine
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +98,36 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert ended.value.code == 0
         assert words in capsys.readouterr().out
+
+
+@pytest.mark.skipif(_libfabric.status()["error"] is not None, reason="needs libfabric")
+def test_the_nics_a_rank_would_take_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_gpu_addresses", list)
+    monkeypatch.setenv("PPLX_COMM_PROVIDER", "tcp")
+    monkeypatch.setenv("PPLX_COMM_NICS", "lo, lo")
+    says = finding(report(capsys), "NICs")["says"]
+    assert says.startswith("lo 127.0.0.1, lo 127.0.0.1 by tcp")
+    assert "asked for by name" in says and "proxy on" in says
+    monkeypatch.delenv("PPLX_COMM_NICS")
+    monkeypatch.setenv("PPLX_COMM_IFACE", "lo")
+    assert finding(report(capsys), "NICs")["says"].startswith("lo 127.0.0.1 by tcp")
+    monkeypatch.delenv("PPLX_COMM_IFACE")
+    assert "default route" in finding(report(capsys), "NICs")["says"]
+    monkeypatch.setenv("PPLX_COMM_NICS", "eth77")
+    off = finding(report(capsys), "NICs")
+    assert (off["on"], "eth77" in off["says"], "it has" in off["says"]) == (False, True, True)
+
+
+def test_gpus_of_a_host(tmp_path: Path) -> None:
+    """In the order of their addresses, and nobody else's display adapter."""
+    devices = {
+        "0000:9b:00.0": ("0x10de", "0x030200"), "0000:1b:00.0": ("0x10de", "0x030200"), "0000:02:00.0": ("0x1a03", "0x030000"),
+        "0000:1c:00.0": ("0x10de", "0x068000"),
+    }  # fmt: skip
+    for address, (vendor, kind) in devices.items():
+        folder = tmp_path / "bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    (tmp_path / "bus/pci/devices/0000:ff:00.0").mkdir()
+    assert doctor._gpu_addresses(tmp_path) == ["0000:1b:00.0", "0000:9b:00.0"]

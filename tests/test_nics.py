@@ -75,6 +75,11 @@ def test_gpus_that_are_equally_near_share(tmp_path: Path) -> None:
     assert [len(nics) for nics in pick(tmp_path, machine, three)[0]] in ([2, 1, 1], [1, 1, 2], [1, 2, 1])
 
 
+def test_the_innermost_switch_counts(tmp_path: Path) -> None:
+    machine = sysfs_trees.nested_switches(tmp_path)
+    assert by_gpu(tmp_path, machine)[0] == [["mlx5_3"], ["mlx5_2"], ["mlx5_1"], ["mlx5_0"]]
+
+
 def test_fewer_nics_than_gpus(tmp_path: Path) -> None:
     machine = sysfs_trees.flat_p4d(tmp_path)
     nics, why, _ = by_gpu(tmp_path, machine)
@@ -128,7 +133,9 @@ def test_one_cpu_allowed(tmp_path: Path) -> None:
     assert nics == [machine.nics[2 * gpu : 2 * gpu + 2] for gpu in range(8)]
     assert cpu == [-1] * 8
     assert pick(tmp_path, machine, [(machine.gpus[0], [7])])[2] == [-1]
-    assert pick(tmp_path, machine, [(gpu, [2 * i, 2 * i + 1]) for i, gpu in enumerate(machine.gpus)])[2] == [2 * i + 1 for i in range(8)]
+    assert pick(tmp_path, machine, [(gpu, [2 * i, 2 * i + 1]) for i, gpu in enumerate(machine.gpus)])[2] == [
+        2 * i + 1 for i in range(8)
+    ]
     # May not run near its NICs: then where it may.
     assert pick(tmp_path, machine, [(machine.gpus[7], [3, 4])])[2] == [4]
 

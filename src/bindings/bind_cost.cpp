@@ -35,7 +35,7 @@ void measure_alone(CostRun& run, int operations, Samples& samples) {
   run.attach(proxy);
   for (int i = 0; i < operations; ++i) {
     const Clock::time_point begin = run.announce();
-    while (!run.fabric()->passed()) proxy.step();
+    while (!run.posted()) proxy.step();
     note(samples, run, begin);
     while (!run.settled()) proxy.step();
   }
@@ -59,7 +59,7 @@ void measure_threads(const std::shared_ptr<CostRun>& run, int operations, int cp
     const Clock::time_point resume = Clock::now() + std::chrono::microseconds(i % 7 + 20);
     wait([&] { return Clock::now() >= resume; });
     const Clock::time_point begin = run->announce();
-    wait([&] { return run->fabric()->passed(); });
+    wait([&] { return run->posted(); });
     note(samples, *run, begin);
     wait([&] { return run->settled(); });
   }

@@ -102,7 +102,7 @@ py::dict stats(ProxyThread& thread) {
     const auto count = [chaos](Proxy&, Fabric& fabric) {
       if (const auto* f = dynamic_cast<const ChaosFabric*>(&fabric)) *chaos = f->counts();
     };
-    answered = thread.call(count, 1.0);
+    answered = thread.call(count, 10.0);   // a busy host takes its time
   }
   const ProxyThreadStats s = thread.stats();
   py::dict d;
