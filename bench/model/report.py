@@ -7,9 +7,9 @@ from statistics import mean
 from typing import Any
 
 from . import published
-from .fabrics import FABRICS, Fabric
+from .fabrics import FABRICS, Parameter
 from .kernels import Kernels
-from .predict import Held, Predicted, Sensitivity
+from .predict import GARDEN_HOST, OUR_HOST, Held, Predicted, Sensitivity
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "
@@ -47,12 +47,10 @@ def sources(points: Iterable[published.Point]) -> str:
     return "; ".join(dict.fromkeys(p.source for p in points))
 
 
-def parameters(fabric: Fabric) -> Iterator[str]:
-    yield f"**{fabric.name}**: {fabric.what}."
+def parameters(title: str, of: Iterable[Parameter]) -> Iterator[str]:
+    yield f"**{title}**"
     yield ""
-    yield from table(
-        ("parameter", "value", "from"), ((p.name, f"{p.value:.4g} {p.unit}".strip(), p.source) for p in fabric.parameters)
-    )
+    yield from table(("parameter", "value", "from"), ((p.name, f"{p.value:.4g} {p.unit}".strip(), p.source) for p in of))
 
 
 Ours = dict[tuple[str, int, int], tuple[Predicted, Predicted]]
@@ -165,7 +163,9 @@ def markdown(
         )
     lines += ["## Costs", ""]
     for fabric in FABRICS.values():
-        lines += parameters(fabric)
+        lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
+    lines += parameters("this library's hosts", OUR_HOST)
+    lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
     lines += ["The microbenchmarks themselves, in the model (ConnectX posts pages in chains of four, which is not modelled):", ""]
     lines += held(microbenchmarks)
     lines += ["## Not modelled", ""]
