@@ -177,6 +177,24 @@ class Sensitivity:
     ours_us: float
 
 
+def total(both: tuple[Predicted, Predicted]) -> float:
+    return sum(p.median_us for p in both)
+
+
+def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
+    """What binds when a rank writes to very many: the host's posts, or the NIC's messages."""
+    s = shape(ranks, tokens)
+    post, message = {"post_us": fabric.value("post_us") / 2}, {"nic_message_us": fabric.value("nic_message_us") / 2}
+    cases = {
+        "as above": NOTHING,
+        "NICs take messages twice as fast": message,
+        "a post costs half": post,
+        "both": {**post, **message},
+    }
+    for what, changed in cases.items():
+        yield Sensitivity(what, None, total(ours(fabric, s, seed=seed, changed=changed)))
+
+
 def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
     s = shape(ranks, tokens)
 
@@ -184,9 +202,6 @@ def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[
         theirs = garden(fabric, s, seed=seed, changed=changed)
         mine = ours(fabric, s, seed=seed, changed=changed)
         return Sensitivity(what, total(theirs), total(mine))
-
-    def total(both: tuple[Predicted, Predicted]) -> float:
-        return sum(p.median_us for p in both)
 
     latency, gbit, message = (fabric.value(name) for name in ("latency_us", "gbit_per_nic", "nic_message_us"))
     yield both("as above")
