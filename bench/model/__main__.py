@@ -18,11 +18,12 @@ from pplx_comm import __version__
 from . import plot, published, report
 from .fabrics import FABRICS
 from .kernels import given
-from .predict import garden, microbenchmarks, ours, reference, sensitivity, shape, validation
+from .predict import garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
 
 # The replay is there for comparison, where pplx-garden was ever run.
 REPLAYED = (16, 32, 64, 128)
 SENSITIVITY = ("efa-p5en", 64, 128)
+MANY_RANKS = ("efa-p5en", 1024, 128)
 
 
 def numbers(text: str) -> list[int]:
@@ -71,8 +72,11 @@ def main() -> int:
         "beyond": list(validation(published.BEYOND, options.seed)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
     }
-    name, ranks, tokens = SENSITIVITY
-    asked = list(sensitivity(FABRICS[name], ranks, tokens, options.seed)) if name in fabrics else []
+    asked = {}
+    for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks)):
+        name, ranks, tokens = point
+        if point in predicted:
+            asked[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(FABRICS[name], ranks, tokens, options.seed))
     command = " ".join(["python -m bench.model", *sys.argv[1:]])
     date = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     head = {
@@ -87,7 +91,6 @@ def main() -> int:
             predicted=predicted,
             replayed=replayed,
             sensitivity=asked,
-            sensitivity_of=f"{name}, EP{ranks}, {tokens} tokens",
             **checks,
         )
     )
@@ -101,7 +104,7 @@ def main() -> int:
             "parameters": {f: [vars(p) for p in FABRICS[f].parameters] for f in fabrics},
             "points": report.record(predicted),
             "replayed": report.record(replayed),
-            "sensitivity": [vars(s) for s in asked],
+            "sensitivity": {of: [vars(s) for s in cases] for of, cases in asked.items()},
         }
         options.json.write_text(json.dumps(record, indent=1) + "\n")
     if options.plot:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from . import published
 from .report import Ours
 
 COLOURS = {"efa-p5en": "#1f77b4", "cx7": "#d62728", "efa-p6": "#2ca02c"}
+
+
+def sums(of: Ours, fabric: str, tokens: int) -> list[tuple[int, float]]:
+    """By ranks, ascending."""
+    return sorted((r, sum(p.median_us for p in both)) for (f, r, t), both in of.items() if f == fabric and t == tokens)
 
 
 def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
@@ -19,14 +26,14 @@ def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
     figure, axes = plt.subplots(1, len(tokens), figsize=(7.5 * len(tokens), 5.6), squeeze=False)
     for axis, many in zip(axes[0], tokens, strict=True):
         for fabric, colour in COLOURS.items():
-
-            def line(of: Ours, **style: str | float) -> None:
-                found = sorted((r, sum(p.median_us for p in both)) for (f, r, t), both in of.items() if f == fabric and t == many)  # noqa: B023
+            styles: tuple[tuple[Ours, dict[str, Any]], ...] = (
+                (predicted, {"marker": "o", "linewidth": 2, "label": f"pplx_comm on {fabric}, predicted"}),
+                (replayed, {"linestyle": "--", "linewidth": 1.4, "label": f"pplx-garden's protocol on {fabric}, predicted"}),
+            )
+            for of, style in styles:
+                found = sums(of, fabric, many)
                 if found:
-                    axis.plot(*zip(*found, strict=True), color=colour, **style)  # noqa: B023
-
-            line(predicted, marker="o", linewidth=2, label=f"pplx_comm on {fabric}, predicted")
-            line(replayed, linestyle="--", linewidth=1.4, label=f"pplx-garden's protocol on {fabric}, predicted")
+                    axis.plot(*zip(*found, strict=True), color=colour, **style)
             points = [
                 (p.ranks, p.dispatch_us + p.combine_us)
                 for p in (*published.DECODE, *published.BEYOND, *published.PREFILL)

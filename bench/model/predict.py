@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from . import _model, published
-from .fabrics import FABRICS, KIB, SUBMIT_US, Fabric
+from .fabrics import FABRICS, KIB, SUBMIT_US, Fabric, Parameter
 from .kernels import KERNELS, Kernels
 
 NODE = 8
@@ -27,6 +27,41 @@ def shape(ranks: int, tokens: int, experts: int | None = None) -> _model.Shape:
     s.experts = experts if experts is not None else max(256, ranks)
     s.top_k, s.hidden, s.fp8 = 8, 7168, True
     return s
+
+
+_OURS, _GARDEN = _model.OurCosts(), _model.GardenCosts()
+OUR_HOST = (
+    Parameter(
+        "mailbox_us",
+        _OURS.mailbox_us,
+        "us",
+        "half a flag's round trip GPU-CPU-GPU through pinned memory, 2.9 us, measured on an H200",
+    ),
+    Parameter("arrival_us", _OURS.arrival_us, "us", "the other half"),
+    Parameter("mapped_us", _OURS.mapped_us, "us", "half a flag's round trip between two GPUs, 2.6 us, measured on 2 of 4 H200"),
+    Parameter(
+        "block_us",
+        _OURS.block_us,
+        "us",
+        "production Proxy over a fabric that does nothing, 14 to 20 ns a block, measured on an AMD EPYC",
+    ),
+    Parameter(
+        "word_us",
+        _OURS.word_us,
+        "us",
+        "the same, no mail: 0.2 to 0.8 ns a word where mailboxes are cached, so this is the careful side",
+    ),
+    Parameter("shard_bytes", _OURS.shard_bytes, "bytes", "the proxy's default"),
+)
+GARDEN_HOST = (
+    Parameter("first_us", _GARDEN.first_us, "us", "the paper: launch to first transfer, about 15 us at EP64"),
+    Parameter("dispatch_tail_us", _GARDEN.dispatch_tail_us, "us", "EP16 on p5en by another team: the receive half, data present"),
+    Parameter("combine_tail_us", _GARDEN.combine_tail_us, "us", "the same"),
+    Parameter("submit_us", SUBMIT_US, "us", "Table 8, p50: enqueue, dequeue, up to the first write"),
+    Parameter("flag_us", _GARDEN.flag_us, "us", "as ours"),
+    Parameter("route_row_us", _GARDEN.route_row_us, "us", "assumed: a few ns of scalar code per received copy"),
+    Parameter("private_copies", _GARDEN.private_copies, "tokens", "its benchmark's --max-private-tokens"),
+)
 
 
 def fabric_costs(fabric: Fabric, s: _model.Shape, changed: Mapping[str, float]) -> _model.FabricCosts:
@@ -142,6 +177,24 @@ class Sensitivity:
     ours_us: float
 
 
+def total(both: tuple[Predicted, Predicted]) -> float:
+    return sum(p.median_us for p in both)
+
+
+def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
+    """What binds when a rank writes to very many: the host's posts, or the NIC's messages."""
+    s = shape(ranks, tokens)
+    post, message = {"post_us": fabric.value("post_us") / 2}, {"nic_message_us": fabric.value("nic_message_us") / 2}
+    cases = {
+        "as above": NOTHING,
+        "NICs take messages twice as fast": message,
+        "a post costs half": post,
+        "both": {**post, **message},
+    }
+    for what, changed in cases.items():
+        yield Sensitivity(what, None, total(ours(fabric, s, seed=seed, changed=changed)))
+
+
 def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
     s = shape(ranks, tokens)
 
@@ -149,9 +202,6 @@ def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[
         theirs = garden(fabric, s, seed=seed, changed=changed)
         mine = ours(fabric, s, seed=seed, changed=changed)
         return Sensitivity(what, total(theirs), total(mine))
-
-    def total(both: tuple[Predicted, Predicted]) -> float:
-        return sum(p.median_us for p in both)
 
     latency, gbit, message = (fabric.value(name) for name in ("latency_us", "gbit_per_nic", "nic_message_us"))
     yield both("as above")

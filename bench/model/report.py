@@ -7,9 +7,9 @@ from statistics import mean
 from typing import Any
 
 from . import published
-from .fabrics import FABRICS, Fabric
+from .fabrics import FABRICS, Parameter
 from .kernels import Kernels
-from .predict import Held, Predicted, Sensitivity
+from .predict import GARDEN_HOST, OUR_HOST, Held, Predicted, Sensitivity
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "
@@ -39,7 +39,9 @@ def held(points: list[Held]) -> Iterator[str]:
         ("what", "published", "predicted", "error"),
         ((h.what, f"{h.published:.1f} {h.unit}", f"{h.predicted:.1f} {h.unit}", f"{h.error:+.1%}") for h in points),
     )
-    yield f"Mean of the errors' sizes {mean(abs(h.error) for h in points):.1%}, largest {max(abs(h.error) for h in points):.1%}."
+    sizes = [abs(h.error) for h in points]
+    signed = mean(h.error for h in points)
+    yield f"Mean of the errors' sizes {mean(sizes):.1%}, largest {max(sizes):.1%}; mean with its sign {signed:+.1%}."
     yield ""
 
 
@@ -47,12 +49,10 @@ def sources(points: Iterable[published.Point]) -> str:
     return "; ".join(dict.fromkeys(p.source for p in points))
 
 
-def parameters(fabric: Fabric) -> Iterator[str]:
-    yield f"**{fabric.name}**: {fabric.what}."
+def parameters(title: str, of: Iterable[Parameter]) -> Iterator[str]:
+    yield f"**{title}**"
     yield ""
-    yield from table(
-        ("parameter", "value", "from"), ((p.name, f"{p.value:.4g} {p.unit}".strip(), p.source) for p in fabric.parameters)
-    )
+    yield from table(("parameter", "value", "from"), ((p.name, f"{p.value:.4g} {p.unit}".strip(), p.source) for p in of))
 
 
 Ours = dict[tuple[str, int, int], tuple[Predicted, Predicted]]
@@ -113,8 +113,7 @@ def markdown(
     prefill: list[Held],
     predicted: Ours,
     replayed: Ours,
-    sensitivity: list[Sensitivity],
-    sensitivity_of: str,
+    sensitivity: dict[str, list[Sensitivity]],
 ) -> str:
     lines = ["# Predicted", ""]
     lines += [
@@ -157,15 +156,23 @@ def markdown(
     for tokens in sorted({tokens for _, _, tokens in predicted}):
         lines += [f"**{tokens} tokens a rank**, predicted:", ""]
         lines += ours(predicted, replayed, tokens)
-    if sensitivity:
-        lines += [f"What the parameters do ({sensitivity_of}, dispatch + combine, predicted):", ""]
+        if tokens <= 512 and max(ranks for _, ranks, _ in predicted) > 256:
+            lines += [
+                "Beyond EP256 the EFA figures hang on how many messages a NIC takes. That was never published: `nic_message_us` is",
+                "the slowest that the microbenchmarks allow, and on p6 one NIC has to take them all. Read these as upper bounds.",
+                "",
+            ]
+    for of, cases in sensitivity.items():
+        lines += [f"What the parameters do ({of}, dispatch + combine, predicted):", ""]
         lines += table(
             ("if", "ours", "pplx-garden's protocol"),
-            ((s.what, f"{s.ours_us:.0f}", f"{s.garden_us:.0f}" if s.garden_us is not None else "") for s in sensitivity),
+            ((s.what, f"{s.ours_us:.0f}", f"{s.garden_us:.0f}" if s.garden_us is not None else "") for s in cases),
         )
     lines += ["## Costs", ""]
     for fabric in FABRICS.values():
-        lines += parameters(fabric)
+        lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
+    lines += parameters("this library's hosts", OUR_HOST)
+    lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
     lines += ["The microbenchmarks themselves, in the model (ConnectX posts pages in chains of four, which is not modelled):", ""]
     lines += held(microbenchmarks)
     lines += ["## Not modelled", ""]
