@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -105,5 +107,9 @@ def test_two_hosts_under_mpirun() -> None:
         left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
         assert tag not in left
     finally:
-        for host in ("node0", "node1"):
+        for host in ("node0", "node1"):  # what the script has done already, unless it was killed
+            pids = subprocess.run(["ip", "netns", "pids", f"{tag}-{host}"], capture_output=True, text=True, check=False).stdout
+            for pid in pids.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", f"{tag}-{host}"], capture_output=True, check=False)
