@@ -266,7 +266,9 @@ def wrong_order(me: Rank) -> dict[str, Any]:
     comm.barrier()
     mesh, others = comm._mesh, {0, 1, 2} - {me.rank}
     told: list[dict[str, Any]] = []
-    waiter = threading.Thread(target=lambda: told.append(_raised(comm._exchange, {}, "this" if me.rank == 0 else "that", timeout=60)))
+    waiter = threading.Thread(
+        target=lambda: told.append(_raised(comm._exchange, {}, "this" if me.rank == 0 else "that", timeout=60))
+    )
     waiter.start()
     while {rank for rank, call in list(mesh._inbox._last.items()) if call.tag in ("this", "that")} != others:
         time.sleep(0.001)

@@ -190,7 +190,12 @@ class Crew:
         self.past_pids: list[int] = []
         self._exit_codes: dict[int, int] = {}
         self._output = [tempfile.TemporaryFile() for _ in range(world_size)]
-        self._env = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), "PPLX_COMM_JOB": secrets.token_hex(8), **(env or {})}
+        self._env = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "PPLX_COMM_JOB": secrets.token_hex(8),
+            **(env or {}),
+        }
         for rank in range(world_size):
             pid, pipe = self._start_rank(rank)
             self.pids.append(pid)

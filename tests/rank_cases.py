@@ -624,8 +624,30 @@ def overflow(me: Any, case: Case) -> int:
 # ---- bad input -----------------------------------------------------------------------------------------------------------------
 
 
-def raised(call: Any) -> dict[str, Any]:
+class Starved:
+    """How long this process was ready to run and had no core, by its hungriest thread: on a busy machine that is no fault of the library."""
+
+    def __init__(self) -> None:
+        self.again()
+
+    def again(self) -> None:
+        self.begin = self._waited()
+
+    def seconds(self) -> float:
+        return max(waited - self.begin.get(thread, 0) for thread, waited in self._waited().items()) * 1e-9
+
+    @staticmethod
+    def _waited() -> dict[str, int]:
+        waited = {}
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError, IndexError):  # it ended just now; or a kernel that does not count
+                waited[thread] = int(open(f"/proc/self/task/{thread}/schedstat").read().split()[1])
+        return waited or {"": 0}
+
+
+def raised(call: Any, starved: Starved | None = None) -> dict[str, Any]:
     """What the call raises, or that it returned."""
+    starved = starved or Starved()
     begin = time.monotonic()
     try:
         value = call()
@@ -643,8 +665,11 @@ def raised(call: Any) -> dict[str, Any]:
             "seen": getattr(error, "seen", None),
             "seconds": time.monotonic() - begin,
             "at": time.monotonic(),
+            "starved": starved.seconds(),
         }
-    return {"type": "", "message": f"returned {value!r}", "at": time.monotonic(), "seconds": time.monotonic() - begin}
+    return {
+        "type": "", "message": f"returned {value!r}", "at": time.monotonic(), "seconds": time.monotonic() - begin, "starved": starved.seconds(),
+    }  # fmt: skip
 
 
 def _mistake(call: Any, pattern: str) -> None:
@@ -1083,9 +1108,11 @@ def endless(me: Any, case: Case, close: bool = True) -> dict[str, Any]:
         while True:
             if good.n == 60:
                 good.n = 0
+            starved.again()
             good.step()
 
-    result = raised(on)
+    starved = Starved()
+    result = raised(on, starved)
     if result.get("is_peer"):
         _latched(me, a2a, result, good)
     result["closing"] = end_of(me, a2a, close)
@@ -1267,7 +1294,7 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> di
             _die(path)
         r = raised(survivor.step)
         _must(r.get("peer") == victim, "the victim is named:", r)
-        result["rounds"].append(r["at"])
+        result["rounds"].append(r["at"] - r["starved"])
         a2a.reset()
         alive[victim] = False
         survivor = Survivor(me, replace(case, seed=case.seed + victim + 1), a2a, alive)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from multirank import Ranks, run_ranks
+from networks import Networks
 
 from pplx_comm._agreement import Agreement
 from pplx_comm._inbox import Call, Descriptors, Inbox
@@ -462,52 +463,27 @@ def test_nothing_is_left_behind() -> None:
 # ---- networks
 
 
-@root
-def test_two_hosts_and_a_cut_cable(network: tuple[list[str], list[str], str]) -> None:
+def test_two_hosts_and_a_cut_cable() -> None:
     """Two network namespaces joined by one cable stand for two hosts: TCP between them, and its loss is noticed."""
-    here, there, address = network
-    env = {
-        "PPLX_COMM_ADDR": f"{address}:29999",
-        "PPLX_COMM_SECRET": "0123456789abcdef0123456789abcdef",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-    with Ranks(3, CASES + "lost_cable", env=env, wrap={0: here, 1: here, 2: there}) as ranks:
-        assert ranks.all_heard("ready") == [[0, 0, 1]] * 3
-        cut = time.monotonic()
-        os.system(" ".join([*there, "ip", "link", "set", "lo", "down"]))
-        os.system(" ".join([*there, "ip", "link", "set", "pplx1", "down"]))
-        zero, one, two = ranks.results()
-        assert zero["survivors"] == one["survivors"] == [0, 1]
-        assert two["survivors"] == [2]
-        for told in (zero, one):
-            kind, rank, at, message = told["heard"]
-            assert (kind, rank) == ("death", 2), message
-            assert at - cut < 9.0
-        assert two["heard"][0] == "death"
-
-
-@pytest.fixture
-def network() -> Any:
-    name = f"pplx{os.getpid()}"
-    commands = [
-        f"ip netns add {name}a",
-        f"ip netns add {name}b",
-        f"ip -n {name}a link add pplx0 type veth peer name pplx1 netns {name}b",
-        f"ip -n {name}a addr add 10.213.7.1/24 dev pplx0",
-        f"ip -n {name}b addr add 10.213.7.2/24 dev pplx1",
-        f"ip -n {name}a link set pplx0 up",
-        f"ip -n {name}b link set pplx1 up",
-        f"ip -n {name}a link set lo up",
-        f"ip -n {name}b link set lo up",
-    ]
-    try:
-        for command in commands:
-            if os.system(f"{command} 2>/dev/null") != 0:
-                pytest.skip(f"cannot: {command}")
-        yield [f"ip netns exec {name}{side}".split() for side in "ab"] + ["10.213.7.1"]
-    finally:
-        for side in "ab":
-            os.system(f"ip netns del {name}{side} 2>/dev/null")
+    with Networks() as networks:
+        here, there = (["ip", "netns", "exec", name] for name in networks.names)
+        env = {
+            "PPLX_COMM_ADDR": f"{networks.addresses[0]}:29999",
+            "PPLX_COMM_SECRET": "0123456789abcdef0123456789abcdef",
+            "LOCAL_WORLD_SIZE": "2",
+        }
+        with Ranks(3, CASES + "lost_cable", env=env, wrap={0: here, 1: here, 2: there}) as ranks:
+            assert ranks.all_heard("ready") == [[0, 0, 1]] * 3
+            cut = time.monotonic()
+            networks.cut()
+            zero, one, two = ranks.results()
+    assert zero["survivors"] == one["survivors"] == [0, 1]
+    assert two["survivors"] == [2]
+    for told in (zero, one):
+        kind, rank, at, message = told["heard"]
+        assert (kind, rank) == ("death", 2), message
+        assert at - cut < 9.0
+    assert two["heard"][0] == "death"
 
 
 # ---- errors

@@ -35,7 +35,7 @@ def check_survivors(results: list[dict[str, Any]], victim: int, died: float) -> 
         assert not r["is_timeout"], r
         assert r["peer"] == victim, r
         assert f"rank {victim}" in r["message"], r
-        assert r["at"] - died < NOTICED, (r["at"] - died, r)
+        assert r["at"] - died < NOTICED + r["starved"], (r["at"] - died, r)
         assert r["closing"] < CLOSED, r
 
 
@@ -90,19 +90,22 @@ def test_two_die_at_once(transport: str) -> None:
         for r in crew.collect(30, [0, 3]):
             assert r.get("is_peer"), r
             assert r["peer"] in (1, 2), r
-            assert r["at"] - died < NOTICED, r
+            assert r["at"] - died < NOTICED + r["starved"], r
             assert r["closing"] < CLOSED, r
         assert crew.leave() == [0, -9, -9, 0]
         assert left_in_shm(crew) == []
 
 
-def _wake_when_stopped(crew: Crew, rank: int, after: float) -> None:
+def _wake_when_stopped(crew: Crew, rank: int, after: float) -> float:
+    """When it was seen to be stopped."""
     deadline = time.monotonic() + 20
     while Path(f"/proc/{crew.pids[rank]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
         assert time.monotonic() < deadline, "the rank did not stop"
         time.sleep(0.001)
+    stopped = time.monotonic()
     time.sleep(after)
     crew.signal(rank, signal.SIGCONT)
+    return stopped
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -121,15 +124,14 @@ def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
     case = Case(52, 3, transport=transport)
     with Crew(3) as crew:
         crew.start("rank_cases:slow_rank", case, 1, 1.0, phase, 6)
-        begin = time.monotonic()
-        _wake_when_stopped(crew, 1, 2.5)
+        stopped = _wake_when_stopped(crew, 1, 2.5)
         results = crew.collect(30)
         blocked = {"dispatch_send": "dispatch_recv", "combine_send": "combine_recv"}[phase]
         for rank in (0, 2):
             r = results[rank]
             assert r["type"] == "StepTimeout" and r["is_timeout"] and r["is_peer"], r
             assert r["peer"] == 1 and r["phase"] == blocked and r["step"] == 4, r
-            assert r["at"] - begin < 3.5 and r["closing"] < CLOSED, r
+            assert r["at"] - stopped < 2.5 and r["closing"] < CLOSED, r
             assert "gave up" in r["message"] and "rank 1" in r["message"], r
         # Awake again, it hears that it was given up.
         assert results[1].get("is_peer"), results[1]

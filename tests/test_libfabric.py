@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from networks import Networks
 
 from pplx_comm import _core, _libfabric
 
@@ -170,47 +169,24 @@ def test_files_of_a_killed_process() -> None:
 
 
 @pytest.fixture
-def two_networks() -> Iterator[tuple[str, str]]:
-    """Two network namespaces that reach each other over one link."""
-    ip = shutil.which("ip", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
-    if ip is None or os.geteuid() != 0:
-        pytest.skip("needs root and ip")
-    tag = uuid.uuid4().hex[:6]
-    names = (f"pplx-{tag}-a", f"pplx-{tag}-b")
-
-    def run(*command: str) -> None:
-        done = subprocess.run([ip, *command], capture_output=True, text=True)
-        if done.returncode != 0:
-            pytest.skip(f"ip {' '.join(command)}: {done.stderr}")
-
-    try:
-        for name in names:
-            run("netns", "add", name)
-        link = (f"v{tag}a", f"v{tag}b")
-        run("link", "add", link[0], "netns", names[0], "type", "veth", "peer", "name", link[1], "netns", names[1])
-        for number, (name, device) in enumerate(zip(names, link, strict=True), start=1):
-            run("-n", name, "address", "add", f"10.77.0.{number}/24", "dev", device)
-            run("-n", name, "link", "set", "lo", "up")
-            run("-n", name, "link", "set", device, "up")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run([ip, "netns", "delete", name], capture_output=True)
+def two_networks() -> Iterator[Networks]:
+    with Networks() as networks:
+        yield networks
 
 
 @needs_libfabric
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_two_networks(two_networks: tuple[str, str], library: str) -> None:
+def test_two_networks(two_networks: Networks, library: str) -> None:
     """Nobody says which interface: loopback would be the wrong one."""
     for name in available(library):
         if name == "shm":
             continue
         one, other = (
             Peer(seed, library=library, prefix=("ip", "netns", "exec", network), provider=name)
-            for seed, network in enumerate(two_networks, start=1)
+            for seed, network in enumerate(two_networks.names, start=1)
         )
-        assert one.hello["endpoint"].endswith("10.77.0.1")
-        assert other.hello["endpoint"].endswith("10.77.0.2")
+        assert one.hello["endpoint"].endswith(two_networks.addresses[0])
+        assert other.hello["endpoint"].endswith(two_networks.addresses[1])
         exchange(one, other)
 
 

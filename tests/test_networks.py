@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -51,7 +53,7 @@ def test_a_cut_cable(networks: Networks) -> None:
             there = SIDES[rank < 2]
             assert told.get("is_peer") and told["peer"] in there, told
             assert any(f"rank {other} died" in told["message"] for other in there), told
-            assert told["at"] - cut < LOST, (told["at"] - cut, told)
+            assert told["at"] - cut < LOST + told["starved"], (told["at"] - cut, told)
         for side in SIDES:
             crew.start("fault_cases:go_on", case, side, None, ranks=side)
         for told in crew.collect(30):
@@ -63,18 +65,19 @@ def test_a_cut_cable(networks: Networks) -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.parametrize(("rate", "bits_per_second"), [("20mbit", 20e6), pytest.param("1mbit", 1e6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("rate", "bits_per_second"), [("20mbit", 20e6), pytest.param("2mbit", 2e6, marks=pytest.mark.slow)])
 def test_a_slow_cable(networks: Networks, rate: str, bits_per_second: float) -> None:
     """Right, at the cable's speed, and nobody is taken for dead: not even where a step takes longer than a death is given."""
-    case = Case(2, 4, transport="mixed:tcp", max_tokens=32, hidden=1024, top_k=4, num_experts=4)
+    case = Case(2, 4, transport="mixed:tcp", max_tokens=32, hidden=4096, top_k=4, num_experts=4)
     with crew_of(networks) as crew:
         crew.run("fault_cases:join", case, 60.0)
         networks.limit(rate)
         results = crew.run("fault_cases:timed_step", case)
-        # All four ranks' rows for the other side share the cable, as they come back. Half of that is far above what a fast cable takes.
-        crossed = 8 * sum(r["bytes"] for r in results) / 4
+        # Each way goes what two ranks send. The cable's bucket lets the first 32 KiB pass at once.
+        crossed = 8 * sum(r["bytes"] for r in results) / 2 - 8 * 32768
+        assert crossed > 1e7, results
         for r in results:
-            assert r["seconds"] > 0.5 * crossed / bits_per_second, (crossed, results)
+            assert r["seconds"] > 0.9 * crossed / bits_per_second, (crossed, results)
         assert crew.leave() == [0] * 4
 
 
@@ -104,5 +107,9 @@ def test_two_hosts_under_mpirun() -> None:
         left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
         assert tag not in left
     finally:
-        for host in ("node0", "node1"):
+        for host in ("node0", "node1"):  # what the script has done already, unless it was killed
+            pids = subprocess.run(["ip", "netns", "pids", f"{tag}-{host}"], capture_output=True, text=True, check=False).stdout
+            for pid in pids.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", f"{tag}-{host}"], capture_output=True, check=False)

@@ -54,4 +54,5 @@ export PPLX_COMM_ADDR=node0:29713
 PPLX_COMM_SECRET=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export PPLX_COMM_SECRET
 command -v mpirun >/dev/null || cannot "no mpirun"
-"$folder/on.sh" node0 mpirun -launcher ssh -launcher-exec "$folder/on.sh" -f "$folder/hosts" -n 4 "$(printf '%q ' "$@")"
+"$folder/on.sh" node0 mpirun -launcher ssh -launcher-exec "$folder/on.sh" -f "$folder/hosts" -n 4 "$(printf '%q ' "$@")" &
+wait $!   # a shell that waits for a child in the foreground would hear no signal

@@ -9,11 +9,12 @@ namespace {
 // A peer that said goodbye has sent all it will send; what is still in the network gets this long.
 constexpr double kGoodbyeGrace = 1.0;
 
-// After a write has failed, the control connection gets this long to say that the peer died.
-constexpr double kDeathGrace = 0.3;
+// After a write has failed, the control connection gets this long to say that the peer died: a process that is killed loses its memory
+// first, which takes its time on a busy machine, and its connections after that. A death is noticed within 1 s all the same.
+constexpr double kDeathGrace = 0.8;
 
-// A thread that comes back to its wait after more than this was stopped, or had no core. That time is no peer's fault.
-constexpr double kAway = 0.25;
+// A thread that comes back to its wait after more than this was stopped. That time is no peer's fault.
+constexpr double kAway = 1.0;
 
 std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
 

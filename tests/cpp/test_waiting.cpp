@@ -1,0 +1,108 @@
+// How a blocked call ends: what it blames, after how long, and what it does not listen to.
+#include "check.h"
+#include "local_ranks.h"
+
+using namespace pplx;
+using namespace pplx::cpu;
+using namespace pplx::test;
+
+namespace {
+
+// Rank 0 of two on one node, alone in the world, whose clock the test is.
+struct Lonely {
+  explicit Lonely(Exchange::Clock clock) {
+    config.num_experts = config.world = 2;
+    config.top_k = 1;
+    config.hidden = 64;
+    config.max_tokens = 4;
+    Exchange::Memory memory;
+    for (auto& heap : heaps) {
+      heap = std::make_unique<std::uint64_t[]>(heap_of(config).bytes / 8);
+      memory.peers.push_back(reinterpret_cast<char*>(heap.get()));
+    }
+    memory.own = memory.peers[0];
+    exchange = std::make_unique<Exchange>(config, memory, 1, 10.0, std::move(clock));
+  }
+
+  // Why a dispatch without tokens failed, which waits for rank 1.
+  AbortReason dispatch(const Exchange::Interrupted& meanwhile) {
+    try {
+      DispatchInput in;
+      in.plan = std::make_shared<const Plan>(make_plan(config, static_cast<const std::int32_t*>(nullptr), 0));
+      exchange->dispatch_recv(exchange->dispatch_send(in, nullptr), {}, meanwhile);
+    } catch (const PeerFailure& failure) {
+      CHECK_EQ(failure.peer, 1u);
+      return failure.reason;
+    }
+    return AbortReason::None;
+  }
+
+  Config config;
+  std::unique_ptr<std::uint64_t[]> heaps[2];
+  std::unique_ptr<Exchange> exchange;
+};
+
+const Abort kDeath{AbortReason::Death, Phase::None, 1, 1, 0}, kLost{AbortReason::Fabric, Phase::DispatchRecv, 0, 1, 1};
+
+// A rank that was stopped for longer than its timeout blames nobody for that: it first hears what was said meanwhile.
+void stopped_for_a_while() {
+  double time = 1;
+  int reads = 0, asked = 0;
+  Lonely rank([&] { return time += ++reads == 200 ? 100 : 0.01; });
+  CHECK(rank.dispatch([&] {
+    if (time > 100 && ++asked == 3) rank.exchange->fail(kDeath, "");
+  }) == AbortReason::Death);
+  // It does not wait for ever either.
+  rank.exchange->reset(2, {true, true});
+  CHECK(rank.dispatch(nullptr) == AbortReason::Timeout);
+}
+
+// A write that fails is mostly a death's first sign, and the death names its rank. If none is told, the network is to blame.
+void a_lost_network_may_be_a_death() {
+  for (const bool died : {true, false}) {
+    double time = 1;
+    Lonely rank([&] { return time += 0.01; });
+    double lost = 0;
+    const AbortReason reason = rank.dispatch([&] {
+      if (lost == 0) rank.exchange->lost_network(kLost, ""), lost = time;
+      if (died && time > lost + 0.1) rank.exchange->fail(kDeath, "");
+    });
+    CHECK(reason == (died ? AbortReason::Death : AbortReason::Fabric));
+    CHECK(time < lost + 1);
+  }
+}
+
+// Who was left out at a reset wakes up in an old step and aborts it: nobody who is left hears that.
+void abort_of_one_left_out() {
+  Config config;
+  config.world = 3;
+  config.num_experts = 6;
+  config.top_k = 2;
+  config.hidden = 64;
+  config.max_tokens = 4;
+  LocalRanks local(config, 3, 1, 1024, 1);
+  const auto aborted = [&](std::uint32_t rank) {
+    try {
+      local.ranks[rank].exchange->raise_failure();
+    } catch (const PeerFailure&) {
+      return true;
+    }
+    return false;
+  };
+  const Abort late{AbortReason::Interrupted, Phase::DispatchRecv, 2, 2, 7};
+  for (std::uint32_t rank : {0u, 1u}) local.ranks[rank].exchange->reset(2, {true, true, false});
+  local.ranks[2].exchange->fail(late, "");
+  CHECK(aborted(2));
+  CHECK(!aborted(0) && !aborted(1));
+  // It left no trace that would hide the next one.
+  local.ranks[1].exchange->fail({AbortReason::Interrupted, Phase::CombineRecv, 1, 1, 1}, "");
+  CHECK(aborted(0) && aborted(1));
+}
+
+}  // namespace
+
+int main() {
+  abort_of_one_left_out();
+  stopped_for_a_while();
+  a_lost_network_may_be_a_death();
+}
