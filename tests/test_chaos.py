@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from crew import Crew, Crews, seed
+from crew import Crew, seed
 from rank_cases import Case, random_case
 
 KINDS = {"delayed", "shuffled", "split", "duplicated", "replayed", "refused"}
