@@ -49,7 +49,9 @@ def positive_setting(name: str, default: int) -> int:
 class ProxyCarrier:
     """One fabric and its proxy thread, connected to every other rank."""
 
-    def __init__(self, provider: str | None, nics: Sequence[str], one_host: bool, places: Sequence[Place], place: int) -> None:
+    def __init__(
+        self, rank: int, provider: str | None, nics: Sequence[str], one_host: bool, places: Sequence[Place], place: int
+    ) -> None:
         endpoints = positive_setting("PPLX_COMM_ENDPOINTS", 0)
         self._addresses: dict[int, bytes] = {}
         self._closed = False
@@ -61,7 +63,7 @@ class ProxyCarrier:
         chaos = os.environ.get("PPLX_COMM_CHAOS", "")
         if chaos:
             try:
-                driven = _core.chaos(self.fabric, chaos, comm.rank)
+                driven = _core.chaos(self.fabric, chaos, rank)
             except ValueError as reason:
                 raise Error(f"PPLX_COMM_CHAOS={chaos!r}: {reason}") from None
         self.name: str = driven.name

@@ -225,7 +225,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
-        carrier = _attempt(errors, lambda: ProxyCarrier(provider, request.nics, one_host, places, place))
+        carrier = _attempt(errors, lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place))
     answers = _agree(
         comm,
         "AllToAll: fabric",
