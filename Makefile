@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check two-hosts lint cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check two-hosts lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -77,6 +77,9 @@ lint: build  ## ruff and mypy
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+mutants: $(deps)  ## plants protocol bugs, one at a time, and shows that the tests catch each
+	$(PY) tests/mutants/run.py
+
 cpp: build  ## the C++ tests
 	cmake --build $(BUILD) --target pplx_cpp_tests
 	ctest --test-dir $(BUILD) --output-on-failure
@@ -108,7 +111,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 # pytest comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
-check: lint sim cpp-asan cpp-tsan  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+check: lint sim cpp-asan cpp-tsan mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(PY) -m pytest tests -m ''
 
 wheel: $(deps)  ## a wheel in dist/

@@ -218,6 +218,7 @@ void ChaosFabric::post_parts(Clock::time_point now) {
     w.bytes = part.bytes;
     w.immediate = part.immediate;
     w.context = part.operation;
+    w.more = false;   // what was to follow may be held back
     try {
       if (inner_->write(w) == Post::Again) parts_.push_back(part);
     } catch (const FabricError& error) {

@@ -36,7 +36,9 @@ def test_random_shapes(world_size: int) -> None:
             for _, counts in crew.run("chaos_cases:exchange", case):
                 happened += counts
             if number < 3:
-                bits = {tuple(crew.run("rank_cases:exchange", replace(case, transport=t))) for t in ("mapped", "proxy:shm", "proxy:tcp")}
+                bits = {
+                    tuple(crew.run("rank_cases:exchange", replace(case, transport=t))) for t in ("mapped", "proxy:shm", "proxy:tcp")
+                }
                 assert len(bits) == 1, case
     print(dict(happened))
     assert set(happened) == KINDS, happened

@@ -71,7 +71,9 @@ struct Node {
   std::vector<std::unique_ptr<Exchange>> exchanges;
 };
 
-bool says(const PeerFailure& failure, const std::string& words) { return std::string(failure.what()).find(words) != std::string::npos; }
+bool says(const PeerFailure& failure, const std::string& words) {
+  return std::string(failure.what()).find(words) != std::string::npos;
+}
 
 // Who gave up tells all, in words that name both, and stays with it.
 void own_failure() {
@@ -93,7 +95,8 @@ void own_failure() {
 // Who was told tells it on as it came: the origin is not the messenger.
 void told_failure() {
   Node node(4);
-  node.meanwhile = [&] { node.exchanges[2]->fail({AbortReason::Fabric, Phase::CombineRecv, 3, 7, 5}, "in more words than a word has"); };
+  const Abort abort{AbortReason::Fabric, Phase::CombineRecv, 3, 7, 5};
+  node.meanwhile = [&] { node.exchanges[2]->fail(abort, "in more words than a word has"); };
   const PeerFailure told = node.wait_in_vain(2);
   CHECK_EQ(told.peer, 7u);
   CHECK(says(told, "in more words"));
@@ -116,6 +119,17 @@ void two_failures() {
   CHECK_EQ(node.heard(1).peer, 0u);
 }
 
+// Who said goodbye is not waited for until the timeout, nor given up while his last blocks may still be on their way.
+void goodbye() {
+  Node node(3);
+  node.meanwhile = [&] { node.exchanges[0]->peer_left(1); };
+  const PeerFailure left = node.wait_in_vain(0);
+  CHECK(left.reason == AbortReason::Closed);
+  CHECK_EQ(left.peer, 1u);
+  CHECK(says(left, "rank 1 closed"));
+  CHECK(node.time > 6 && node.time < 7);
+}
+
 // Nobody writes to the dead, and after a reset nothing is left of it.
 void reset() {
   Node node(3);
@@ -133,5 +147,6 @@ int main() {
   own_failure();
   told_failure();
   two_failures();
+  goodbye();
   reset();
 }

@@ -44,6 +44,7 @@ class InnerFabric final : public Fabric {
       return Post::Again;
     }
     CHECK(w.source_offset + w.bytes <= w.source->bytes);
+    CHECK(!w.more);   // the one that was to follow may come much later
     char* to = reinterpret_cast<char*>(w.target->base + w.target_offset);
     if (w.bytes > 0) std::memcpy(to, static_cast<const char*>(w.source->base) + w.source_offset, w.bytes);
     writes.push_back(w);
@@ -95,6 +96,7 @@ struct World {
     w.target_offset = at;
     w.immediate = pack(immediate);
     w.context = context;
+    w.more = true;
     return w;
   }
   void post(const Write& w) {

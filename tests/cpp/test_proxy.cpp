@@ -542,6 +542,18 @@ void small_blocks_use_every_endpoint() {
   }
 }
 
+// A block that was announced and not looked at yet is under way: who asks before he closes must not hear that all is done.
+void announced_is_outstanding() {
+  World w;
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+  w.mail(1, Op::Combine, 2, 1, 0);
+  CHECK_EQ(w.proxy.outstanding(0), 1u);
+  for (const Write& x : w.take_writes()) w.fabric.finish(x);
+  w.run();
+  CHECK(w.sent(1, Op::Combine, 2));
+  CHECK_EQ(w.proxy.outstanding(0), 0u);
+}
+
 // Eight AllToAlls share one proxy.
 void many_objects() {
   World w;
@@ -582,5 +594,6 @@ int main() {
   another_life();
   announced_and_not_taken();
   waiting_is_balanced();
+  announced_is_outstanding();
   many_objects();
 }

@@ -1,10 +1,17 @@
-// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls: what ThreadSanitizer
-// should see. Ranks 0 and 1 share memory; rank 2 is behind the proxy.
+// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and
+// real providers: what ThreadSanitizer should see. It does not see what a provider does inside, only what it is told to do.
 #include <cmath>
+#include <cstring>
 #include <deque>
+#include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
+#include <vector>
 
+#include "../../proxy/chaos.h"
+#include "../../proxy/libfabric/libfabric_fabric.h"
+#include "../../proxy/libfabric/loader.h"
 #include "../../proxy/proxy_thread.h"
 #include "../../src/cpu/exchange.h"
 #include "check.h"
@@ -73,15 +80,20 @@ class QueueFabric final : public Fabric {
   int rank_;
 };
 
-constexpr std::uint32_t kRanks = 3;
-
-bool together(std::uint32_t a, std::uint32_t b) { return a / 2 == b / 2; }
+struct Scene {
+  const char* name;
+  std::uint32_t ranks, node_size;
+  std::uint32_t steps;
+  std::string provider;        // "": queues
+  std::string chaos;           // "": none
+};
 
 struct Rank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
   std::unique_ptr<Exchange> exchange;
   std::unique_ptr<ProxyThread> proxy;
+  Blob address, region;
   char* memory() const { return reinterpret_cast<char*>(heap.get()); }
 };
 
@@ -133,51 +145,100 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
   }
 }
 
-}  // namespace
+std::shared_ptr<Fabric> open_fabric(const Scene& scene, QueueNet& net, std::uint32_t rank) {
+  if (scene.provider.empty()) return std::make_shared<QueueFabric>(net, static_cast<int>(rank));
+  libfabric::Options options;
+  options.provider = scene.provider;
+  options.endpoints = 2;
+  options.peers_on_this_host = true;
+  std::shared_ptr<Fabric> fabric = std::make_shared<LibfabricFabric>(options);
+  if (scene.chaos.empty()) return fabric;
+  return std::make_shared<ChaosFabric>(std::move(fabric), parse_chaos(scene.chaos), static_cast<int>(rank));
+}
 
-int main() {
-  const std::uint64_t seed = check::seed();
+// Every call goes to the proxy thread, as the bindings do it.
+void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
+  const auto together = [&](std::uint32_t a, std::uint32_t b) { return a / scene.node_size == b / scene.node_size; };
+  for (Rank& rank : ranks) {
+    rank.proxy = std::make_unique<ProxyThread>(open_fabric(scene, net, rank.config.rank), 512, -1);
+    CHECK(rank.proxy->call([&](Proxy&, Fabric& fabric) { rank.address = fabric.address(); }));
+  }
+  std::vector<LocalRegion> regions(ranks.size());
+  for (Rank& rank : ranks)
+    CHECK(rank.proxy->call([&](Proxy&, Fabric& fabric) {
+      for (const Rank& peer : ranks)
+        if (&peer != &rank) fabric.insert_peer(static_cast<int>(peer.config.rank), peer.address);
+      LocalRegion& region = regions[rank.config.rank];
+      region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes);
+      rank.region = region.description;
+    }));
+  for (Rank& rank : ranks)
+    CHECK(rank.proxy->call([&](Proxy& proxy, Fabric& fabric) {
+      ProxyObject object;
+      object.config = rank.config;
+      object.memory = rank.memory();
+      object.region = regions[rank.config.rank];
+      object.peers.resize(ranks.size());
+      for (const Rank& peer : ranks) {
+        if (together(rank.config.rank, peer.config.rank)) continue;
+        auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer.config.rank), peer.region));
+        if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(peer.memory());
+        object.peers[peer.config.rank] = std::move(remote);
+      }
+      proxy.attach(std::move(object));
+    }));
+}
+
+void play(const Scene& scene, std::uint64_t seed) {
   Config config;
-  config.world = kRanks;
+  config.world = scene.ranks;
   config.num_experts = 7;
   config.top_k = 3;
   config.hidden = 64;
   config.max_tokens = 16;
   config.dtype = Dtype::Float32;
-  config.max_rows = kRanks * config.max_tokens * config.top_k;
+  config.max_rows = scene.ranks * config.max_tokens * config.top_k;
 
-  QueueNet net(kRanks);
-  std::vector<Rank> ranks(kRanks);
-  for (std::uint32_t r = 0; r < kRanks; ++r) {
+  QueueNet net(scene.ranks);
+  std::vector<Rank> ranks(scene.ranks);
+  for (std::uint32_t r = 0; r < scene.ranks; ++r) {
     ranks[r].config = config;
     ranks[r].config.rank = r;
-    for (std::uint32_t p = 0; p < kRanks; ++p) ranks[r].config.remote_peers += !together(r, p);
+    for (std::uint32_t p = 0; p < scene.ranks; ++p) ranks[r].config.remote_peers += r / scene.node_size != p / scene.node_size;
     ranks[r].heap = std::make_unique<std::uint64_t[]>(heap_of(ranks[r].config).bytes / 8 + 8);
   }
   for (Rank& rank : ranks) {
     Exchange::Memory memory;
     memory.own = rank.memory();
-    for (std::uint32_t p = 0; p < kRanks; ++p) memory.peers.push_back(together(rank.config.rank, p) ? ranks[p].memory() : nullptr);
+    for (std::uint32_t p = 0; p < scene.ranks; ++p)
+      memory.peers.push_back(rank.config.rank / scene.node_size == p / scene.node_size ? ranks[p].memory() : nullptr);
     rank.exchange = std::make_unique<Exchange>(rank.config, memory, 2, 60.0);
-    rank.proxy = std::make_unique<ProxyThread>(std::make_shared<QueueFabric>(net, static_cast<int>(rank.config.rank)), 512, -1);
-    CHECK(rank.proxy->call([&](Proxy& proxy, Fabric& fabric) {
-      ProxyObject object;
-      object.config = rank.config;
-      object.memory = rank.memory();
-      object.region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes);
-      object.peers.resize(kRanks);
-      for (std::uint32_t p = 0; p < kRanks; ++p) {
-        if (together(rank.config.rank, p)) continue;
-        object.peers[p] = std::make_unique<RemoteRegion>();
-        object.peers[p]->base = reinterpret_cast<std::uint64_t>(ranks[p].memory());
-      }
-      proxy.attach(std::move(object));
-    }));
   }
-  const std::uint32_t steps = 1500;
+  if (scene.node_size < scene.ranks) wire(scene, net, ranks);
   std::vector<std::thread> threads;
-  for (Rank& rank : ranks) threads.emplace_back([&rank, seed] { walk(rank, steps, seed); });
+  for (Rank& rank : ranks) threads.emplace_back([&rank, &scene, seed] { walk(rank, scene.steps, seed); });
   for (std::thread& thread : threads) thread.join();
-  for (Rank& rank : ranks) CHECK(rank.proxy->close(5.0));
-  std::printf("%u steps of %u ranks\n", steps, kRanks);
+  for (Rank& rank : ranks)
+    if (rank.proxy) CHECK(rank.proxy->close(5.0));
+  std::printf("%s: %u steps of %u ranks\n", scene.name, scene.steps, scene.ranks);
+  std::fflush(stdout);
+}
+
+}  // namespace
+
+int main() {
+  const std::uint64_t seed = check::seed();
+  const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
+  play({"mapped", 4, 4, 4000, "", ""}, seed);
+  play({"queues", 3, 2, 1500, "", ""}, seed);
+  try {
+    libfabric::library();
+  } catch (const FabricError& error) {
+    std::printf("skipped: %s\n", error.what());
+    return 0;
+  }
+  play({"shm", 4, 1, 2000, "shm", ""}, seed);
+  play({"mapped and shm", 4, 2, 2000, "shm", ""}, seed);
+  play({"shm in chaos", 4, 1, 500, "shm", chaos}, seed);
+  play({"tcp", 4, 2, 500, "tcp", ""}, seed);
 }

@@ -1,0 +1,342 @@
+"""Protocol bugs, one each, that the tests must catch. run.py builds and runs them; `make mutants`.
+
+A mutant is one small change: `old`, which stands in `file` exactly once, becomes `new`. `why` says what would go wrong in the field,
+`catch` which of CATCHERS must notice. Mutants of one file stand together: that saves builds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Catcher:
+    target: str  # of CMake
+    command: tuple[str, ...]  # {build} is the folder of the build
+    tsan: bool = False  # a test that includes all it needs, compiled by itself with ThreadSanitizer
+
+
+CATCHERS = {
+    "sim": Catcher("pplx_sim", ("{build}/sim", "--seeds", "400", "--jobs", "2")),
+    "test_proxy": Catcher("test_proxy", ("{build}/tests/test_proxy",)),
+    "test_headers": Catcher("test_headers", ("{build}/tests/test_headers",)),
+    "test_phase": Catcher("test_phase", ("{build}/tests/test_phase",)),
+    "test_aborts": Catcher("test_aborts", ("{build}/tests/test_aborts",)),
+    # x86 orders stores by itself, so no run on it can show a release that is missing. TSAN does not look at the machine but at what
+    # the program promises.
+    "tsan": Catcher("test_atomic", ("{build}/test_atomic_tsan",), tsan=True),
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    catch: str = "sim"
+
+
+ARRIVALS = "proxy/arrivals.h"
+PROXY = "proxy/proxy.cpp"
+EXCHANGE = "src/cpu/exchange.cpp"
+DISPATCH_SEND = "src/cpu/dispatch_send.cpp"
+DISPATCH_RECV = "src/cpu/dispatch_recv.cpp"
+COMBINE_SEND = "src/cpu/combine_send.cpp"
+COMBINE_RECV = "src/cpu/combine_recv.cpp"
+
+MUTANTS = [
+    # ---- shards and their completion
+    Mutant(
+        "arrival on the first shard",
+        ARRIVALS,
+        "return mask_ == full_mask(shards_) ? Outcome::Complete : Outcome::Pending;",
+        "return mask_ == bit ? Outcome::Complete : Outcome::Pending;",
+        "rows are read before they are there: SRD brings the shards of a block in any order",
+    ),
+    Mutant(
+        "arrival on the last shard",
+        ARRIVALS,
+        "return mask_ == full_mask(shards_) ? Outcome::Complete : Outcome::Pending;",
+        "return shard + 1 == shards_ ? Outcome::Complete : Outcome::Pending;",
+        "right on every network that keeps order, wrong on SRD",
+    ),
+    Mutant(
+        "a duplicate counts",
+        ARRIVALS,
+        "if ((mask_ & bit) != 0) return Outcome::Duplicate;",
+        "if ((mask_ & bit) != 0 && mask_ != full_mask(shards_)) return Outcome::Duplicate;",
+        "a repeated immediate completes a combine twice: the proxy thinks for ever that one is owed, and never sleeps",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "the mask is not cleared",
+        ARRIVALS,
+        "      mask_ = 0;\n",
+        "",
+        "the next step is complete with its first shard",
+    ),
+    # ---- the proxy
+    Mutant(
+        "the step is not looked at",
+        PROXY,
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && (step & 0xffu) == i.step;",
+        "const bool open = i.op == Op::Dispatch || asked.begun;",
+        "an immediate of another step that uses the same set raises this one's word",
+    ),
+    Mutant(
+        "replays are taken",
+        PROXY,
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && (step & 0xffu) == i.step;",
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && ((step - i.step) & 0xffu) < 128;",
+        "an immediate of an earlier step, come late, opens this one",
+    ),
+    Mutant(
+        "EAGAIN is dropped",
+        PROXY,
+        "        ++stats_.again;\n        return moved;",
+        "        ++stats_.again;\n        ++out.posted;\n        return moved;",
+        "a shard that the NIC had no room for never leaves",
+    ),
+    Mutant(
+        "a full peer holds up the others",
+        PROXY,
+        "    moved |= post_shards(object, jobs[i], to_come);\n",
+        "    if (!post_shards(object, jobs[i], to_come)) break;\n    moved = true;\n",
+        "one slow peer stops the traffic to all",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "sent with the first completion",
+        PROXY,
+        "  if (--out.unsent == 0)\n",
+        "  if (out.unsent-- == out.shards)\n",
+        "the send area is written again while the NIC still reads its other shards",
+    ),
+    Mutant(
+        "the set is swapped",
+        PROXY,
+        "object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);",
+        "object.heap.slot_at(c, set_of(c, out.step + 1), job.op, c.rank);",
+        "with several steps in flight a block lands in another step's slot",
+    ),
+    Mutant(
+        "shards leave a rest",
+        PROXY,
+        "out.piece = align_up((out.bytes + out.shards - 1) / out.shards, 64);",
+        "out.piece = out.bytes / out.shards;",
+        "the last bytes of a block that its shards do not divide never leave",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "unfinished mail is posted",
+        PROXY,
+        "  if (!m.final || !object.o.peers[job.peer]) return false;\n",
+        "  if (!object.o.peers[job.peer]) return false;\n",
+        "a block leaves before its last rows are written",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "the generation of arrivals is forgotten",
+        PROXY,
+        "store_release(word(*object, object->heap.arrival_at(c, set, signal_of(i.op), i.source)), "
+        "arrival_word(object->o.generation, step));",
+        "store_release(word(*object, object->heap.arrival_at(c, set, signal_of(i.op), i.source)), arrival_word(1, step));",
+        "after a reset nothing ever arrives",
+    ),
+    Mutant(
+        "completions of a closed AllToAll count",
+        PROXY,
+        "return object != nullptr && object->life == life_in(context) && ",
+        "return object != nullptr && ",
+        "memory is written again while it is read, when a new AllToAll takes an old one's number",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "a failed write is nobody's",
+        PROXY,
+        "  if (object->o.on_failure) object->o.on_failure(failure);\n",
+        "",
+        "a broken link is noticed by the timeout only",
+    ),
+    Mutant(
+        "the last block is taken back",
+        PROXY,
+        "    n += mail != object->seen[index] && read_mail(mail).final;\n",
+        "    n += 0 * mail;\n",
+        "a rank that closes right after its last combine leaves its peers without it",
+        catch="test_proxy",
+    ),
+    # ---- steps, generations, failure
+    Mutant(
+        "the generation is ignored",
+        "src/protocol/words.h",
+        "return static_cast<std::uint32_t>(word >> 32) == generation && step_reached(static_cast<std::uint32_t>(word), step);",
+        "return word >> 32 != 0 && generation != 0 && step_reached(static_cast<std::uint32_t>(word), step);",
+        "words of before a reset open the steps after it",
+    ),
+    Mutant(
+        "steps do not wrap",
+        "src/protocol/step.h",
+        "return step_difference(seen, wanted) >= 0;",
+        "return seen >= wanted;",
+        "after 2^32 steps everything has arrived already",
+    ),
+    Mutant(
+        "send blocks are reused before local completion",
+        EXCHANGE,
+        "static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return false;",
+        "static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return true;",
+        "the NIC sends rows of the next step as this one's",
+    ),
+    Mutant(
+        "a header's step is not checked",
+        EXCHANGE,
+        '  if (h.step != step) differs("step", h.step, step);\n',
+        "",
+        "a damaged or misplaced block is taken for this step's",
+        catch="test_headers",
+    ),
+    Mutant(
+        "a header's generation is not checked",
+        EXCHANGE,
+        '  if (h.generation != generation_) differs("generation", h.generation, generation_);\n',
+        "",
+        "a block of before a reset is taken for one of after it",
+    ),
+    Mutant(
+        "a header's rows are not checked",
+        EXCHANGE,
+        "  if (h.rows > config_.max_tokens)\n",
+        "  if (h.rows > 2 * config_.max_tokens)\n",
+        "what a peer sends is used as an index outside of its slot",
+        catch="test_headers",
+    ),
+    Mutant(
+        "timeouts are ignored",
+        EXCHANGE,
+        "  const bool late = left <= 0;\n",
+        "  const bool late = false;\n",
+        "a rank that stands still stops all others for ever",
+    ),
+    Mutant(
+        "a goodbye is ignored",
+        EXCHANGE,
+        "  if (goodbye >= 0 && now_() - goodbye > kGoodbyeGrace)\n",
+        "  if (goodbye >= 0 && now_() - goodbye > 1000 * kGoodbyeGrace)\n",
+        "a rank that left in good order is waited for until the timeout",
+        catch="test_aborts",
+    ),
+    Mutant(
+        "an abort is not forwarded",
+        EXCHANGE,
+        "    if (memory_.peers[peer] != nullptr && alive_[peer])\n"
+        "      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);\n"
+        "  throw failure;",
+        "    if (memory_.peers[peer] == memory_.own)\n"
+        "      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);\n"
+        "  throw failure;",
+        "ranks of the node hear of a failure over the control connections only, if those still work",
+        catch="test_aborts",
+    ),
+    Mutant(
+        "a dead rank is waited for",
+        EXCHANGE,
+        "    if (alive_[peer]) order_.push_back(peer);\n",
+        "    order_.push_back(peer);\n",
+        "after a reset over the survivors every step times out",
+    ),
+    Mutant(
+        "reset keeps old words",
+        EXCHANGE,
+        "    std::memset(memory_.own + at, 0, mailed_.size() * kWordBytes);\n",
+        "    std::memset(memory_.own + at, 0, 0);\n",
+        "the new proxy takes blocks of before the reset out of the mailbox and sends them",
+    ),
+    # ---- the phases
+    Mutant(
+        "zero rows are not published",
+        DISPATCH_SEND,
+        "    e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
+        "    if (plan_.rows(peer) > 0) e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
+        "a rank that gets no token waits for ever",
+    ),
+    Mutant(
+        "counts of another rank's experts",
+        DISPATCH_SEND,
+        "plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));",
+        "plan_.counts.data() + first_expert(c_, c_.rank), 4ull * local_experts(c_, peer));",
+        "the header's counts lead every row to a wrong place",
+    ),
+    Mutant(
+        "rows are read with the header",
+        DISPATCH_RECV,
+        "stage == kHeaders && e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
+        "e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
+        "the header travels ahead of its rows; they are read before they are written",
+        catch="test_headers",
+    ),
+    Mutant(
+        "sources in the order of arrival",
+        DISPATCH_RECV,
+        "        cell = static_cast<std::uint32_t>(start + count);\n",
+        "        cell = static_cast<std::uint32_t>(start + (s == c_.rank ? 0 : count));\n",
+        "two sources' rows of one expert share a place",
+    ),
+    Mutant(
+        "the weights are not waited for",
+        COMBINE_SEND,
+        "    if (stage == kWeights || !in_.uses_weights) return true;\n",
+        "    if (stage == kRows || !in_.uses_weights) return true;\n",
+        "weights= of this step are those of an earlier one",
+    ),
+    Mutant(
+        "a weights block too many rows long",
+        COMBINE_SEND,
+        "    if (header.rows != rows(peer))\n",
+        "    if (header.rows > c_.max_tokens)\n",
+        "weights of another plan are applied to these rows",
+        catch="test_headers",
+    ),
+    Mutant(
+        "combine does not wait",
+        COMBINE_RECV,
+        "    return stage == kTokens || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
+        "    return stage == kTokens || group > 0 || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
+        "rows of an earlier step are added to the output",
+    ),
+    Mutant(
+        "combine takes any number of rows",
+        COMBINE_RECV,
+        "    if (header.rows != expected)\n",
+        "    if (header.rows > c_.max_tokens)\n",
+        "a peer that lost rows gives sums that lack them",
+        catch="test_headers",
+    ),
+    # ---- memory order
+    Mutant(
+        "release is made relaxed",
+        "src/cpu/atomic.h",
+        "__atomic_store_n(word, value, __ATOMIC_RELEASE);",
+        "__atomic_store_n(word, value, __ATOMIC_RELAXED);",
+        "on ARM a word is seen before the rows that it announces",
+        catch="tsan",
+    ),
+    Mutant(
+        "acquire is made relaxed",
+        "src/cpu/atomic.h",
+        "__atomic_load_n(word, __ATOMIC_ACQUIRE);",
+        "__atomic_load_n(word, __ATOMIC_RELAXED);",
+        "on ARM rows are read before the word that announces them",
+        catch="tsan",
+    ),
+    Mutant(
+        "a block is published before its last rows",
+        "src/cpu/phase.h",
+        "if (group.done.fetch_add(1, std::memory_order_acq_rel) + 1 != group.claims) continue;",
+        "if (group.done.fetch_add(1, std::memory_order_acq_rel) != 0) continue;",
+        "another thread may still write rows of a block that is announced",
+        catch="test_phase",
+    ),
+]
