@@ -40,7 +40,8 @@ foreach(header ${headers})
 endforeach()
 configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BINARY_DIR}/generated/protocol_headers.h")
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu")
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu"
+  "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp")
 pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
 # The C++ files of the module call the runtime too.

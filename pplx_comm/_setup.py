@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from . import _core, _memory
+from . import _core, _gpu, _memory
 from ._carriers import Carriers, ProxyCarrier, host_key, positive_setting
 from ._libfabric import Place, this_place
 from ._version import __version__
@@ -50,6 +50,8 @@ class Request:
     timeout: float  # of a step
     error: str | None = None  # what this rank found wrong with its arguments
     nics: tuple[str, ...] = ()  # of this rank, by name
+    gpu: int | None = None  # None: the CPU device
+    num_sms: int = 0  # 0: all
 
     @property
     def patience(self) -> float:
@@ -117,6 +119,8 @@ def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list
                 "each other's memory: they run on different hosts, or in different network or IPC namespaces"
             )
         (mapped if together else remote).append(peer)
+    if request.gpu is not None and remote:
+        raise Error(f"device='cuda' reaches only ranks of one node so far: {_name_ranks(remote)} cannot share memory with this one")
     if request.transport == "mapped" and remote:
         raise Error(
             f"transport='mapped' reaches only ranks of one node, and {_name_ranks(remote)} cannot share memory with "
@@ -159,8 +163,21 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
     ranks_here = list(hosts.values()).count(host_key())
 
-    # Memory that peers of this node map.
-    errors.clear()
+    exchange = (_share if request.gpu is None else _share_gpu)(comm, request, mapped, ranks_here)
+    wiring = Wiring(exchange, mapped, remote, hosts)
+    here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
+    wiring.places = {rank: Place(**answer["place"]) for rank, answer in here}
+    if any(answer is not None and answer["remote"] for answer in answers):
+        _connect(comm, request, wiring, alive)
+    # Nobody writes before everybody can receive.
+    _agree(comm, "AllToAll: ready", {}, timeout)
+    return wiring, config.object
+
+
+def _share(comm: Communicator, request: Request, mapped: list[int], ranks_here: int) -> _core.Exchange:
+    """Memory that peers of this node map."""
+    config, timeout = request.config, request.patience
+    errors: list[str] = []
     fd = _attempt(errors, lambda: _memory.allocate(config.heap_bytes, f"the blocks of an AllToAll on rank {comm.rank}"))
     try:
         _agree(comm, "AllToAll: memory", {"error": errors[0] if errors else None}, timeout)
@@ -171,15 +188,35 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
             os.close(fd)
     _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
     assert exchange is not None
+    return exchange
 
-    wiring = Wiring(exchange, mapped, remote, hosts)
-    here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
-    wiring.places = {rank: Place(**answer["place"]) for rank, answer in here}
-    if any(answer is not None and answer["remote"] for answer in answers):
-        _connect(comm, request, wiring, alive)
-    # Nobody writes before everybody can receive.
-    _agree(comm, "AllToAll: ready", {}, timeout)
-    return wiring, config.object
+
+def _share_gpu(comm: Communicator, request: Request, mapped: list[int], _: int) -> Any:
+    """The same in device memory."""
+    config, timeout, gpu = request.config, request.patience, request.gpu
+    assert gpu is not None
+    errors: list[str] = []
+    own = _attempt(errors, lambda: _gpu.allocate(config, gpu, f"the blocks of an AllToAll on rank {comm.rank}"))
+    described = None if own is None else _attempt(errors, lambda: _gpu.describe(own))
+    answers = _agree(comm, "AllToAll: memory", {"error": errors[0] if errors else None, "memory": described}, timeout)
+    assert own is not None
+    fds = [own.descriptor()] if own.has_descriptor else []
+    try:
+        received = comm._share_fds(fds, "AllToAll: memory")
+    finally:
+        _gpu.close_all(fds)
+    try:
+        peers = _attempt(
+            errors,
+            lambda: {r: _gpu.open_peer(gpu, answers[r]["memory"], received[r]) for r in mapped},  # type: ignore[index]
+        )
+    finally:
+        for theirs in received.values():
+            _gpu.close_all(theirs)
+    make = _gpu.cuda_module().Exchange
+    exchange = None if errors else _attempt(errors, lambda: make(config, own, peers, gpu, request.timeout, request.num_sms))
+    _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
+    return exchange
 
 
 def rewire(comm: Communicator, request: Request, wiring: Wiring, survivors: list[int]) -> None:

@@ -16,6 +16,7 @@ import torch
 from . import _core
 from ._carriers import named_nics
 from ._failure import Failure
+from ._gpu import BOTH, SEND, Gpu, device_index
 from ._outputs import Outputs
 from ._reset import reset
 from ._setup import Request, wire_up
@@ -134,7 +135,7 @@ class AllToAll:
     dtype: what dispatch takes and combine returns: bfloat16, float16 or float32.
     wire: what travels in dispatch: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: what d.x looks like: Ragged(align=128), Padded() or Compact().
-    device: "cpu" (the only one so far); None takes the best there is.
+    device: "cpu", the default, or "cuda": torch's current GPU, or "cuda:1". Several ranks may share a GPU; all must be of one node.
     transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists.
     provider: the libfabric provider of the proxy; None takes the best there is.
     nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes those of
@@ -178,10 +179,16 @@ class AllToAll:
         layout = Ragged() if layout is None else layout
         config, error = _core.Config(), None
         names: tuple[str, ...] = ()
+        where = torch.device("cpu")
         try:
             names = named_nics(nics)
-            if device is not None and torch.device(device).type != "cpu":
-                raise Error(f"device={str(device)!r} is not built yet; 'cpu' is")
+            where = torch.device("cpu" if device is None else device)
+            if where.type not in ("cpu", "cuda"):
+                raise Error(f"device={str(device)!r} must be 'cpu' or 'cuda'")
+            if where.type == "cuda":
+                where = torch.device("cuda", device_index(where))
+                if Wire.of(wire) is Wire.MXFP8:
+                    raise Error("wire='mxfp8' is not built yet for device='cuda'")
             if transport == "nvshmem":
                 raise Error("transport='nvshmem' is not built yet: 'auto', 'mapped' and 'proxy' are")
             if transport not in ("auto", "mapped", "proxy"):
@@ -203,7 +210,7 @@ class AllToAll:
         compared = {
             "num_experts": num_experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": max_tokens_per_rank,
             "dtype": str(dtype), "wire": wire.value if isinstance(wire, Wire) else repr(wire), "layout": repr(layout),
-            "transport": transport,
+            "transport": transport, "device": where.type,
             "provider": provider,
             "node_size": node_size, "in_flight": in_flight, "timeout": timeout, "scale_layout": scale_layout,
             "first_step": config.first_step,
@@ -213,15 +220,18 @@ class AllToAll:
         }
         begun = time.monotonic()
         self._request = Request(
-            config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error, nics=names
-        )
+            config, compared, transport, provider, node_size, 100.0 if error else float(timeout), error, nics=names,
+            gpu=where.index, num_sms=num_sms or 0,
+        )  # fmt: skip
         self._wiring, self._number = wire_up(comm, self._request, {a2a._number for a2a in _live(comm)})
         self.dtype, self.wire, self.layout = dtype, Wire.of(wire), layout
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_local_experts: int = config.local_experts
         self._config = config
+        self.device = where
         self._core = self._wiring.exchange
+        self._gpu = Gpu(self, self._core, where) if where.type == "cuda" else None
         self._outputs = Outputs(config, layout, dtype, self.wire)
         self._alive = [bool(alive) for alive in comm._peek_alive]
         _live(comm).add(self)
@@ -265,6 +275,8 @@ class AllToAll:
         plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as a backward pass needs it.
         async_op: returns after the send half; d.wait() is the receive half.
         """
+        if self._gpu is not None:
+            return self._gpu.dispatch(SEND if async_op else BOTH, x, topk_ids, topk_weights, x_scale, plan)
         d = self._dispatch_send(x, topk_ids, topk_weights, x_scale, plan, keep_own_rows=not async_op)
         return d if async_op else self.dispatch_recv(d)
 
@@ -278,6 +290,8 @@ class AllToAll:
         plan: Plan | None = None,
     ) -> Dispatched:
         """The send half of dispatch. When it returns, x may be overwritten."""
+        if self._gpu is not None:
+            return self._gpu.dispatch(SEND, x, topk_ids, topk_weights, x_scale, plan)
         return self._dispatch_send(x, topk_ids, topk_weights, x_scale, plan, keep_own_rows=False)
 
     def _dispatch_send(
@@ -318,6 +332,8 @@ class AllToAll:
             if d._received is not None:
                 return d
             self._check_usable("dispatch_recv")
+            if self._gpu is not None:
+                return self._gpu.dispatch_recv(d)
             arguments = self._outputs.allocate(d)
             with self._failing("dispatch_recv"):
                 d._received = self._core.dispatch_recv(d.step, **arguments)
@@ -353,6 +369,10 @@ class AllToAll:
             g = dispatch(dY, plan=d.plan); d_out = g.weights[:, None] * g.x; dw = (g.x * out).sum(1); dX = experts' backward(d_out)
             dx, dw = combine(dX, g, weighted=False, tail=dw)
         """
+        if self._gpu is not None:
+            self._check_combine(d)
+            c = self._gpu.combine(SEND if async_op else BOTH, expert_out, d, weights, weighted, tail, out, accumulate)
+            return c if async_op else c._out
         c = self.combine_send(expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate)
         return c if async_op else self.combine_recv(c)
 
@@ -368,8 +388,9 @@ class AllToAll:
         accumulate: bool = False,
     ) -> Combining:
         """The send half of combine. When it returns, expert_out may be overwritten."""
-        self._check_handle("combine", d, Dispatched)
-        self._check_usable("combine")
+        self._check_combine(d)
+        if self._gpu is not None:
+            return self._gpu.combine(SEND, expert_out, d, weights, weighted, tail, out, accumulate)
         received = d._require_received("combine")
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
@@ -393,6 +414,8 @@ class AllToAll:
         with self._lock:
             if not c._done:
                 self._check_usable("combine_recv")
+                if self._gpu is not None:
+                    return self._gpu.combine_recv(c)
                 with self._failing("combine_recv"):
                     self._core.combine_recv(
                         c._dispatched.step, c._out.data_ptr(), c._out.stride(0) * c._out.element_size(), c._accumulate,
@@ -407,11 +430,18 @@ class AllToAll:
             raise Error("release: this dispatch was combined or released already")
         self.dispatch_recv(d)
         self._check_usable("release")
+        if self._gpu is not None:
+            self._gpu.release(d)
+            return
         d._used = True
         with self._failing("release"):
             self._core.release(d.step)
 
     # ---- checks: all before anything is sent -------------------------------------------------------------------------
+
+    def _check_combine(self, d: Dispatched) -> None:
+        self._check_handle("combine", d, Dispatched)
+        self._check_usable("combine")
 
     def _check_usable(self, call: str, notices: bool = False) -> None:
         if self._closed:
@@ -458,13 +488,16 @@ class AllToAll:
             raise Error(f"dispatch: x_scale is {x_scale.dtype}, must be {each}")
         if tuple(x_scale.shape) != shape:
             raise Error(f"dispatch: x_scale has shape {tuple(x_scale.shape)}, must be {each}")
-        if x_scale.device.type != "cpu":
-            raise Error(f"dispatch: x_scale is on {x_scale.device}, this AllToAll works on cpu")
+        if x_scale.device != self.device:
+            raise Error(f"dispatch: x_scale is on {x_scale.device}, this AllToAll works on {self.device}")
 
-    @staticmethod
-    def _check_tensor(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-        if tensor.device.type != "cpu":
-            raise Error(f"{name} is on {tensor.device}, this AllToAll works on cpu")
+    def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+        have = tensor.shape
+        alike = have == shape or (shape[0] is None and have[1:] == shape[1:])
+        if alike and tensor.device == self.device and tensor.is_contiguous():
+            return  # nearly always, and quickly
+        if tensor.device != self.device:
+            raise Error(f"{name} is on {tensor.device}, this AllToAll works on {self.device}")
         good = tensor.dim() == len(shape) and all(
             want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
         )
@@ -479,14 +512,19 @@ class AllToAll:
             return None
         if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
             raise Error(f"{name} must be a float32 tensor, not {getattr(weights, 'dtype', type(weights).__name__)}")
-        self._check_tensor(name, weights.contiguous(), (tokens, self.top_k))
-        return weights.contiguous()
+        weights = weights.contiguous()
+        self._check_tensor(name, weights, (tokens, self.top_k))
+        return weights
 
-    def _make_plan(self, topk_ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> Plan:
+    def _check_ids(self, topk_ids: torch.Tensor, tokens: int) -> torch.Tensor:
         if not isinstance(topk_ids, torch.Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
             raise Error(f"topk_ids must be int32 or int64, not {getattr(topk_ids, 'dtype', type(topk_ids).__name__)}")
         ids = topk_ids.contiguous()
         self._check_tensor("topk_ids", ids, (tokens, self.top_k))
+        return ids
+
+    def _make_plan(self, topk_ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> Plan:
+        ids = self._check_ids(topk_ids, tokens)
         core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
         return Plan(self, core, weights, self._core.generation)
 
@@ -505,13 +543,12 @@ class AllToAll:
             return plan
         return Plan(self, plan._core, self._check_weights("topk_weights", topk_weights, tokens), plan._generation)
 
-    def _check_expert_out(self, expert_out: torch.Tensor, received: _core.Received) -> int:
+    def _check_expert_rows(self, expert_out: torch.Tensor) -> int:
+        """What holds on every device. Returns the bytes from row to row."""
         if not isinstance(expert_out, torch.Tensor):
             raise Error(f"combine: expert_out must be a tensor, not {type(expert_out).__name__}")
         if expert_out.dtype != self.dtype:
             raise Error(f"combine: expert_out is {expert_out.dtype}, must be {self.dtype}")
-        if received.generation != self._core.generation:
-            raise Error("combine: this dispatch is from before reset()")
         if isinstance(self.layout, Padded):
             group = self._config.max_per_expert
             self._check_tensor("combine: expert_out", expert_out, (self.num_local_experts, group, self.hidden))
@@ -519,10 +556,16 @@ class AllToAll:
                 raise Error("combine: the rows of expert_out must be evenly spaced; call .contiguous()")
             return expert_out.stride(1) * expert_out.element_size()
         self._check_tensor("combine: expert_out", expert_out, (None, self.hidden))
-        needed = min(received.needed_rows, self._config.max_rows)
-        if expert_out.shape[0] < needed:
-            raise Error(f"combine: expert_out has {expert_out.shape[0]} rows, this dispatch filled {needed}")
         return expert_out.stride(0) * expert_out.element_size()
+
+    def _check_expert_out(self, expert_out: torch.Tensor, received: _core.Received) -> int:
+        stride = self._check_expert_rows(expert_out)
+        if received.generation != self._core.generation:
+            raise Error("combine: this dispatch is from before reset()")
+        needed = min(received.needed_rows, self._config.max_rows)
+        if not isinstance(self.layout, Padded) and expert_out.shape[0] < needed:
+            raise Error(f"combine: expert_out has {expert_out.shape[0]} rows, this dispatch filled {needed}")
+        return stride
 
     def _check_combine_weights(self, weights: torch.Tensor | None, weighted: bool, tokens: int) -> torch.Tensor | None:
         if weights is None:
@@ -570,6 +613,8 @@ class AllToAll:
         if self._closed:
             return
         if failure.kind == "closed":
+            if self._gpu is not None:
+                return  # what it sent has arrived or never will, and the timeout says which
             self._core.peer_left(failure.rank)
             return
         peer = failure.rank if failure.peer is None else failure.peer
@@ -586,8 +631,8 @@ class AllToAll:
         tokens = self.max_tokens_per_rank
         generator = torch.Generator().manual_seed(self._comm.rank)
         ids = torch.randint(0, self.num_experts, (tokens, self.top_k), generator=generator)
-        d = self.dispatch(torch.zeros(tokens, self.hidden, dtype=self.dtype), ids)
-        self.combine(torch.zeros(d.x.shape, dtype=self.dtype), d)
+        d = self.dispatch(torch.zeros(tokens, self.hidden, dtype=self.dtype, device=self.device), ids.to(self.device))
+        self.combine(torch.zeros(d.x.shape, dtype=self.dtype, device=self.device), d)
 
     def reset(self, timeout: float | None = None) -> list[int]:
         """After a failure: the survivors agree on who is left and go on with them, from a fresh first step. Returns who.
@@ -599,6 +644,8 @@ class AllToAll:
         To take a rank back, all make a new Communicator and a new AllToAll on it: see `Communicator.from_env`.
         """
         self._check_usable("reset")
+        if self._gpu is not None:
+            raise Error("reset() is not built yet for device='cuda': close this AllToAll and make another")
         if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
             raise Error(f"reset: timeout={timeout!r} must be a positive number of seconds")
         with self._failing("reset"):
@@ -607,6 +654,8 @@ class AllToAll:
     def stats(self) -> dict[str, Any]:
         """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase; the proxy's own."""
         self._check_usable("stats")
+        if self._gpu is not None:
+            return {"steps": self._core.steps, "open_steps": self._core.open_steps}
         stats: dict[str, Any] = self._core.stats()
         stats["open_steps"] = self._core.open_steps
         if self._wiring.carrier is not None:
@@ -649,6 +698,8 @@ class AllToAll:
         failed = self._failed is not None or self._comm.failure is not None
         self._wiring.detach(0.1 if failed else _CLOSE_TIMEOUT)
         self._outputs.close()
+        if self._gpu is not None:
+            self._gpu.close()
         del self._core, self._wiring
 
     def __enter__(self) -> AllToAll:

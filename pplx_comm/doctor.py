@@ -214,7 +214,9 @@ def _gpus() -> list[Finding]:
                 "check CUDA_VISIBLE_DEVICES and nvidia-smi",
             )
         ]
-    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; this version computes on the CPU")]
+    return [
+        Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them inside a node")
+    ]
 
 
 def _version(number: int) -> str:

@@ -244,10 +244,7 @@ void bind_life(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cls)
          "fail",
          [](SharedExchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
            Abort abort;
-           abort.reason = reason == "death"    ? AbortReason::Death
-                          : reason == "timeout" ? AbortReason::Timeout
-                          : reason == "closed"  ? AbortReason::Closed
-                                                : AbortReason::User;
+           abort.reason = reason_named(reason);
            abort.origin = origin < 0 ? kNoRank : static_cast<std::uint32_t>(origin);
            abort.peer = peer < 0 ? kNoRank : static_cast<std::uint32_t>(peer);
            abort.step = step;

@@ -16,34 +16,10 @@ constexpr double kDeathGrace = 0.8;
 // A thread that comes back to its wait after more than this was stopped. That time is no peer's fault.
 constexpr double kAway = 1.0;
 
-std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
-
-std::string word_text(std::uint64_t word) {
-  if (word == 0) return "nothing yet";
-  return "step " + std::to_string(static_cast<std::uint32_t>(word)) + " (generation " + std::to_string(word >> 32) + ")";
-}
-
 std::string seconds_text(double seconds) {
   char text[32];
   std::snprintf(text, sizeof text, "%.3g s", seconds);
   return text;
-}
-
-std::string abort_text(const Abort& a) {
-  const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
-  switch (a.reason) {
-    case AbortReason::Death: return rank_text(a.peer) + " died" + where;
-    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
-    case AbortReason::Fabric:
-      return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
-                                : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
-    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
-    case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
-    case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
-    case AbortReason::User:
-    case AbortReason::None: break;
-  }
-  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
 }
 
 }  // namespace

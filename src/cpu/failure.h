@@ -28,4 +28,34 @@ struct PeerFailure : std::runtime_error {
   std::string seen;
 };
 
+// As the control plane names it.
+inline AbortReason reason_named(const std::string& name) {
+  return name == "death" ? AbortReason::Death : name == "timeout" ? AbortReason::Timeout : name == "closed" ? AbortReason::Closed : AbortReason::User;
+}
+
+// In the words of an error message.
+inline std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
+
+inline std::string word_text(std::uint64_t word) {
+  if (word == 0) return "nothing yet";
+  return "step " + std::to_string(static_cast<std::uint32_t>(word)) + " (generation " + std::to_string(word >> 32) + ")";
+}
+
+inline std::string abort_text(const Abort& a) {
+  const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
+  switch (a.reason) {
+    case AbortReason::Death: return rank_text(a.peer) + " died" + where;
+    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
+    case AbortReason::Fabric:
+      return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
+                                : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
+    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
+    case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
+    case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
+    case AbortReason::User:
+    case AbortReason::None: break;
+  }
+  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
+}
+
 }  // namespace pplx

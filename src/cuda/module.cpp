@@ -1,32 +1,165 @@
-#include <cuda_runtime_api.h>
+// Python's view of the CUDA device: addresses and numbers in, never a tensor. Config and the errors are _core's.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "error.h"
+#include "exchange.h"
+
+namespace py = pybind11;
+
+namespace pplx::cuda {
 namespace {
+
+using Address = std::uintptr_t;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 // Each of these answers 0 where there is no driver: a failed call leaves its argument alone.
 int device_count() {
-    int count = 0;
-    cudaGetDeviceCount(&count);
-    return count;
+  int count = 0;
+  cudaGetDeviceCount(&count);
+  return count;
 }
 
 int driver_version() {
-    int version = 0;
-    cudaDriverGetVersion(&version);
-    return version;
+  int version = 0;
+  cudaDriverGetVersion(&version);
+  return version;
 }
 
 int runtime_version() {
-    int version = 0;
-    cudaRuntimeGetVersion(&version);
-    return version;
+  int version = 0;
+  cudaRuntimeGetVersion(&version);
+  return version;
+}
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
+                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, int device, double timeout,
+                                        std::uint32_t num_sms) {
+  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world)};
+  for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
+  for (std::uint32_t rank = 0; rank < config.world; ++rank)
+    if (rank != config.rank && !memory.peers[rank]) throw Misuse("device='cuda' needs the memory of every rank");
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
+}
+
+py::dict describe(const BufferLayout& b) {
+  py::dict d;
+  const std::pair<const char*, std::uint64_t> parts[] = {
+      {"x", b.x}, {"scale", b.scales}, {"counts", b.counts}, {"offsets", b.offsets}, {"weights", b.weights}, {"src_rank", b.src_rank},
+      {"src_token", b.src_token}, {"topk_ids", b.topk_ids}, {"topk_weights", b.topk_weights}, {"num_rows", b.num_rows}};
+  for (const auto& [name, at] : parts)
+    if (at != BufferLayout::none) d[name] = at;
+  d["bytes"] = b.bytes;
+  d["rows"] = b.rows;
+  return d;
+}
+
+void bind_memory(py::module_& m) {
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory", "Device memory that the ranks of a node map.")
+      .def(py::init<int, std::size_t, const std::string&>(), py::arg("device"), py::arg("nbytes"), py::arg("what"), Unlocked())
+      .def_static(
+          "from_descriptor",
+          [](int device, int fd, std::size_t bytes) { return std::make_shared<SharedMemory>(device, fd, bytes); },
+          py::arg("device"), py::arg("fd"), py::arg("nbytes"), Unlocked())
+      .def_static(
+          "from_ipc",
+          [](int device, const py::bytes& handle, std::size_t bytes) { return std::make_shared<SharedMemory>(device, std::string(handle), bytes); },
+          py::arg("device"), py::arg("handle"), py::arg("nbytes"))
+      .def_property_readonly("nbytes", &SharedMemory::bytes)
+      .def_property_readonly("has_descriptor", &SharedMemory::has_descriptor)
+      .def("descriptor", &SharedMemory::descriptor, "A file descriptor of it; the caller closes it.")
+      .def("ipc_handle", [](const SharedMemory& memory) { return py::bytes(memory.ipc_handle()); });
+}
+
+void bind_exchange(py::module_& m) {
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
+      .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("device"), py::arg("timeout"),
+           py::arg("num_sms"))
+      .def(
+          "dispatch",
+          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids, bool wide_ids,
+             Address weights, Address scales, std::uint64_t scale_row_stride, std::uint64_t scale_stride, Address plan, Address buffer) {
+            Exchange::Tokens t;
+            t.count = tokens;
+            t.x = pointer<const char>(x);
+            t.stride = stride;
+            t.ids = pointer<const void>(ids);
+            t.wide_ids = wide_ids;
+            t.weights = pointer<const float>(weights);
+            t.scales = pointer<const char>(scales);
+            t.scale.row = scale_row_stride;
+            t.scale.scale = scale_stride;
+            return e.dispatch(pointer<CUstream_st>(stream), halves, t, pointer<char>(plan), pointer<char>(buffer));
+          },
+          "halves: 1 sends, 2 receives, 3 is both in one launch.")
+      .def(
+          "combine",
+          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride, std::uint64_t rows,
+             bool weighted, bool uses_weights, Address weights, Address y, std::uint64_t y_stride, bool accumulate, Address plan, Address buffer) {
+            Exchange::Outputs o;
+            o.expert_out = pointer<const char>(expert_out);
+            o.stride = stride;
+            o.rows = rows;
+            o.weighted = weighted;
+            o.uses_weights = uses_weights;
+            o.weights = pointer<const float>(weights);
+            e.combine(pointer<CUstream_st>(stream), halves, o, {tokens, pointer<char>(y), y_stride, accumulate}, pointer<char>(plan),
+                      pointer<char>(buffer));
+          })
+      .def("release",
+           [](Exchange& e, Address stream, std::uint32_t tokens, Address plan, Address buffer) {
+             Exchange::Outputs o;
+             o.release = true;
+             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens, nullptr, 0, false}, pointer<char>(plan), pointer<char>(buffer));
+           })
+      .def("push",
+           [](Exchange& e, Address stream, const std::vector<std::uint64_t>& bytes) { e.push(pointer<CUstream_st>(stream), bytes); },
+           py::arg("stream"), py::arg("bytes"), "The floor: bare stores of that many bytes to each rank. Nothing else may follow on this object.")
+      .def("stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
+           py::arg("stamps"), py::arg("steps"), "Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.")
+      .def(
+          "fail",
+          [](Exchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
+            Abort abort;
+            abort.reason = reason_named(reason);
+            abort.origin = origin < 0 ? kNoRank : static_cast<std::uint32_t>(origin);
+            abort.peer = peer < 0 ? kNoRank : static_cast<std::uint32_t>(peer);
+            abort.step = step;
+            e.fail(abort, message);
+          },
+          py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
+      .def("raise_failure", &Exchange::raise_failure)
+      .def("raise_notice", &Exchange::raise_notice)
+      .def_property_readonly("generation", &Exchange::generation)
+      .def_property_readonly("open_steps", &Exchange::open_steps)
+      .def_property_readonly("steps", &Exchange::steps);
+  m.def("buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
+        "Where the parts of what a dispatch returns lie in its buffer.");
+  m.def("plan_bytes", [](const Config& config, std::uint64_t tokens) { return plan_bytes(config, tokens); }, py::arg("config"), py::arg("tokens"));
 }
 
 }  // namespace
 
+void bind(py::module_& m) {
+  m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
+  m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
+  bind_memory(m);
+  bind_exchange(m);
+}
+
+}  // namespace pplx::cuda
+
 PYBIND11_MODULE(_cuda, m) {
-    m.doc() = "The CUDA half of pplx_comm.";
-    m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
-    m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
-    m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
+  m.doc() = "The CUDA half of pplx_comm. Import pplx_comm._core first.";
+  pplx::cuda::bind(m);
 }

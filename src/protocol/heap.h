@@ -1,7 +1,7 @@
 // Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
+//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
 #pragma once
 
 #include "words.h"
@@ -10,6 +10,7 @@ namespace pplx {
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
+  std::uint64_t counts = 0;             // u64 [in_flight][world][1 + experts_per_rank]: rows, and choices by local expert (count_word)
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]
@@ -26,6 +27,9 @@ struct Heap {
 
   constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
+  }
+  constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
+    return counts + kWordBytes * (std::uint64_t{set} * c.world + peer) * (1 + experts_per_rank(c));
   }
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
@@ -44,6 +48,8 @@ constexpr Heap heap_of(const Config& c) {
   std::uint64_t at = Heap::kAborts * kWordBytes;
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
+  h.counts = at;
+  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * (1 + experts_per_rank(c)), page);
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
     h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(c.max_tokens), 64);

@@ -15,6 +15,16 @@ constexpr bool arrived(std::uint64_t word, std::uint32_t generation, std::uint32
   return static_cast<std::uint32_t>(word >> 32) == generation && step_reached(static_cast<std::uint32_t>(word), step);
 }
 
+// Count: generation (11) | count (21) | step (32). What arrives is in the word itself, so it needs no release: a GPU sends the counts
+// of a dispatch so, about 2 us earlier than a header and its arrival word.
+constexpr std::uint64_t count_word(std::uint32_t generation, std::uint32_t step, std::uint32_t count) {
+  return std::uint64_t{generation & 0x7ffu} << 53 | std::uint64_t{count & 0x1fffffu} << 32 | step;
+}
+constexpr std::uint32_t count_of(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32) & 0x1fffffu; }
+constexpr bool is_count(std::uint64_t word, std::uint32_t generation, std::uint32_t step) {
+  return word == count_word(generation, step, count_of(word)) && word != 0;
+}
+
 // Which arrival words a rank has, each per set and per peer. A header's word may be raised before its block's.
 enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights };
 inline constexpr std::uint32_t kSignals = 4;

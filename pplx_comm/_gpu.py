@@ -1,0 +1,291 @@
+"""The CUDA device of an AllToAll: everything is launched on the caller's current stream, nothing synchronises."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import _core
+from .errors import Error
+from .handles import Combining, Dispatched, Plan
+from .layouts import Padded
+from .wire import Wire
+
+if TYPE_CHECKING:
+    from . import _cuda
+    from .all_to_all import AllToAll
+
+SEND, RECV = 1, 2
+BOTH = SEND | RECV
+_ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
+
+
+def cuda_module() -> Any:
+    """pplx_comm._cuda, or an Error that says why there is none."""
+    try:
+        from . import _cuda
+    except ImportError as problem:
+        raise Error(f"device='cuda': this build has no CUDA module ({problem}); build with an nvcc at hand") from None
+    if _cuda.device_count() == 0:
+        raise Error("device='cuda': this process sees no GPU")
+    return _cuda
+
+
+def device_index(device: torch.device) -> int:
+    """The GPU that `device` names; "cuda" alone is torch's current one."""
+    count = cuda_module().device_count()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= count:
+        raise Error(f"device='cuda:{index}': this process sees {count} GPUs")
+    return int(index)
+
+
+def allocate(config: _core.Config, device: int, what: str) -> _cuda.SharedMemory:
+    return cuda_module().SharedMemory(device, config.heap_bytes, what)
+
+
+def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
+    """What a peer needs besides the descriptor, if there is one."""
+    return {"nbytes": memory.nbytes, "ipc": None if memory.has_descriptor else memory.ipc_handle().hex()}
+
+
+def open_peer(device: int, description: dict[str, Any], fds: list[int]) -> _cuda.SharedMemory:
+    shared = cuda_module().SharedMemory
+    if description["ipc"] is not None:
+        return shared.from_ipc(device, bytes.fromhex(description["ipc"]), description["nbytes"])
+    return shared.from_descriptor(device, fds[0], description["nbytes"])
+
+
+def close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+@dataclass
+class DevicePlan:
+    """A plan in device memory."""
+
+    tokens: int
+    buffer: torch.Tensor
+    rows_at: int  # in 4-byte words
+
+    def rows(self, rank: int) -> int:
+        """Waits for the dispatch that makes the plan."""
+        return int(self.buffer.view(torch.int32)[self.rows_at + rank])
+
+
+class DeviceDispatched(Dispatched):
+    """Its tensors are views of one buffer, made when they are asked for."""
+
+    def __init__(self, owner: AllToAll, gpu: Gpu, plan: Plan, step: int, buffer: torch.Tensor, received: Any) -> None:
+        self.__dict__.update(gpu.absent)  # what this layout and wire do not have
+        self._owner, self._gpu, self.plan, self.step = owner, gpu, plan, step
+        self._buffer, self._received = buffer, received
+        self._inputs, self._used = (), False
+
+    def __getattr__(self, name: str) -> Any:
+        gpu = self.__dict__.get("_gpu")
+        if gpu is None or name not in gpu.parts:
+            raise AttributeError(name)
+        view = gpu.view(self._buffer, name)
+        self.__dict__[name] = view
+        return view
+
+
+@dataclass(frozen=True)
+class _Part:
+    at: int  # bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Gpu:
+    """The phases of one AllToAll as launches."""
+
+    def __init__(self, owner: AllToAll, core: _cuda.Exchange, device: torch.device) -> None:
+        self._owner = owner
+        self._core = core
+        self._device = device
+        config = owner._config
+        self._config = config
+        layout = cuda_module().buffer_layout(config)
+        self._buffer_bytes: int = layout["bytes"]
+        self._plan_bytes = cuda_module().plan_bytes
+        self._rows_at = -(-config.num_experts // 4) * 4
+        self._rows: int = layout["rows"]
+        self.parts = self._parts(layout)
+        optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
+        self.absent = {name: None for name in optional if name not in self.parts}
+
+    def close(self) -> None:
+        del self._core
+
+    def _parts(self, layout: dict[str, int]) -> dict[str, _Part]:
+        config, owner = self._config, self._owner
+        experts, top_k, scales = config.local_experts, owner.top_k, config.scales_per_row
+        padded = isinstance(owner.layout, Padded)
+        rows = (experts, config.max_per_expert) if padded else (self._rows,)
+        payload = owner.dtype if owner.wire is Wire.NATIVE else torch.float8_e4m3fn
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "x": (payload, (*rows, owner.hidden)),
+            "counts": (torch.int32, (experts,)),
+            "offsets": (torch.int32, (experts + 1,)),
+            "weights": (torch.float32, rows),
+            "src_rank": (torch.int32, rows),
+            "src_token": (torch.int32, rows),
+            "topk_ids": (torch.int32, (*rows, top_k)),
+            "topk_weights": (torch.float32, (*rows, top_k)),
+            "num_rows": (torch.int32, (1,)),
+        }
+        parts = {}
+        for name, (dtype, shape) in shapes.items():
+            if name in layout:
+                parts[name] = _Part(layout[name], dtype, shape, torch.empty(shape, device="meta").stride())
+        if "scale" in layout:
+            columns = -(-rows[-1] // 4) * 4
+            strides = (1, columns) if config.scale_tma else (scales, 1)
+            if padded:
+                strides = ((columns if config.scale_tma else rows[-1]) * scales, *strides)
+            parts["scale"] = _Part(layout["scale"], torch.float32, (*rows, scales), strides)
+        return parts
+
+    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
+        part = self.parts[name]
+        typed = buffer.view(part.dtype)
+        return typed.as_strided(part.shape, part.strides, part.at // part.dtype.itemsize)
+
+    def _stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    @staticmethod
+    def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The tensor, or a copy whose rows start where kernels want them, and its stride in bytes. `tensor` is [rows, columns]."""
+        size = tensor.element_size()
+        stride = tensor.stride(0) * size if tensor.shape[0] > 1 else -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN
+        if stride % _ROW_ALIGN == 0 and tensor.data_ptr() % _ROW_ALIGN == 0:
+            return tensor, stride
+        columns = -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN // size
+        copy = torch.empty((tensor.shape[0], columns), dtype=tensor.dtype, device=tensor.device)
+        copy[:, : tensor.shape[1]] = tensor
+        return copy, columns * size
+
+    # ---- dispatch ----------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        halves: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        plan: Plan | None,
+    ) -> Dispatched:
+        owner = self._owner
+        owner._check_usable("dispatch", notices=True)
+        tokens = owner._check_tokens(x, x_scale)
+        ids, wide = 0, False
+        if plan is None:
+            if topk_ids is None:
+                raise Error("dispatch: give topk_ids, or plan= of an earlier dispatch")
+            topk_ids = owner._check_ids(topk_ids, tokens)
+            ids, wide = topk_ids.data_ptr(), topk_ids.dtype == torch.int64
+            weights = owner._check_weights("topk_weights", topk_weights, tokens)
+            buffer = torch.empty(self._plan_bytes(self._config, tokens), dtype=torch.uint8, device=self._device)
+            if tokens == 0:
+                ids = buffer.data_ptr()  # an address, to say that the plan is to be made
+            plan = Plan(owner, DevicePlan(tokens, buffer, self._rows_at), weights, self._core.generation)
+        else:
+            plan = owner._check_plan(plan, topk_ids, topk_weights, tokens)
+        x, stride = self._rows_of(x)
+        weights = plan.topk_weights
+        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), 4 * x_scale.stride(0), 4 * x_scale.stride(1))
+        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        step = self._core.dispatch(
+            self._stream(), halves, tokens, x.data_ptr(), stride, ids, wide, 0 if weights is None else weights.data_ptr(),
+            *scales, plan._core.buffer.data_ptr(), buffer.data_ptr(),
+        )  # fmt: skip
+        return DeviceDispatched(owner, self, plan, step, buffer, self._core if halves & RECV else None)
+
+    def dispatch_recv(self, d: Dispatched) -> Dispatched:
+        assert isinstance(d, DeviceDispatched)
+        if d._received is None:
+            plan = d.plan._core
+            self._core.dispatch(
+                self._stream(), RECV, plan.tokens, 0, 0, 0, False, 0, 0, 0, 0, plan.buffer.data_ptr(), d._buffer.data_ptr()
+            )
+            d._received = self._core
+        return d
+
+    # ---- combine -----------------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        halves: int,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        weights: torch.Tensor | None,
+        weighted: bool,
+        tail: torch.Tensor | None,
+        out: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Combining:
+        owner = self._owner
+        if tail is not None:
+            raise Error("combine(tail=) is not built yet for device='cuda'")
+        d._require_received("combine")
+        if d._used:
+            raise Error("combine: this dispatch was combined or released already; a step is combined once")
+        assert isinstance(d, DeviceDispatched)
+        tokens = d.plan.tokens
+        owner._check_expert_rows(expert_out)
+        rows = expert_out.reshape(-1, owner.hidden) if isinstance(owner.layout, Padded) else expert_out
+        rows, stride = self._rows_of(rows)
+        weights = owner._check_combine_weights(weights, weighted, tokens)
+        if out is None and not accumulate:
+            out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
+        out = owner._check_out(out, accumulate, tokens)
+        y, y_stride = self._rows_of(out)
+        c = DeviceCombining(owner, d, out, accumulate)
+        c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
+        d._used = True
+        self._core.combine(
+            self._stream(), halves, tokens, rows.data_ptr(), stride, rows.shape[0], weighted, weights is not None,
+            0 if weights is None else weights.data_ptr(), y.data_ptr(), y_stride, accumulate,
+            d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+        )  # fmt: skip
+        if halves & RECV:
+            c._finish()
+        return c
+
+    def combine_recv(self, c: Combining) -> torch.Tensor:
+        assert isinstance(c, DeviceCombining)
+        if not c._done:
+            d = c._dispatched
+            assert isinstance(d, DeviceDispatched)
+            self._core.combine(
+                self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._y.data_ptr(), c._y_stride, c._accumulate,
+                d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+            )  # fmt: skip
+            c._finish()
+        return c._out
+
+    def release(self, d: Dispatched) -> None:
+        assert isinstance(d, DeviceDispatched)
+        self.dispatch_recv(d)
+        d._used = True
+        self._core.release(self._stream(), d.plan.tokens, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr())
+
+
+class DeviceCombining(Combining):
+    _y: torch.Tensor  # what the kernels write: _out, or rows that start where they want them
+    _y_stride: int
+    _uses_weights: bool
+
+    def _finish(self) -> None:
+        if self._y is not self._out:
+            self._out.copy_(self._y[:, : self._out.shape[1]])
+        self._done = True

@@ -1,0 +1,43 @@
+// combine(): one launch, or one per half; release() is a combine without rows.
+#include "combine_recv.cuh"
+#include "kernels.h"
+
+namespace pplx::cuda {
+namespace {
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
+  const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
+  const std::uint32_t step = *a.received.step;
+  if (load_relaxed(&a.common.control->failure) != 0) return;   // some rows may have no place
+  const std::uint32_t entry = a.recv ? load_token_row(a, first_receive_unit()) : kNone;
+  if (a.send) send_combine<T>(a, step);
+  if (a.recv) receive_combine<T>(a, step, entry);
+  stamp(a.common, Op::Combine, step, begun);
+}
+
+const void* kernel_of(const Config& c) {
+  switch (c.dtype) {
+    case Dtype::BFloat16: return reinterpret_cast<const void*>(combine_kernel<BFloat16>);
+    case Dtype::Float16: return reinterpret_cast<const void*>(combine_kernel<Float16>);
+    case Dtype::Float32: return reinterpret_cast<const void*>(combine_kernel<Float32>);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+cudaError_t load_dispatch(const Config& c);
+
+cudaError_t load_kernels(const Config& c) {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel_of(c));
+  return error == cudaSuccess ? load_dispatch(c) : error;
+}
+
+cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
+  return cudaLaunchKernel(kernel_of(arguments.common.c), dim3(blocks), dim3(kThreads), parameters, 0, stream);
+}
+
+}  // namespace pplx::cuda

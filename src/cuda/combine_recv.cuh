@@ -1,0 +1,72 @@
+// combine_recv: a warp per strip of a token's part waits for that part of each of its rows, and adds them, ranks ascending. Every peer's header
+// is waited for too: it says that the peer has read this rank's dispatch.
+#pragma once
+
+#include "combine_send.cuh"
+
+namespace pplx::cuda {
+
+__device__ inline void receive_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer)) return;
+  bool good = true;
+  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
+  if (!good) return;
+  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
+  const bool released = (h.flags & kReleased) != 0;
+  if (released != a.release || h.rows != expected || ((h.flags & kUsesWeights) != 0) != a.uses_weights)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, h.rows);
+  if ((h.flags & kOverflowed) != 0) k.report->overflowed = 1 + peer;
+}
+
+// Neighbours go to different multiprocessors.
+__device__ inline std::uint32_t first_receive_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
+
+inline constexpr std::uint32_t kStripBytes = kStripVectors * 512;
+__device__ inline std::uint32_t strips_of_part(const Common& k) {
+  return ceil_div(part_bytes(std::uint64_t{k.c.hidden} * dtype_bytes(k.c.dtype)), kStripBytes);
+}
+
+// This lane's row of a token, if it has so many. Known before the send half: loaded early.
+__device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
+  const std::uint32_t lane = threadIdx.x % 32, token = unit / (a.common.combine.parts * strips_of_part(a.common));
+  return lane < a.common.c.top_k && token < a.tokens && !a.release ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane] : kNone;
+}
+
+template <typename T>
+__device__ void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
+  const std::uint32_t parts = k.combine.parts;
+  const std::uint32_t bytes = k.c.hidden * dtype_bytes(k.c.dtype), size = part_bytes(bytes);
+  const std::uint32_t strips = strips_of_part(k);   // of a part: a warp each
+  const std::uint32_t units = a.release ? 0 : a.tokens * parts * strips;
+  for (std::uint32_t unit = warp; unit < units; unit += warps) {
+    const std::uint32_t token = unit / (parts * strips), part = unit / strips % parts, strip = unit % strips;
+    if (unit != warp) entry = load_token_row(a, unit);
+    const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone));
+    const char* row = nullptr;
+    bool good = true;
+    if (entry != kNone) {
+      row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
+      good = wait<Match::Exact>(k, row + k.combine.arrival_at + kWordBytes * part, Phase::CombineRecv, step, entry >> 20);
+    }
+    if (!__all_sync(~0u, good)) return;
+    const std::uint32_t from = part * size + strip * kStripBytes;
+    const std::uint32_t begin = from + lane * 16, end = min(min(bytes, (part + 1) * size), from + kStripBytes);
+    char* y = a.y + token * a.y_stride;
+    Sums<T, kStripVectors> sums;
+    if (a.accumulate) sums.load(y, begin, end);
+    const auto pointer = [&](std::uint32_t i) {
+      return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+    };
+    sums.template add<true>(n, false, begin, end, pointer, [](std::uint32_t) { return 1.0f; });
+    sums.store(y, begin, end);
+  }
+  // The last warps, which have the least to do.
+  for (std::uint32_t peer = warps - 1 - warp; peer < k.c.world; peer += warps)
+    if (lane == 0) receive_combine_header(a, step, peer);
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,63 @@
+// dispatch(): one launch, or one per half.
+#include "dispatch_recv.cuh"
+#include "dispatch_send.cuh"
+#include "kernels.h"
+
+namespace pplx::cuda {
+namespace {
+
+template <typename Mode>
+__global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kernel(const __grid_constant__ DispatchArguments a) {
+  extern __shared__ std::uint32_t words[];   // the send half's counts by expert, then the receive half's places
+  __shared__ SendShared s;
+  const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
+  std::uint32_t step = 0;
+  if (!a.send)
+    step = *a.received.step;
+  else if (is_publisher())
+    step = publish_dispatch(a, s);
+  else
+    step = send_dispatch<Mode>(a, s, words);
+  if (a.recv) receive_dispatch(a, step, words);
+  stamp(a.common, Op::Dispatch, step, begun);
+}
+
+std::uint32_t shared_bytes(const Config& c) {
+  const std::uint32_t received = (c.world + 1) * local_experts(c, c.rank);
+  return 4 * (c.num_experts > received ? c.num_experts : received);
+}
+
+using Kernel = void (*)(DispatchArguments);
+
+Kernel kernel_of(const Config& c, bool given_scales) {
+  if (!quantised(c.wire) || given_scales) return dispatch_kernel<AsIs>;
+  switch (c.dtype) {
+    case Dtype::BFloat16: return dispatch_kernel<Quantised<BFloat16>>;
+    case Dtype::Float16: return dispatch_kernel<Quantised<Float16>>;
+    case Dtype::Float32: return dispatch_kernel<Quantised<Float32>>;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+cudaError_t load_dispatch(const Config& c) {
+  for (const bool given : {false, true}) {
+    const void* kernel = reinterpret_cast<const void*>(kernel_of(c, given));
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error == cudaSuccess)
+      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(c)));
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  const Config& c = arguments.common.c;
+  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel_of(c, arguments.scales != nullptr)), dim3(blocks), dim3(kThreads), parameters,
+                          shared_bytes(c), stream);
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,313 @@
+// dispatch_recv: all counts give the experts' offsets; then a warp per part of a row copies it to its places as it arrives.
+#pragma once
+
+#include "barriers.cuh"
+#include "rows.cuh"
+#include "words.cuh"
+
+namespace pplx::cuda {
+
+// A row as its first warp sees it: lane i has choice i.
+struct ArrivedRow {
+  std::uint32_t source, at;    // at: among the rows of all sources
+  std::uint32_t token, choices, n;
+  std::uint32_t place, expert; // of this lane's choice; place is kNone where the output is too small
+  float weight;
+};
+
+struct ReceiveShared {
+  std::uint32_t rows_begin[kMaxPeers + 1];
+  std::uint32_t rows[kMaxPeers];
+  std::uint32_t room[kWorkerWarps];
+  bool good;
+  std::uint32_t ragged_rows;   // that the output must have
+  std::uint32_t largest;       // expert's count
+};
+
+// Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
+__device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s, const std::uint32_t* counts) {
+  const std::uint32_t source = threadIdx.x;
+  if (source < k.c.world) {
+    std::uint64_t sum = 0;
+    for (std::uint32_t e = 0; e < k.experts; ++e) sum += counts[source * k.experts + e];
+    if (sum < s.rows[source] || sum > std::uint64_t{s.rows[source]} * k.c.top_k)
+      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, s.rows[source], sum);
+  }
+  sync_workers();
+}
+
+// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends.
+__device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, std::uint32_t* base) {
+  const Common& k = a.common;
+  const std::uint32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32, world = k.c.world, experts = k.experts;
+  bool good = true;
+  for (std::uint32_t i = tid; i < world * (1 + experts); i += kWorkers) {
+    const std::uint32_t source = i / (1 + experts), place = i % (1 + experts);
+    const char* word = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), source) + kWordBytes * place;
+    std::uint32_t n = 0;
+    good = good && wait_count(k, word, Phase::DispatchRecv, step, source, n);
+    if (place != 0) {
+      base[source * experts + place - 1] = n;
+      continue;
+    }
+    s.rows[source] = n;
+    if (good && n > k.c.max_tokens) {
+      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.c.max_tokens, n);
+      good = false;
+    }
+  }
+  if (tid == 0) s.largest = 0;
+  if (!all_workers(good)) return false;
+  // One thread block reports; the last, which is the least likely to have sent anything.
+  const bool reports = blockIdx.x == gridDim.x - 1, padded = k.c.layout == LayoutKind::Padded;
+  if (reports) check_counts(k, step, s, base);
+  if (tid <= world) {
+    std::uint32_t begin = 0;
+    for (std::uint32_t r = 0; r < tid; ++r) begin += s.rows[r];
+    s.rows_begin[tid] = begin;
+    if (reports) a.received.rows_begin[tid] = begin;
+  }
+  std::uint32_t offset = 0;
+  for (std::uint32_t e0 = 0; e0 < experts; e0 += kWorkers) {
+    const std::uint32_t e = e0 + tid;
+    std::uint32_t count = 0;
+    if (e < experts)
+      for (std::uint32_t r = 0; r < world; ++r) count += base[r * experts + e];
+    const std::uint32_t room = ceil_div(count, k.c.align) * k.c.align;
+    std::uint32_t end = room;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const std::uint32_t before = __shfl_up_sync(~0u, end, i);
+      if (lane >= i) end += before;
+    }
+    if (lane == 31) s.room[warp] = end;
+    sync_workers();
+    std::uint32_t before = offset;
+    for (std::uint32_t w = 0; w < kWorkerWarps; ++w) {
+      if (w < warp) before += s.room[w];
+      offset += s.room[w];
+    }
+    if (e < experts) {
+      const std::uint32_t start = before + end - room;
+      std::uint32_t at = padded ? e * k.c.max_per_expert : start;
+      for (std::uint32_t r = 0; r < world; ++r) {
+        const std::uint32_t n = base[r * experts + e];
+        base[r * experts + e] = at;
+        at += n;
+      }
+      base[world * experts + e] = at;
+      if (reports) {
+        atomicMax(&s.largest, count);
+        a.out.counts[e] = static_cast<std::int32_t>(count);
+        if (a.out.offsets != nullptr) a.out.offsets[e] = static_cast<std::int32_t>(start);
+      }
+    }
+    sync_workers();
+  }
+  if (tid == 0) s.ragged_rows = offset;
+  sync_workers();
+  if (reports && tid == 0) {
+    const bool compact = k.c.layout == LayoutKind::Compact;
+    const bool overflowed = padded ? s.largest > k.c.max_per_expert : (compact ? s.rows_begin[world] : offset) > k.c.max_rows;
+    *a.received.overflowed = overflowed;
+    if (overflowed) k.report->overflowed = 1 + k.c.rank;
+    if (a.out.offsets != nullptr) a.out.offsets[experts] = static_cast<std::int32_t>(offset);
+    if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(s.rows_begin[world]);
+  }
+  return true;
+}
+
+// False: the row is not one that this peer may send.
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const char* row, const std::uint32_t* base, ArrivedRow& r) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const char* route = row + k.dispatch.route_at;
+  const uint2 head = __ldcg(reinterpret_cast<const uint2*>(route));
+  r.token = head.x;
+  r.choices = head.y & 0xffffu;
+  r.n = __popc(r.choices);
+  bool good = r.n != 0 && r.choices >> k.c.top_k == 0;
+  r.place = kNone;
+  r.expert = 0;
+  r.weight = 0.0f;
+  if (good && lane < r.n) {
+    const uint2 entry = __ldcg(reinterpret_cast<const uint2*>(route + sizeof(RouteHead)) + lane);
+    r.expert = route_expert(entry.x);
+    r.weight = __uint_as_float(entry.y);
+    good = r.expert < k.experts;
+    if (good && k.c.layout != LayoutKind::Compact) {
+      const std::uint32_t begin = base[r.source * k.experts + r.expert], end = base[(r.source + 1) * k.experts + r.expert];
+      good = route_index(entry.x) < end - begin;
+      const std::uint32_t place = begin + route_index(entry.x);
+      const bool fits = k.c.layout == LayoutKind::Padded ? place - r.expert * k.c.max_per_expert < k.c.max_per_expert : place < k.c.max_rows;
+      if (good && fits) r.place = place;
+    }
+  }
+  if (k.c.layout == LayoutKind::Compact && r.at < k.c.max_rows) r.place = r.at;
+  if (__all_sync(~0u, good)) return true;
+  if (lane == 0) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, r.source, step}, r.at, r.choices);
+  return false;
+}
+
+// What goes with a row besides its payload.
+__device__ inline void place_words(const DispatchArguments& a, const ArrivedRow& r) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint64_t at = r.at;
+  if (lane == 0) a.received.choices[at] = r.n;
+  if (k.c.layout == LayoutKind::Compact) {
+    const bool here = r.choices >> lane & 1;
+    const std::uint32_t entry = __popc(r.choices & ((1u << lane) - 1));
+    const std::uint32_t expert = __shfl_sync(~0u, r.expert, entry);
+    const float weight = __shfl_sync(~0u, r.weight, entry);
+    if (lane == 0) a.received.place[at] = r.place;
+    if (r.place == kNone) return;
+    if (lane < k.c.top_k) {
+      a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(expert) : -1;
+      a.out.topk_weights[at * k.c.top_k + lane] = here ? weight : 0.0f;
+    }
+    if (lane == 0) {
+      a.out.src_rank[at] = static_cast<std::int32_t>(r.source);
+      a.out.src_token[at] = static_cast<std::int32_t>(r.token);
+    }
+    return;
+  }
+  if (lane >= r.n) return;
+  a.received.place[at * k.c.top_k + lane] = r.place;
+  a.received.weight[at * k.c.top_k + lane] = r.weight;
+  if (r.place == kNone) return;
+  a.out.weights[r.place] = r.weight;
+  a.out.src_rank[r.place] = static_cast<std::int32_t>(r.source);
+  a.out.src_token[r.place] = static_cast<std::int32_t>(r.token);
+}
+
+__device__ inline char* scale_place(const DispatchArguments& a, std::uint32_t place, std::uint32_t expert) {
+  const bool padded = a.common.c.layout == LayoutKind::Padded;
+  const std::uint32_t group = padded ? expert : 0;
+  return a.out.scales + group * a.out.scale.group + std::uint64_t{place - group * a.common.c.max_per_expert} * a.out.scale.row;
+}
+
+__device__ inline float load_scale(const Common& k, const char* row, std::uint32_t j) {
+  return j < scales_per_row(k.c) ? __ldcg(reinterpret_cast<const float*>(row + k.dispatch.scales_at) + j) : 0.0f;
+}
+
+// `early`: this lane's first two.
+__device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row, const float (&early)[2]) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, scales = scales_per_row(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
+  for (std::uint32_t first = 0; first < scales; first += 32) {
+    const std::uint32_t j = first + lane;
+    const float value = first == 0 ? early[0] : first == 32 ? early[1] : load_scale(k, row, j);
+    for (std::uint32_t i = 0; i < copies; ++i) {
+      const std::uint32_t place = __shfl_sync(~0u, r.place, i), expert = __shfl_sync(~0u, r.expert, i);
+      if (place != kNone && j < scales) *reinterpret_cast<float*>(scale_place(a, place, expert) + j * a.out.scale.scale) = value;
+    }
+  }
+}
+
+// Bytes [begin - 16 * lane, end) of a row's payload: loaded before the route says where they go.
+struct ArrivedPart {
+  static constexpr std::uint32_t kVectors = kPartBytes / 512;
+  uint4 v[kVectors];
+  std::uint32_t begin, end;   // begin: this lane's
+  __device__ ArrivedPart(const char* row, std::uint32_t from, std::uint32_t to) : begin(from + threadIdx.x % 32 * 16), end(to) {
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) v[j] = load_arrived(row + begin + j * 512);
+  }
+};
+
+// To every place of the row.
+__device__ inline void place_payload(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part) {
+  const Common& k = a.common;
+  const std::uint32_t bytes = payload_bytes(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
+  const bool aligned = bytes % 16 == 0;
+  for (std::uint32_t i = 0; i < copies; ++i) {
+    const std::uint32_t place = __shfl_sync(~0u, r.place, i);
+    if (place == kNone) continue;
+    char* out = a.out.x + std::uint64_t{place} * bytes;
+#pragma unroll
+    for (std::uint32_t j = 0; j < ArrivedPart::kVectors; ++j) {
+      const std::uint32_t at = part.begin + j * 512;
+      if (at < part.end) store_some(out + at, part.v[j], min(16u, bytes - at), aligned);
+    }
+  }
+}
+
+// Ragged(zero_pad=True): the rows between an expert's last and the next one's first.
+__device__ inline void zero_padding(const DispatchArguments& a, const std::uint32_t* base, std::uint32_t needed) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, bytes = payload_bytes(k.c);
+  for (std::uint32_t e = threadIdx.x / 32 * gridDim.x + blockIdx.x; e < k.experts; e += kWarps * gridDim.x) {
+    const std::uint32_t end = e + 1 < k.experts ? base[e + 1] : needed;   // source 0's first row of the next expert
+    for (std::uint32_t place = base[k.c.world * k.experts + e]; place < min(end, k.c.max_rows); ++place) {
+      for (std::uint32_t at = lane * 16; at < bytes; at += 512)
+        store_some(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at), bytes % 16 == 0);
+      for (std::uint32_t j = lane; j < scales_per_row(k.c); j += 32)
+        *reinterpret_cast<float*>(scale_place(a, place, 0) + j * a.out.scale.scale) = 0.0f;
+      if (lane == 0) {
+        a.out.weights[place] = 0.0f;
+        a.out.src_rank[place] = a.out.src_token[place] = -1;
+      }
+    }
+  }
+}
+
+// After a failure: what the caller launches next must not run on what memory happened to hold.
+__device__ inline void nothing_received(const DispatchArguments& a) {
+  const Common& k = a.common;
+  if (blockIdx.x != 0) return;
+  for (std::uint32_t e = threadIdx.x; e <= k.experts; e += kThreads) {
+    if (e < k.experts) a.out.counts[e] = 0;
+    if (a.out.offsets != nullptr) a.out.offsets[e] = 0;
+  }
+  if (threadIdx.x <= k.c.world) a.received.rows_begin[threadIdx.x] = 0;
+  if (threadIdx.x == 0) *a.received.overflowed = 0;
+  if (threadIdx.x == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
+}
+
+__device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, std::uint32_t* base) {
+  __shared__ ReceiveShared s;
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  if (is_publisher()) {
+    await(kPlaced);
+  } else {
+    const bool good = place_experts(a, step, s, base);
+    if (threadIdx.x == 0) s.good = good;
+    sync_workers();
+    signal(kPlaced);
+  }
+  if (!s.good) {
+    nothing_received(a);
+    return;
+  }
+  const std::uint32_t bytes = payload_bytes(k.c), parts = parts_of(bytes), part_size = part_bytes(bytes);
+  const std::uint32_t units = s.rows_begin[k.c.world] * parts;
+  // Neighbours go to different multiprocessors: small steps use them all.
+  for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kWarps * gridDim.x) {
+    ArrivedRow r;
+    r.at = unit / parts;
+    const std::uint32_t part = unit % parts;
+    r.source = 0;
+    while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
+    const char* row = own_slot(k, set, Op::Dispatch, r.source) + k.dispatch.row_at(r.at - s.rows_begin[r.source]);
+    bool good = true;
+    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+    if (!__all_sync(~0u, good)) return;
+    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
+    const bool with_scales = part == parts - 1 && quantised(k.c.wire);
+    float scales[2] = {};
+    if (with_scales) {
+      scales[0] = load_scale(k, row, lane);
+      scales[1] = load_scale(k, row, lane + 32);
+    }
+    if (!read_route(a, step, row, base, r)) return;
+    place_payload(a, r, payload);
+    if (part == 0) place_words(a, r);
+    if (with_scales) place_scales(a, r, row, scales);
+  }
+  if (k.c.zero_pad && k.c.layout == LayoutKind::Ragged) zero_padding(a, base, s.ragged_rows);
+}
+
+}  // namespace pplx::cuda

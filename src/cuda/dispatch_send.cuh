@@ -1,0 +1,366 @@
+// dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises each
+// once, and stores its row into every peer that wants it. Its last warp raises the rows' arrival words, all of a unit together, while
+// the others are at the next unit, or receive.
+#pragma once
+
+#include "barriers.cuh"
+#include "number.cuh"
+#include "rows.cuh"
+#include "words.cuh"
+
+namespace pplx::cuda {
+
+// How a token becomes a row's payload: as it is (also when the caller quantised), or quantised from T.
+struct AsIs {};
+template <typename T>
+struct Quantised {};
+
+struct SendShared {
+  std::uint32_t unit, step;
+  std::uint32_t rows_before[kMaxPeers];
+  std::uint32_t counted[kWorkers][2];                       // which ranks want a token that is being counted
+  unsigned long long ranks[kMostTokensOfUnit];              // which ranks want the token, a bit each
+  std::int32_t ids[kMostTokensOfUnit * kMaxTopK];
+  float weights[kMostTokensOfUnit * kMaxTopK];
+  std::uint32_t index[kMostTokensOfUnit * kMaxTopK];
+  char* to[2][kMostTokensOfUnit][kMaxTopK];                 // by unit in turn: the token's rows, peers from rank + 1 on
+  std::uint32_t rows[2][kMostTokensOfUnit];                 // how many
+  bool ended[2];
+};
+
+// A token's registers: loaded early, while the plan is made.
+template <typename Mode>
+struct Round;
+
+template <>
+struct Round<AsIs> {
+  static constexpr std::uint32_t kBytes = 2 * kWorkers * 16;   // of payload, by all threads
+  uint4 raw[2];
+  __device__ void load(const char* x, std::uint32_t bytes, std::uint32_t at) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t from = at + (i * kWorkers + threadIdx.x) * 16;
+      if (from < bytes) raw[i] = load_input(x + from);
+    }
+  }
+  __device__ void store(char* const* to, std::uint32_t n, const Common&, std::uint32_t bytes, std::uint32_t at) const {
+    for (std::uint32_t d = 0; d < n; ++d) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const std::uint32_t from = at + (i * kWorkers + threadIdx.x) * 16;
+        if (from < bytes) store16(to[d] + from, raw[i]);
+      }
+    }
+  }
+};
+
+// Sixteen elements a thread, eight threads a scale.
+template <typename T>
+struct Round<Quantised<T>> {
+  static constexpr std::uint32_t kVectors = 16 / T::kPerVector;
+  static constexpr std::uint32_t kBytes = kWorkers * 16;   // of codes
+  uint4 raw[kVectors];
+  __device__ void load(const char* x, std::uint32_t bytes, std::uint32_t at) {
+    constexpr std::uint32_t kSize = 16 / T::kPerVector;   // of an element
+    const std::uint32_t first = at + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kVectors); ++i) {
+      raw[i] = make_uint4(0, 0, 0, 0);   // past the end: counts for no scale
+      const std::uint32_t element = first + i * T::kPerVector;
+      if (element < bytes) raw[i] = load_input(x + std::uint64_t{element} * kSize);
+    }
+  }
+  __device__ void store(char* const* to, std::uint32_t n, const Common& k, std::uint32_t bytes, std::uint32_t at) const {
+    float f[16];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(kVectors); ++i) T::unpack(raw[i], f + i * T::kPerVector);
+    std::uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
+#pragma unroll
+    for (int i = 1; i < 8; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
+    const BlockScale s = k.c.wire == Wire::FP8 ? e4m3_scale(largest) : e4m3_scale_power_of_two(largest);
+    uint4 codes = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);   // NaN, whatever its sign was
+    if (largest < 0x7f800000u)
+      codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier), four_e4m3(f + 12, s.multiplier));
+    const float4 scales = make_float4(__shfl_sync(~0u, s.scale, 0), __shfl_sync(~0u, s.scale, 8), __shfl_sync(~0u, s.scale, 16), __shfl_sync(~0u, s.scale, 24));
+    const std::uint32_t from = at + threadIdx.x * 16;
+    // A row's payload and scales are padded to 16 bytes each, so whole vectors fit.
+    for (std::uint32_t d = 0; d < n; ++d) {
+      if (from < bytes) store16(to[d] + from, codes);
+      if (from < bytes && threadIdx.x % 32 == 0) *reinterpret_cast<float4*>(to[d] + k.dispatch.scales_at + from / 512 * 16) = scales;
+    }
+  }
+};
+
+__device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
+  const std::int64_t id = a.wide_ids ? static_cast<const std::int64_t*>(a.ids)[at] : static_cast<const std::int32_t*>(a.ids)[at];
+  if (id >= 0 && id < a.common.c.num_experts) return static_cast<std::int32_t>(id);
+  if (report && id != -1) a.common.report->bad_ids = 1;
+  return -1;
+}
+
+// The first ids of all, loaded before anything is known.
+struct EarlyIds {
+  static constexpr std::uint32_t kMany = 3;
+  std::int32_t ids[kMany];
+  __device__ void load(const DispatchArguments& a) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kMany; ++i) {
+      const std::uint32_t choice = i * kWorkers + threadIdx.x;
+      ids[i] = choice < a.tokens * a.common.c.top_k ? load_id(a, choice, false) : -1;
+    }
+  }
+};
+
+// Adds tokens [from, to) to the counts of rows by rank and of choices by expert.
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, const EarlyIds& early, SendShared& s,
+                                    std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, top_k = k.c.top_k;
+  std::uint32_t rows[2] = {0, 0};
+  for (std::uint32_t base = from; base < to; base += kWorkers) {
+    s.counted[threadIdx.x][0] = s.counted[threadIdx.x][1] = 0;
+    sync_workers();
+    const std::uint32_t choices = min(to - base, kWorkers) * top_k;
+    std::uint32_t round = 0;
+    for (std::uint32_t choice = threadIdx.x; choice < choices; choice += kWorkers, ++round) {
+      const std::int32_t id = base == 0 && round == 0   ? early.ids[0]
+                              : base == 0 && round == 1 ? early.ids[1]
+                              : base == 0 && round == 2 ? early.ids[2]
+                                                        : load_id(a, std::uint64_t{base} * top_k + choice, false);
+      if (id < 0) continue;
+      const std::uint32_t rank = k.per_rank.divide(id);
+      atomicAdd(experts + id, 1);
+      atomicOr(&s.counted[k.top_k.divide(choice)][rank / 32], 1u << rank % 32);
+    }
+    sync_workers();
+    const std::uint32_t low = s.counted[threadIdx.x][0], high = s.counted[threadIdx.x][1];
+    for (std::uint32_t r = 0; r < k.c.world; ++r) {
+      const std::uint32_t n = __popc(__ballot_sync(~0u, (r < 32 ? low : high) >> r % 32 & 1));
+      if (lane == r % 32) rows[r / 32] += n;
+    }
+    sync_workers();
+  }
+  if (rows[0] != 0) atomicAdd(&s.rows_before[lane], rows[0]);
+  if (rows[1] != 0) atomicAdd(&s.rows_before[lane + 32], rows[1]);
+}
+
+// A word each: counts say themselves which step they are of.
+__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s, const std::uint32_t* experts) {
+  const Common& k = a.common;
+  auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank));
+  const bool planned = a.ids == nullptr;
+  const std::uint32_t first = first_expert(k.c, peer);
+  for (std::uint32_t i = threadIdx.x; i < 1 + local_experts(k.c, peer); i += kWorkers) {
+    std::uint32_t* kept = i == 0 ? a.plan.rows + peer : a.plan.counts + first + i - 1;
+    const std::uint32_t n = planned ? *kept : i == 0 ? s.rows_before[peer] : experts[first + i - 1];
+    store_relaxed(words + i, count_word(k.generation, step, n));
+    if (!planned) *kept = n;
+  }
+}
+
+// The peers before r in the order in which this rank visits those in `ranks`: from rank + 1 on, itself last.
+__device__ inline std::uint32_t visited_before(std::uint32_t rank, unsigned long long ranks, std::uint32_t r) {
+  const unsigned long long below = ranks & ((1ull << r) - 1);
+  const unsigned long long up_to_own = ranks & ((2ull << rank) - 1);   // rank 63: all ones
+  return r > rank ? __popcll(below & ~up_to_own) : __popcll(ranks & ~up_to_own) + __popcll(below);
+}
+
+// This thread's choice of a unit, loaded early.
+struct Choice {
+  std::int32_t id = -1;
+  float weight = 1.0f;
+  __device__ void load(const DispatchArguments& a, std::uint64_t at) {
+    id = a.ids == nullptr ? a.plan.ids[at] : load_id(a, at, true);
+    if (a.weights != nullptr) weight = a.weights[at];
+  }
+};
+
+// Where each choice and each row of these tokens goes: made from the ids, or taken from the plan.
+__device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, const Choice& mine,
+                                   std::uint32_t turn, SendShared& s, const std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t choices = n * k.c.top_k, tid = threadIdx.x;
+  const std::uint64_t at = std::uint64_t{first} * k.c.top_k;
+  const bool planned = a.ids == nullptr;
+  if (tid < n) s.ranks[tid] = 0;
+  if (tid < choices) {
+    s.ids[tid] = mine.id;
+    s.weights[tid] = mine.weight;
+  }
+  sync_workers();
+  if (tid < choices && s.ids[tid] >= 0) atomicOr(&s.ranks[k.top_k.divide(tid)], 1ull << (k.per_rank.divide(s.ids[tid])));
+  if (tid < choices) {
+    std::uint32_t index = 0;
+    if (planned) {
+      index = a.plan.index[at + tid];
+    } else {
+      if (s.ids[tid] >= 0) {
+        index = experts[s.ids[tid]];
+        for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == s.ids[tid];
+      }
+      a.plan.ids[at + tid] = s.ids[tid];
+      a.plan.index[at + tid] = index;
+    }
+    s.index[tid] = index;
+  }
+  sync_workers();
+  for (std::uint32_t i = tid; i < n * k.c.world; i += kWorkers) {
+    const std::uint32_t token = i / k.c.world, r = i % k.c.world;
+    const unsigned long long ranks = s.ranks[token];
+    if ((ranks >> r & 1) == 0) continue;
+    const std::uint32_t place = __popcll(ranks & ((1ull << r) - 1));
+    std::uint32_t* entry = a.plan.token_rows + at + token * k.c.top_k + place;
+    std::uint32_t row;
+    if (planned) {
+      row = *entry & 0xfffffu;
+    } else {
+      row = s.rows_before[r];
+      for (std::uint32_t j = 0; j < token; ++j) row += s.ranks[j] >> r & 1;
+      *entry = r << 20 | row;
+    }
+    s.to[turn][token][visited_before(k.c.rank, ranks, r)] = slot_at_peer(k, set_of(k.c, step), Op::Dispatch, r) + k.dispatch.row_at(row);
+  }
+  if (tid < kMostTokensOfUnit) s.rows[turn][tid] = tid < n ? __popcll(s.ranks[tid]) : 0;
+  if (!planned && tid < choices && tid % k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks[k.top_k.divide(tid)])))
+    a.plan.token_rows[at + tid] = kNone;
+  sync_workers();
+}
+
+// A warp per row: its head and entries leave as one store.
+__device__ inline void write_routes(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn, const SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t i = threadIdx.x / 32; i < n * k.c.world; i += kWorkerWarps) {
+    const std::uint32_t token = i / k.c.world, r = i % k.c.world;
+    const unsigned long long ranks = s.ranks[token];
+    if ((ranks >> r & 1) == 0) continue;
+    const std::uint32_t choice = token * k.c.top_k + lane;
+    const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
+    const std::uint32_t choices = __ballot_sync(~0u, here);
+    char* route = s.to[turn][token][visited_before(k.c.rank, ranks, r)] + k.dispatch.route_at;
+    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(first + token, choices);   // a RouteHead
+    if (here) {
+      const std::uint32_t place = route_place(static_cast<std::uint32_t>(s.ids[choice]) - first_expert(k.c, r), s.index[choice]);
+      const std::uint32_t entry = __popc(choices & ((1u << lane) - 1));
+      *reinterpret_cast<uint2*>(route + sizeof(RouteHead) + entry * sizeof(RouteEntry)) = make_uint2(place, __float_as_uint(s.weights[choice]));
+    }
+  }
+}
+
+__device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn, const SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t scales = scales_per_row(k.c);
+  for (std::uint32_t i = threadIdx.x; i < n * scales; i += kWorkers) {
+    const std::uint32_t token = i / scales, scale = i % scales;
+    const float value = *reinterpret_cast<const float*>(a.scales + (first + token) * a.scale.row + scale * a.scale.scale);
+    const std::uint32_t rows = s.rows[turn][token];
+    for (std::uint32_t d = 0; d < rows; ++d) *reinterpret_cast<float*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * scale) = value;
+  }
+}
+
+// Returns the step.
+template <typename Mode>
+__device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t tid = threadIdx.x;
+  const std::uint32_t bytes = payload_bytes(k.c);
+  const std::uint32_t units = k.c.world + ceil_div(a.tokens, a.tokens_per_unit);
+  const auto claim = [&] {
+    const unsigned long long word = atomicAdd(&k.control->dispatch, 1ull);
+    if (static_cast<std::uint32_t>(word) == units + gridDim.x - 1) k.control->dispatch = ((word >> 32) + 1) << 32;
+    return word;
+  };
+
+  std::uint32_t sent = 0;      // units
+  std::uint32_t counted = 0;   // tokens that the counts cover
+  const auto forget = [&] {
+    for (std::uint32_t e = tid; e < k.c.num_experts; e += kWorkers) experts[e] = 0;
+    if (tid < kMaxPeers) s.rows_before[tid] = 0;
+    counted = 0;
+  };
+  EarlyIds early;
+  if (a.ids != nullptr) early.load(a);
+  forget();
+  if (tid == 0) {
+    const unsigned long long word = claim();
+    s.unit = static_cast<std::uint32_t>(word);
+    s.step = static_cast<std::uint32_t>(word >> 32);
+    s.ended[0] = s.ended[1] = false;
+    if (s.unit == 0) *a.received.step = s.step;   // the step's other phases read it there
+  }
+  sync_workers();
+  const std::uint32_t step = s.step;
+  for (std::uint32_t unit; (unit = s.unit) < units;) {
+    sync_workers();
+    std::uint32_t claimed = 0;
+    if (tid == 0) claimed = static_cast<std::uint32_t>(claim());   // on its way while this unit is worked on
+    const bool counts = unit < k.c.world;
+    const std::uint32_t first = counts ? a.tokens : (unit - k.c.world) * a.tokens_per_unit;
+    const std::uint32_t n = min(a.tokens - first, a.tokens_per_unit);
+    Round<Mode> next;
+    Choice choice;
+    if (!counts) {
+      next.load(a.x + first * a.x_stride, bytes, 0);
+      if (tid < n * k.c.top_k) choice.load(a, std::uint64_t{first} * k.c.top_k + tid);
+    }
+    if (a.ids != nullptr) {
+      if (first < counted) {   // this thread block had all tokens counted, for a peer
+        forget();
+        sync_workers();
+      }
+      count_tokens(a, counted, first, early, s, experts);
+      counted = first;
+      sync_workers();
+    }
+    if (counts) {
+      send_counts(a, step, (k.c.rank + 1 + unit) % k.c.world, s, experts);
+      if (tid == 0) s.unit = claimed;
+      sync_workers();
+      continue;
+    }
+    const std::uint32_t turn = sent % 2;
+    if (sent >= 2) await(kPublished + turn);   // the unit before the last: its places are used again
+    plan_tokens(a, step, first, n, choice, turn, s, experts);
+    write_routes(a, first, n, turn, s);
+    if (a.scales != nullptr) write_given_scales(a, first, n, turn, s);
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const Round<Mode> current = next;
+      if (i + 1 < n) next.load(a.x + (first + i + 1) * a.x_stride, bytes, 0);
+      const std::uint32_t rows = s.rows[turn][i];
+      current.store(s.to[turn][i], rows, k, bytes, 0);
+      for (std::uint32_t at = Round<Mode>::kBytes; at < bytes; at += Round<Mode>::kBytes) {
+        Round<Mode> more;
+        more.load(a.x + (first + i) * a.x_stride, bytes, at);
+        more.store(s.to[turn][i], rows, k, bytes, at);
+      }
+    }
+    signal(kStored + turn);
+    ++sent;
+    if (tid == 0) s.unit = claimed;
+    sync_workers();
+  }
+  const std::uint32_t turn = sent % 2;
+  if (sent >= 2) await(kPublished + turn);
+  if (tid == 0) s.ended[turn] = true;
+  signal(kStored + turn);
+  return step;
+}
+
+// The last warp's part. The workers have stored, and arrived at a barrier: one release covers what all of them wrote.
+__device__ inline std::uint32_t publish_dispatch(const DispatchArguments& a, SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t unit = 0;; ++unit) {
+    const std::uint32_t turn = unit % 2;
+    await(kStored + turn);
+    if (s.ended[turn]) return s.step;
+    for (std::uint32_t i = lane; i < kMostTokensOfUnit * kMaxTopK; i += 32)
+      if (i % kMaxTopK < s.rows[turn][i / kMaxTopK])
+        store_release(s.to[turn][i / kMaxTopK][i % kMaxTopK] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
+    signal(kPublished + turn);
+  }
+}
+
+}  // namespace pplx::cuda

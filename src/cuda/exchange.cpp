@@ -1,0 +1,313 @@
+#include "exchange.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "../cpu/atomic.h"
+#include "error.h"
+
+namespace pplx::cuda {
+namespace {
+
+// Long enough for kernels whose peers are alive, short enough for close() to return within 2 s.
+constexpr std::chrono::milliseconds kCloseWait(800);
+
+}  // namespace
+
+// The calling thread's current device is the caller's business.
+class Exchange::OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+BufferLayout buffer_layout(const Config& c) {
+  BufferLayout b;
+  const auto take = [&](std::uint64_t bytes) {
+    const std::uint64_t at = b.bytes;
+    b.bytes = align_up(at + bytes, 256);
+    return at;
+  };
+  const bool padded = c.layout == LayoutKind::Padded, compact = c.layout == LayoutKind::Compact;
+  const std::uint64_t experts = local_experts(c, c.rank), scales = scales_per_row(c);
+  const std::uint64_t received = std::uint64_t{c.world} * c.max_tokens;
+  b.rows = padded ? experts * c.max_per_expert : c.max_rows;
+  b.counts = take(4 * experts);
+  if (c.layout == LayoutKind::Ragged) b.offsets = take(4 * (experts + 1));
+  if (compact) b.num_rows = take(4);
+  b.step = take(4);
+  b.overflowed = take(4);
+  b.rows_begin = take(4 * (c.world + 1));
+  b.choices = take(4 * received);
+  b.place = take(4 * received * (compact ? 1 : c.top_k));
+  if (!compact) b.weight = take(4 * received * c.top_k);
+  if (!compact) b.weights = take(4 * b.rows);
+  b.src_rank = take(4 * b.rows);
+  b.src_token = take(4 * b.rows);
+  if (compact) b.topk_ids = take(4 * b.rows * c.top_k);
+  if (compact) b.topk_weights = take(4 * b.rows * c.top_k);
+  if (scales > 0) {
+    const std::uint64_t group = padded ? c.max_per_expert : b.rows;
+    const std::uint64_t columns = align_up(group, 4);   // TMA: columns start at multiples of 16 bytes
+    b.scale = c.scale_tma ? Strides{4, 4 * columns, 4 * columns * scales} : Strides{4 * scales, 4, 4 * scales * group};
+    b.scales = take(c.scale_tma ? 4 * columns * scales * (padded ? experts : 1) : 4 * scales * b.rows);
+  }
+  b.x = take(b.rows * payload_bytes(c));
+  return b;
+}
+
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), next_step_(config.first_step) {
+  if (const char* what = invalid(config)) throw Misuse(what);
+  if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
+  if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
+  const OnDevice on(device_);
+  common_.c = config;
+  common_.heap = heap_of(config);
+  common_.dispatch = dispatch_block(config);
+  common_.combine = combine_block(config);
+  common_.weights = weights_block(config);
+  common_.per_rank = Divider(experts_per_rank(config));
+  common_.top_k = Divider(config.top_k);
+  common_.experts = local_experts(config, config.rank);
+  common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
+  for (std::uint32_t peer = 0; peer < config.world; ++peer) {
+    const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
+    if (theirs.bytes() < common_.heap.bytes) throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
+    common_.peers[peer] = theirs.data();
+  }
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
+  if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
+  sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
+  check(load_kernels(config), "loading the kernels");
+  check(cudaMalloc(reinterpret_cast<void**>(&common_.control), sizeof(Control)), "cudaMalloc of a Control");
+  const Control fresh{static_cast<unsigned long long>(config.first_step) << 32, 0, 0, 0};
+  check(cudaMemcpy(common_.control, &fresh, sizeof fresh, cudaMemcpyHostToDevice), "cudaMemcpy");
+  check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  *common_.report = Report{};
+  check(cudaEventCreateWithFlags(&sent_, cudaEventDisableTiming), "cudaEventCreate");
+}
+
+Exchange::~Exchange() {
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  if (launched_ && cudaEventRecord(sent_, last_stream_) == cudaSuccess) {
+    const auto ended = [&] {
+      const auto until = std::chrono::steady_clock::now() + kCloseWait;
+      while (cudaEventQuery(sent_) == cudaErrorNotReady) {
+        if (std::chrono::steady_clock::now() > until) return false;
+        std::this_thread::sleep_for(std::chrono::microseconds(100));
+      }
+      return true;
+    };
+    if (!ended()) {
+      fail({AbortReason::Closed, Phase::None, config().rank, config().rank, 0}, "");
+      ended();
+    }
+  }
+  memory_.peers.clear();
+  memory_.own.reset();
+  cudaFree(common_.control);
+  cudaFreeHost(common_.report);
+  cudaEventDestroy(sent_);
+  cudaGetLastError();
+  cudaSetDevice(before);
+}
+
+// Sends are one sequence, whatever streams they run on.
+void Exchange::follow(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  if (capture != cudaStreamCaptureStatusNone) return;   // whoever launches the graph orders it
+  if (launched_ && stream != last_stream_) {
+    check(cudaEventRecord(sent_, last_stream_), "cudaEventRecord");
+    check(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
+  }
+  last_stream_ = stream;
+  launched_ = true;
+}
+
+namespace {
+
+template <typename T>
+void point(T*& to, char* buffer, std::uint64_t at) {
+  to = at == BufferLayout::none ? nullptr : reinterpret_cast<T*>(buffer + at);
+}
+
+ReceivedView received_view(const BufferLayout& b, char* buffer) {
+  ReceivedView r;
+  point(r.step, buffer, b.step);
+  point(r.overflowed, buffer, b.overflowed);
+  point(r.rows_begin, buffer, b.rows_begin);
+  point(r.choices, buffer, b.choices);
+  point(r.place, buffer, b.place);
+  point(r.weight, buffer, b.weight);
+  return r;
+}
+
+PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
+  PlanView p;
+  const std::uint64_t choices = 4 * align_up(tokens * c.top_k, 4);
+  p.counts = reinterpret_cast<std::uint32_t*>(plan);
+  p.rows = p.counts + align_up(c.num_experts, 4);
+  char* at = reinterpret_cast<char*>(p.rows + align_up(c.world, 4));
+  p.ids = reinterpret_cast<std::int32_t*>(at);
+  p.index = reinterpret_cast<std::uint32_t*>(at + choices);
+  p.token_rows = reinterpret_cast<std::uint32_t*>(at + 2 * choices);
+  return p;
+}
+
+}  // namespace
+
+std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Config& c = common_.c;
+  if ((halves & kSend) != 0 && open_ == c.in_flight)
+    throw Misuse("dispatch: a step is still open, and in_flight=" + std::to_string(c.in_flight) +
+                 " allows no further one: combine it or call d.release() first");
+  const OnDevice on(device_);
+  const BufferLayout& b = layout_;
+  DispatchArguments a;
+  a.common = common_;
+  a.x = tokens.x;
+  a.x_stride = tokens.stride;
+  a.scales = tokens.scales;
+  a.scale = tokens.scale;
+  a.ids = tokens.ids;
+  a.wide_ids = tokens.wide_ids;
+  a.send = (halves & kSend) != 0;
+  a.recv = (halves & kRecv) != 0;
+  a.tokens = tokens.count;
+  a.weights = tokens.weights;
+  a.plan = plan_view(c, tokens.count, plan);
+  a.received = received_view(b, buffer);
+  point(a.out.x, buffer, b.x);
+  point(a.out.scales, buffer, b.scales);
+  a.out.scale = b.scale;
+  point(a.out.counts, buffer, b.counts);
+  point(a.out.offsets, buffer, b.offsets);
+  point(a.out.weights, buffer, b.weights);
+  point(a.out.src_rank, buffer, b.src_rank);
+  point(a.out.src_token, buffer, b.src_token);
+  point(a.out.topk_ids, buffer, b.topk_ids);
+  point(a.out.topk_weights, buffer, b.topk_weights);
+  point(a.out.num_rows, buffer, b.num_rows);
+  // A step that gives no thread block a second unit is done sooner by fewer of them.
+  const std::uint32_t blocks = a.tokens + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
+  // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
+  a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.tokens, 2 * blocks)));
+  if (a.send) follow(stream);
+  check(launch_dispatch(a, blocks, stream), "launching dispatch");
+  if (!a.send) return 0;
+  ++open_;
+  return next_step_++;
+}
+
+void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outputs, const Result& result, char* plan, char* buffer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  CombineArguments a;
+  a.common = common_;
+  a.expert_out = outputs.expert_out;
+  a.expert_stride = outputs.stride;
+  a.expert_rows = outputs.rows;
+  a.weighted = outputs.weighted;
+  a.uses_weights = outputs.uses_weights;
+  a.release = outputs.release;
+  a.weights = outputs.weights;
+  a.accumulate = result.accumulate;
+  a.send = (halves & kSend) != 0;
+  a.recv = (halves & kRecv) != 0;
+  a.tokens = result.tokens;
+  a.plan = plan_view(common_.c, result.tokens, plan);
+  a.received = received_view(layout_, buffer);
+  a.y = result.y;
+  a.y_stride = result.stride;
+  if (a.send) follow(stream);
+  check(launch_combine(a, sms_ * kCombineBlocksPerSm, stream), "launching combine");
+  if (!a.recv) return;
+  --open_;
+  ++steps_;
+}
+
+void Exchange::push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes) {
+  const OnDevice on(device_);
+  PushArguments a;
+  a.common = common_;
+  for (std::size_t peer = 0; peer < bytes.size() && peer < kMaxPeers; ++peer) a.bytes[peer] = std::min(bytes[peer], common_.heap.slot_bytes[static_cast<int>(Op::Combine)]);
+  check(launch_push(a, sms_, stream), "launching push");
+}
+
+void Exchange::fail(const Abort& abort, const std::string& message) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (message_.empty()) message_ = message;
+  }
+  store_if_zero(&common_.report->abort, abort_word(abort));
+}
+
+void Exchange::raise_failure() {
+  // What a kernel saw says more than what others say.
+  std::uint64_t word = load_acquire(&common_.report->failure);
+  if (word == 0) word = load_acquire(&common_.report->abort);
+  if (word == 0) return;
+  const Abort a = read_abort(word);
+  std::string message;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    message = message_.empty() || a.origin == config().rank ? abort_text(a) : message_;
+  }
+  PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
+  if (a.origin == config().rank && a.reason == AbortReason::Timeout) {
+    failure.expected = word_text(common_.report->expected);
+    failure.seen = word_text(common_.report->seen);
+  }
+  throw failure;
+}
+
+void Exchange::raise_notice() {
+  Report& r = *common_.report;
+  if (r.bad_ids == 0 && r.overflowed == 0 && r.short_output == 0) return;
+  std::string text;
+  if (r.bad_ids != 0)
+    text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) + ", nor -1: they counted as -1";
+  else if (r.overflowed != 0)
+    text = "the output buffer of " + rank_text(r.overflowed - 1) + " was too small in an earlier step: rows that did not fit counted as zero. " +
+           "Give the layout a larger " + (config().layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
+           " (d.counts holds the true counts).";
+  else
+    text = "expert_out of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero";
+  r.bad_ids = r.overflowed = r.short_output = 0;
+  throw Misuse(text);
+}
+
+std::uint32_t Exchange::open_steps() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return open_;
+}
+
+std::uint64_t Exchange::steps() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return steps_;
+}
+
+void Exchange::stamp(std::uint64_t* stamps, std::uint32_t steps) {
+  common_.stamps = stamps;
+  common_.stamp_steps = std::max(1u, steps);
+}
+
+}  // namespace pplx::cuda

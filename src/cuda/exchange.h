@@ -1,0 +1,101 @@
+// One AllToAll on one GPU: the host half. Every call launches on the caller's stream and returns; none synchronises.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../cpu/failure.h"
+#include "kernels.h"
+#include "memory/shared_memory.h"
+
+namespace pplx::cuda {
+
+// Where everything lies in the one buffer that a dispatch returns. `none` where the layout or the wire has no such part.
+struct BufferLayout {
+  static constexpr std::uint64_t none = ~0ull;
+
+  std::uint64_t x = none, scales = none, counts = none, offsets = none, weights = none, src_rank = none, src_token = none;
+  std::uint64_t topk_ids = none, topk_weights = none, num_rows = none;
+  std::uint64_t step = none, overflowed = none, rows_begin = none, choices = none, place = none, weight = none;
+  std::uint64_t bytes = 0;
+  std::uint64_t rows = 0;       // of the output, all experts together
+  Strides scale;
+};
+
+BufferLayout buffer_layout(const Config& config);
+
+enum Halves : unsigned { kSend = 1, kRecv = 2 };
+
+class Exchange {
+ public:
+  struct Memory {
+    std::shared_ptr<SharedMemory> own;
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself
+  };
+  struct Tokens {
+    std::uint32_t count = 0;
+    const char* x = nullptr;
+    std::uint64_t stride = 0;             // bytes
+    const char* scales = nullptr;
+    Strides scale;
+    const float* weights = nullptr;
+    const void* ids = nullptr;            // null: the plan is given
+    bool wide_ids = false;
+  };
+  struct Outputs {
+    const char* expert_out = nullptr;
+    std::uint64_t stride = 0, rows = 0;
+    bool weighted = true, uses_weights = false, release = false;
+    const float* weights = nullptr;
+  };
+  struct Result {
+    std::uint32_t tokens = 0;
+    char* y = nullptr;
+    std::uint64_t stride = 0;
+    bool accumulate = false;
+  };
+
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms);
+  ~Exchange();
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
+
+  const Config& config() const { return common_.c; }
+  std::uint32_t generation() const { return common_.generation; }
+
+  // `halves`: the send half, the receive half, or both in one launch. Returns the step's number as the host counts.
+  std::uint32_t dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer);
+  void combine(cudaStream_t stream, unsigned halves, const Outputs& outputs, const Result& result, char* plan, char* buffer);
+  void push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes);   // the floor; nothing else may follow
+
+  void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
+  void raise_failure();
+  void raise_notice();
+  std::uint32_t open_steps() const;
+  std::uint64_t steps() const;
+  void stamp(std::uint64_t* stamps, std::uint32_t steps);      // device memory, [steps][dispatch, combine]: when each launch began
+
+ private:
+  class OnDevice;
+
+  void follow(cudaStream_t stream);
+
+  const int device_;
+  Memory memory_;
+  BufferLayout layout_;
+  Common common_;
+  std::uint32_t sms_ = 1;
+  mutable std::mutex mutex_;
+  std::uint32_t open_ = 0;
+  std::uint32_t next_step_;
+  std::uint64_t steps_ = 0;
+  cudaStream_t last_stream_ = nullptr;
+  bool launched_ = false;
+  cudaEvent_t sent_ = nullptr;
+  std::string message_;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,40 @@
+// Device memory that the ranks of a node map: allocated by one, handed over as a file descriptor (which needs no ptrace rights), or
+// as a cudaIpc handle where the driver cannot export descriptors. Freed with the object; a peer's mapping keeps the memory alive.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace pplx::cuda {
+
+class SharedMemory {
+ public:
+  // Zeroed. `what` names it in errors.
+  SharedMemory(int device, std::size_t bytes, const std::string& what);
+  // A peer's, mapped for `device`.
+  SharedMemory(int device, int fd, std::size_t bytes);
+  SharedMemory(int device, const std::string& ipc_handle, std::size_t bytes);
+  ~SharedMemory();
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+
+  char* data() const { return reinterpret_cast<char*>(address_); }
+  std::size_t bytes() const { return bytes_; }              // whole granules
+  bool has_descriptor() const { return kind_ == Kind::Virtual; }
+  int descriptor() const;                                    // a new one, the caller closes it
+  std::string ipc_handle() const;
+
+ private:
+  enum class Kind { Virtual, Allocated, Imported };
+
+  bool allocate_virtual(std::size_t bytes, const std::string& what);
+  void map();
+
+  const int device_;
+  Kind kind_ = Kind::Virtual;
+  unsigned long long handle_ = 0;
+  unsigned long long address_ = 0;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace pplx::cuda

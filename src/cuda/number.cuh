@@ -1,0 +1,100 @@
+// Numbers on the device, sixteen bytes at a time, with the bits of protocol/number.h: every operation rounds once, no contraction,
+// no flush to zero. (What a NaN carries besides being one is the processor's choice.)
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "../protocol/config.h"
+
+namespace pplx::cuda {
+
+struct BFloat16 {
+  static constexpr int kPerVector = 8;
+  __device__ static void unpack(const uint4& v, float* f) {
+    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      f[2 * i] = __uint_as_float(words[i] << 16);
+      f[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+    }
+  }
+  __device__ static uint4 pack(const float* f) {
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(f[2 * i], f[2 * i + 1]);
+      memcpy(&words[i], &pair, 4);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+struct Float16 {
+  static constexpr int kPerVector = 8;
+  __device__ static void unpack(const uint4& v, float* f) {
+    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      __half2 pair;
+      memcpy(&pair, &words[i], 4);
+      const float2 both = __half22float2(pair);
+      f[2 * i] = both.x;
+      f[2 * i + 1] = both.y;
+    }
+  }
+  __device__ static uint4 pack(const float* f) {
+    std::uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const __half2 pair = __floats2half2_rn(f[2 * i], f[2 * i + 1]);
+      memcpy(&words[i], &pair, 4);
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+struct Float32 {
+  static constexpr int kPerVector = 4;
+  __device__ static void unpack(const uint4& v, float* f) {
+    f[0] = __uint_as_float(v.x);
+    f[1] = __uint_as_float(v.y);
+    f[2] = __uint_as_float(v.z);
+    f[3] = __uint_as_float(v.w);
+  }
+  __device__ static uint4 pack(const float* f) {
+    return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
+  }
+};
+
+struct BlockScale {
+  float scale, multiplier;
+};
+
+// As in protocol/number.h, from the bits of the largest magnitude: integers compare like magnitudes, NaN largest of all.
+__device__ inline BlockScale e4m3_scale(std::uint32_t largest) {
+  const float amax = __uint_as_float(largest);
+  if (largest >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u)};
+  if (largest == 0) return {1.0f, 1.0f};
+  if (largest < 0x04800000u) return {__uint_as_float(0x00800000u), __uint_as_float(0x7e800000u)};
+  return {__fdiv_rn(amax, 448.0f), __fdiv_rn(448.0f, amax)};
+}
+
+// The same with the least power of two that is at least amax / 448, and at least 2^-127.
+__device__ inline BlockScale e4m3_scale_power_of_two(std::uint32_t largest) {
+  const std::uint32_t exponent = largest >> 23;
+  if (exponent == 0xff) return {__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u)};
+  if (largest == 0) return {1.0f, 1.0f};
+  const std::uint32_t up = exponent + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
+  const std::uint32_t code = up > 8 ? up - 8 : 0;
+  return {__uint_as_float(code == 0 ? 0x00400000u : code << 23), __uint_as_float((254 - code) << 23)};
+}
+
+__device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
+  const std::uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[0], multiplier), __fmul_rn(f[1], multiplier)), __NV_SATFINITE, __NV_E4M3);
+  const std::uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[2], multiplier), __fmul_rn(f[3], multiplier)), __NV_SATFINITE, __NV_E4M3);
+  return low | high << 16;
+}
+
+}  // namespace pplx::cuda

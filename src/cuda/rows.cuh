@@ -1,0 +1,32 @@
+// Moving rows, sixteen bytes a lane. Payload rows of outputs may start at multiples of 4 only (hidden 100 on a quantised wire).
+#pragma once
+
+#include <cstdint>
+
+namespace pplx::cuda {
+
+// The caller's tensors: read once.
+__device__ inline uint4 load_input(const char* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+// What a peer may have written: never through L1, which it does not invalidate.
+__device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
+
+__device__ inline void store16(char* to, const uint4& v) { *reinterpret_cast<uint4*>(to) = v; }
+
+// `bytes` of v, a multiple of 4 up to 16, to a place that is aligned to 16 or only to 4.
+__device__ inline void store_some(char* to, const uint4& v, std::uint32_t bytes, bool aligned) {
+  if (aligned && bytes == 16) {
+    store16(to, v);
+    return;
+  }
+  auto* words = reinterpret_cast<std::uint32_t*>(to);
+  words[0] = v.x;
+  if (bytes > 4) words[1] = v.y;
+  if (bytes > 8) words[2] = v.z;
+  if (bytes > 12) words[3] = v.w;
+}
+
+}  // namespace pplx::cuda

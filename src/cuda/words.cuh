@@ -1,0 +1,144 @@
+// Words between ranks, on the device: release stores, acquire loads, and waits that end.
+//
+// Readers: one thread acquires, its group synchronises, then plain loads that bypass L1. Writers: the group stores, synchronises, and
+// one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
+#pragma once
+
+#include "arguments.h"
+
+namespace pplx::cuda {
+
+__device__ inline std::uint64_t load_acquire(const void* word) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ inline void store_release(void* word, std::uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ inline std::uint64_t load_relaxed(const void* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ inline void store_relaxed(void* word, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ inline std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+__device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
+  return k.peers[k.c.rank] + k.heap.slot_at(k.c, set, op, peer);
+}
+__device__ inline char* slot_at_peer(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
+  return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
+}
+__device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
+}
+__device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  store_release(k.peers[peer] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, k.c.rank), arrival_word(k.generation, step));
+}
+
+// The first failure latches: here, at the host, and at every peer.
+static __device__ __noinline__ void fail(const Common& k, const Abort& what, std::uint64_t expected, std::uint64_t seen) {
+  const std::uint64_t word = abort_word(what);
+  if (atomicCAS(&k.control->failure, 0ull, static_cast<unsigned long long>(word)) != 0) return;
+  k.report->expected = expected;
+  k.report->seen = seen;
+  store_release(&k.report->failure, word);
+  for (std::uint32_t peer = 0; peer < k.c.world; ++peer)
+    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[peer] + Heap::abort_at(k.generation)), 0ull, static_cast<unsigned long long>(word));
+}
+
+// Whether anybody has failed. The host's word lies across PCIe, so it is asked for rarely.
+__device__ inline bool stopped(const Common& k, bool ask_host) {
+  if (load_relaxed(&k.control->failure) != 0) return true;
+  std::uint64_t word = load_relaxed(k.peers[k.c.rank] + Heap::abort_at(k.generation));
+  if (word == 0 && ask_host) word = load_relaxed(&k.report->abort);
+  if (word == 0) return false;
+  if (atomicCAS(&k.control->failure, 0ull, static_cast<unsigned long long>(word)) == 0) store_release(&k.report->failure, word);
+  return true;
+}
+
+// In-row words are written once a step and must be exact; others are monotonic.
+enum class Match { Exact, Reached, Count };
+
+template <Match match>
+__device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_t step) {
+  if (match == Match::Count) return is_count(word, k.generation, step);
+  return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
+}
+
+template <Match match>
+__device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                       std::uint64_t& seen) {
+  const std::uint64_t begun = nanoseconds();
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
+  for (std::uint32_t i = 0;; ++i) {
+    seen = load_acquire(word);
+    if (matches<match>(k, seen, step)) return true;
+    if ((i & 255) != 0) continue;
+    if (stopped(k, (i & 0xffff) == 0xff00)) return false;
+    if (nanoseconds() - begun > limit) {
+      fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+      return false;
+    }
+  }
+}
+
+// False: something failed, here or elsewhere, and what was waited for may never come.
+template <Match match>
+__device__ inline bool wait(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  std::uint64_t seen = load_acquire(word);
+  return matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
+}
+
+// The same for a count, which is in the word.
+__device__ inline bool wait_count(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t& count) {
+  std::uint64_t seen = load_relaxed(word);
+  const bool good = is_count(seen, k.generation, step) || wait_long<Match::Count>(k, word, phase, step, peer, seen);
+  count = count_of(seen);
+  return good;
+}
+
+// A header as this step's block of that peer must have it; fails otherwise.
+__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer, bool& good) {
+  BlockHeader h;
+  const auto* from = reinterpret_cast<const std::uint32_t*>(block);
+  h.step = __ldcg(from);
+  h.generation = __ldcg(from + 1);
+  h.rows = __ldcg(from + 2);
+  h.flags = __ldcg(from + 3);
+  h.source = __ldcg(from + 4);
+  h.pieces = __ldcg(from + 5);
+  good = h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.c.max_tokens;
+  if (!good)
+    fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
+         arrival_word(h.generation, h.step));
+  return h;
+}
+
+// The threads of a group of 16 or more write a header together; nobody has been told yet.
+__device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
+                                    std::uint32_t thread) {
+  const std::uint32_t words[6] = {step, k.generation, rows, flags, k.c.rank, 1};
+  if (thread < sizeof(BlockHeader) / 4)
+    reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
+                                                      : thread == 1 ? words[1]
+                                                      : thread == 2 ? words[2]
+                                                      : thread == 3 ? words[3]
+                                                      : thread == 4 ? words[4]
+                                                      : thread == 5 ? words[5]
+                                                                    : 0;
+}
+
+// When this launch began, for the benchmark.
+__device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::uint64_t begun) {
+  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
+}
+
+}  // namespace pplx::cuda
