@@ -249,7 +249,7 @@ class Gpu:
             out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
         out = owner._check_out(out, accumulate, tokens)
         y, y_stride = self._rows_of(out)
-        c = DeviceCombining(owner, d, out, accumulate)
+        c = DeviceCombining(owner, d, out, accumulate, None)
         c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
         d._used = True
         self._core.combine(

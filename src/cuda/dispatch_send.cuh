@@ -19,13 +19,16 @@ struct SendShared {
   std::uint32_t unit, step;
   std::uint32_t rows_before[kMaxPeers];
   std::uint32_t counted[kWorkers][2];                       // which ranks want a token that is being counted
-  unsigned long long ranks[kMostTokensOfUnit];              // which ranks want the token, a bit each
+  std::uint32_t wanted[kMostTokensOfUnit][2];               // which ranks want the token, a bit each
+  char* rows_at[kMaxPeers];                                 // where this rank's rows begin at each peer
   std::int32_t ids[kMostTokensOfUnit * kMaxTopK];
   float weights[kMostTokensOfUnit * kMaxTopK];
   std::uint32_t index[kMostTokensOfUnit * kMaxTopK];
   char* to[2][kMostTokensOfUnit][kMaxTopK];                 // by unit in turn: the token's rows, peers from rank + 1 on
   std::uint32_t rows[2][kMostTokensOfUnit];                 // how many
   bool ended[2];
+
+  __device__ unsigned long long ranks(std::uint32_t token) const { return wanted[token][0] | std::uint64_t{wanted[token][1]} << 32; }
 };
 
 // A token's registers: loaded early, while the plan is made.
@@ -178,19 +181,22 @@ struct Choice {
 };
 
 // Where each choice and each row of these tokens goes: made from the ids, or taken from the plan.
-__device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, const Choice& mine,
+__device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, const Choice& mine,
                                    std::uint32_t turn, SendShared& s, const std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t choices = n * k.c.top_k, tid = threadIdx.x;
   const std::uint64_t at = std::uint64_t{first} * k.c.top_k;
   const bool planned = a.ids == nullptr;
-  if (tid < n) s.ranks[tid] = 0;
+  if (tid < n) s.wanted[tid][0] = s.wanted[tid][1] = 0;
   if (tid < choices) {
     s.ids[tid] = mine.id;
     s.weights[tid] = mine.weight;
   }
   sync_workers();
-  if (tid < choices && s.ids[tid] >= 0) atomicOr(&s.ranks[k.top_k.divide(tid)], 1ull << (k.per_rank.divide(s.ids[tid])));
+  if (tid < choices && s.ids[tid] >= 0) {
+    const std::uint32_t rank = k.per_rank.divide(s.ids[tid]);
+    atomicOr(&s.wanted[k.top_k.divide(tid)][rank / 32], 1u << rank % 32);
+  }
   if (tid < choices) {
     std::uint32_t index = 0;
     if (planned) {
@@ -208,7 +214,7 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t ste
   sync_workers();
   for (std::uint32_t i = tid; i < n * k.c.world; i += kWorkers) {
     const std::uint32_t token = i / k.c.world, r = i % k.c.world;
-    const unsigned long long ranks = s.ranks[token];
+    const unsigned long long ranks = s.ranks(token);
     if ((ranks >> r & 1) == 0) continue;
     const std::uint32_t place = __popcll(ranks & ((1ull << r) - 1));
     std::uint32_t* entry = a.plan.token_rows + at + token * k.c.top_k + place;
@@ -217,13 +223,13 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t ste
       row = *entry & 0xfffffu;
     } else {
       row = s.rows_before[r];
-      for (std::uint32_t j = 0; j < token; ++j) row += s.ranks[j] >> r & 1;
+      for (std::uint32_t j = 0; j < token; ++j) row += s.ranks(j) >> r & 1;
       *entry = r << 20 | row;
     }
-    s.to[turn][token][visited_before(k.c.rank, ranks, r)] = slot_at_peer(k, set_of(k.c, step), Op::Dispatch, r) + k.dispatch.row_at(row);
+    s.to[turn][token][visited_before(k.c.rank, ranks, r)] = s.rows_at[r] + std::uint64_t{row} * k.dispatch.row_bytes;
   }
-  if (tid < kMostTokensOfUnit) s.rows[turn][tid] = tid < n ? __popcll(s.ranks[tid]) : 0;
-  if (!planned && tid < choices && tid % k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks[k.top_k.divide(tid)])))
+  if (tid < kMostTokensOfUnit) s.rows[turn][tid] = tid < n ? __popcll(s.ranks(tid)) : 0;
+  if (!planned && tid < choices && tid % k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks(k.top_k.divide(tid)))))
     a.plan.token_rows[at + tid] = kNone;
   sync_workers();
 }
@@ -234,7 +240,7 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
   const std::uint32_t lane = threadIdx.x % 32;
   for (std::uint32_t i = threadIdx.x / 32; i < n * k.c.world; i += kWorkerWarps) {
     const std::uint32_t token = i / k.c.world, r = i % k.c.world;
-    const unsigned long long ranks = s.ranks[token];
+    const unsigned long long ranks = s.ranks(token);
     if ((ranks >> r & 1) == 0) continue;
     const std::uint32_t choice = token * k.c.top_k + lane;
     const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
@@ -292,6 +298,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   }
   sync_workers();
   const std::uint32_t step = s.step;
+  if (tid < k.c.world) s.rows_at[tid] = slot_at_peer(k, set_of(k.c, step), Op::Dispatch, tid) + k.dispatch.row_at(0);
   for (std::uint32_t unit; (unit = s.unit) < units;) {
     sync_workers();
     std::uint32_t claimed = 0;
@@ -322,7 +329,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     }
     const std::uint32_t turn = sent % 2;
     if (sent >= 2) await(kPublished + turn);   // the unit before the last: its places are used again
-    plan_tokens(a, step, first, n, choice, turn, s, experts);
+    plan_tokens(a, first, n, choice, turn, s, experts);
     write_routes(a, first, n, turn, s);
     if (a.scales != nullptr) write_given_scales(a, first, n, turn, s);
     for (std::uint32_t i = 0; i < n; ++i) {

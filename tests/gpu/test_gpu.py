@@ -52,7 +52,7 @@ def test_more_random_shapes(crew: Crews) -> None:
         crew.run("gpu_cases:exchange", random_case(begin + number, crew.world_size, ("mapped",)))
 
 
-@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("wire", ["native", "fp8", "fp8_ue8m0"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:
     case = Case(
