@@ -78,7 +78,7 @@ class Shape:
                 self.pair(i)
         self.a2a._core.stamp(0, 0)
         dispatch, combine, wall = [], [], []
-        for _ in range(replays + 2):
+        for replay in range(replays + 2):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.comm.barrier()
             begin.record()
@@ -86,16 +86,17 @@ class Shape:
             end.record()
             torch.cuda.synchronize()
             self.a2a.check()
+            if replay < 2:  # warming up
+                continue
             starts = sorted(stamps.flatten().tolist())
             gaps = [(b - a) / 1000 for a, b in itertools.pairwise(starts)]
             dispatch += gaps[0::2]
             combine += gaps[1::2]
             wall.append(begin.elapsed_time(end) * 1000 / pairs)
-        skip = 2 * pairs
         return {
-            "dispatch": slowest(self.comm, statistics.median(dispatch[skip:])),
-            "combine": slowest(self.comm, statistics.median(combine[skip:])),
-            "pair": slowest(self.comm, statistics.median(wall[2:])),
+            "dispatch": slowest(self.comm, statistics.median(dispatch)),
+            "combine": slowest(self.comm, statistics.median(combine)),
+            "pair": slowest(self.comm, statistics.median(wall)),
         }
 
     def eager(self) -> dict[str, float]:

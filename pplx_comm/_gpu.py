@@ -159,7 +159,8 @@ class Gpu:
         return typed.as_strided(part.shape, part.strides, part.at // part.dtype.itemsize)
 
     def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
+        # torch.cuda.current_stream() makes an object, ten times as slow.
+        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
 
     @staticmethod
     def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -160,13 +160,14 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   const std::uint32_t n = compact ? 1 : a.received.choices[at];
   std::uint32_t place = kNone;
   float weight = 1.0f;
-  if (lane < n) {
+  if (lane < (compact ? 1 : top_k)) {   // not n: that load would have to come first
     place = a.received.place[compact ? at : std::uint64_t{at} * top_k + lane];
     if (!compact) weight = a.received.weight[std::uint64_t{at} * top_k + lane];
-    if (place != kNone && place >= a.expert_rows) {
-      k.report->short_output = 1;
-      place = kNone;
-    }
+  }
+  if (lane >= n) place = kNone;
+  if (place != kNone && place >= a.expert_rows) {
+    k.report->short_output = 1;
+    place = kNone;
   }
   if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;
 

@@ -123,6 +123,8 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
   const std::uint32_t lane = threadIdx.x % 32;
   const char* route = row + k.dispatch.route_at;
   const uint2 head = __ldcg(reinterpret_cast<const uint2*>(route));
+  uint2 entry = make_uint2(0, 0);   // there is room for top_k: no need to know first how many there are
+  if (lane < k.c.top_k) entry = __ldcg(reinterpret_cast<const uint2*>(route + sizeof(RouteHead)) + lane);
   r.token = head.x;
   r.choices = head.y & 0xffffu;
   r.n = __popc(r.choices);
@@ -131,7 +133,6 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
   r.expert = 0;
   r.weight = 0.0f;
   if (good && lane < r.n) {
-    const uint2 entry = __ldcg(reinterpret_cast<const uint2*>(route + sizeof(RouteHead)) + lane);
     r.expert = route_expert(entry.x);
     r.weight = __uint_as_float(entry.y);
     good = r.expert < k.experts;

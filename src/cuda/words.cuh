@@ -79,7 +79,7 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
   const std::uint64_t begun = nanoseconds();
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
   for (std::uint32_t i = 0;; ++i) {
-    seen = load_acquire(word);
+    seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);   // a count orders nothing but itself
     if (matches<match>(k, seen, step)) return true;
     if ((i & 255) != 0) continue;
     if (stopped(k, (i & 0xffff) == 0xff00)) return false;
