@@ -6,9 +6,9 @@
 //   receive units dealt out by number; each waits only for what a peer sends
 //
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
-// runs on the GPU. The step number lives in the same word as dispatch's counter, so one addition brings both; everybody's last claim finds
-// no unit, and the very last of them resets the counter and advances the step. No launch carries a number that would be wrong when
-// a captured graph replays.
+// runs on the GPU. The step number lives in the same word as dispatch's counter, so one addition brings both; everybody's last
+// claim finds no unit, and the very last of them resets the counter and advances the step. No launch carries a number that would be
+// wrong when a captured graph replays.
 //
 // The plan is made by every thread block for itself, from the ids: how many rows and choices come before its tokens is a count over
 // all earlier tokens, in any order, so no thread block waits for another's.
@@ -18,31 +18,31 @@
 
 namespace pplx::cuda {
 
-inline constexpr std::uint32_t kMaxPeers = 64;        // a bit each in a token's mask of ranks
+inline constexpr std::uint32_t kMaxPeers = 64;  // a bit each in a token's mask of ranks
 inline constexpr std::uint32_t kThreads = 512;
 inline constexpr std::uint32_t kWarps = kThreads / 32;
-inline constexpr std::uint32_t kWorkers = kThreads - 32;   // of dispatch; its last warp publishes what they have stored
+inline constexpr std::uint32_t kWorkers = kThreads - 32;  // of dispatch; its last warp publishes what they have stored
 inline constexpr std::uint32_t kWorkerWarps = kWorkers / 32;
-inline constexpr std::uint32_t kMostTokensOfUnit = 8; // of a send unit of dispatch
-inline constexpr std::uint32_t kMostExperts = 8192;   // of all ranks: shared memory counts each
+inline constexpr std::uint32_t kMostTokensOfUnit = 8;  // of a send unit of dispatch
+inline constexpr std::uint32_t kMostExperts = 8192;  // of all ranks: shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
 // Device memory, zero at first.
 struct Control {
   unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
-  std::uint32_t combine;        // send units claimed of the running combine
+  std::uint32_t combine;  // send units claimed of the running combine
   std::uint32_t reserved;
-  unsigned long long failure;   // abort_word of the first failure: everybody stops waiting
+  unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
 };
 
 // Pinned host memory: how kernels and host tell each other what went wrong, without a call that could synchronise.
 struct Report {
-  std::uint64_t abort;          // host to kernels, abort_word
-  std::uint64_t failure;        // kernels to host, abort_word; written last
-  std::uint64_t expected, seen; // of that failure
-  std::uint32_t bad_ids;        // ids that are no expert's, counted as -1
-  std::uint32_t overflowed;     // 1 + the rank whose output buffer was too small
-  std::uint32_t short_output;   // expert_out had fewer rows than the dispatch filled
+  std::uint64_t abort;  // host to kernels, abort_word
+  std::uint64_t failure;  // kernels to host, abort_word; written last
+  std::uint64_t expected, seen;  // of that failure
+  std::uint32_t bad_ids;  // ids that are no expert's, counted as -1
+  std::uint32_t overflowed;  // 1 + the rank whose output buffer was too small
+  std::uint32_t short_output;  // expert_out had fewer rows than the dispatch filled
   std::uint32_t reserved;
 };
 
@@ -59,24 +59,24 @@ struct Common {
   Config c;
   Heap heap;
   BlockLayout dispatch, combine, weights;
-  Divider per_rank;                   // experts_per_rank
+  Divider per_rank;  // experts_per_rank
   Divider top_k;
-  std::uint32_t experts = 0;          // local ones
+  std::uint32_t experts = 0;  // local ones
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
-  char* peers[kMaxPeers] = {};        // heaps by rank
+  char* peers[kMaxPeers] = {};  // heaps by rank
   Control* control = nullptr;
   Report* report = nullptr;
-  std::uint64_t* stamps = nullptr;    // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
+  std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
 };
 
 // A step's plan, kept by the handle. In this order in one allocation.
 struct PlanView {
-  std::uint32_t* counts = nullptr;      // [num_experts]
-  std::uint32_t* rows = nullptr;        // [world]
-  std::int32_t* ids = nullptr;          // [tokens, top_k], -1 where the choice goes nowhere
-  std::uint32_t* index = nullptr;       // [tokens, top_k]: of this choice among those that go to its expert
+  std::uint32_t* counts = nullptr;  // [num_experts]
+  std::uint32_t* rows = nullptr;  // [world]
+  std::int32_t* ids = nullptr;  // [tokens, top_k], -1 where the choice goes nowhere
+  std::uint32_t* index = nullptr;  // [tokens, top_k]: of this choice among those that go to its expert
   std::uint32_t* token_rows = nullptr;  // [tokens, top_k]: rank << 20 | row, ranks ascending, then kNone
 };
 constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
@@ -88,13 +88,13 @@ struct ReceivedView {
   std::uint32_t* step = nullptr;
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
-  std::uint32_t* choices = nullptr;     // [rows]: how many
-  std::uint32_t* place = nullptr;       // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
-  float* weight = nullptr;              // [rows, top_k]; not Compact
+  std::uint32_t* choices = nullptr;  // [rows]: how many
+  std::uint32_t* place = nullptr;  // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
+  float* weight = nullptr;  // [rows, top_k]; not Compact
 };
 
 struct Strides {
-  std::uint64_t row = 0, scale = 0, group = 0;    // bytes: from row to row, scale to scale, expert to expert (Padded)
+  std::uint64_t row = 0, scale = 0, group = 0;  // bytes: from row to row, scale to scale, expert to expert (Padded)
 };
 
 struct Output {
@@ -114,15 +114,15 @@ struct Output {
 struct DispatchArguments {
   Common common;
   const char* x = nullptr;
-  std::uint64_t x_stride = 0;           // bytes; rows start at multiples of 16
-  const char* scales = nullptr;         // of x, when the caller quantised
+  std::uint64_t x_stride = 0;  // bytes; rows start at multiples of 16
+  const char* scales = nullptr;  // of x, when the caller quantised
   Strides scale;
-  const void* ids = nullptr;            // null: the plan is given
-  bool wide_ids = false;                // int64
+  const void* ids = nullptr;  // null: the plan is given
+  bool wide_ids = false;  // int64
   bool send = true, recv = true;
   std::uint32_t tokens = 0;
   std::uint32_t tokens_per_unit = 1;
-  const float* weights = nullptr;       // [tokens, top_k]; null: ones
+  const float* weights = nullptr;  // [tokens, top_k]; null: ones
   PlanView plan;
   ReceivedView received;
   Output out;
@@ -131,7 +131,7 @@ struct DispatchArguments {
 struct CombineArguments {
   Common common;
   const char* expert_out = nullptr;
-  std::uint64_t expert_stride = 0;      // bytes; rows start at multiples of 16
+  std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;
   bool weighted = true;
   bool uses_weights = false;
@@ -139,11 +139,11 @@ struct CombineArguments {
   bool accumulate = false;
   bool send = true, recv = true;
   std::uint32_t tokens = 0;
-  const float* weights = nullptr;       // [tokens, top_k], when uses_weights
+  const float* weights = nullptr;  // [tokens, top_k], when uses_weights
   PlanView plan;
   ReceivedView received;
   char* y = nullptr;
-  std::uint64_t y_stride = 0;           // bytes
+  std::uint64_t y_stride = 0;  // bytes
 };
 
 }  // namespace pplx::cuda

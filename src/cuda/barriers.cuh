@@ -1,5 +1,5 @@
-// The hardware barriers of a thread block of dispatch. Workers go on while the last warp, the publisher, waits for their stores to have
-// reached the peers: a release at system scope takes as long as the link is behind.
+// The hardware barriers of a thread block of dispatch. Workers go on while the last warp, the publisher, waits for their stores to
+// have reached the peers: a release at system scope takes as long as the link is behind.
 #pragma once
 
 #include "arguments.h"
@@ -7,9 +7,9 @@
 namespace pplx::cuda {
 
 inline constexpr std::uint32_t kAmongWorkers = 1;
-inline constexpr std::uint32_t kStored = 2;      // and 3, for units in turn: workers to publisher
-inline constexpr std::uint32_t kPublished = 4;   // and 5: publisher to workers
-inline constexpr std::uint32_t kPlaced = 6;      // workers to publisher, once
+inline constexpr std::uint32_t kStored = 2;  // and 3, for units in turn: workers to publisher
+inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to workers
+inline constexpr std::uint32_t kPlaced = 6;  // workers to publisher, once
 
 __device__ inline bool is_publisher() { return threadIdx.x >= kWorkers; }
 
@@ -30,6 +30,8 @@ __device__ inline void signal(std::uint32_t barrier) {
   __threadfence_block();
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
-__device__ inline void await(std::uint32_t barrier) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory"); }
+__device__ inline void await(std::uint32_t barrier) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
 
 }  // namespace pplx::cuda

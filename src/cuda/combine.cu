@@ -18,9 +18,12 @@ __global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(
 
 const void* kernel_of(const Config& c) {
   switch (c.dtype) {
-    case Dtype::BFloat16: return reinterpret_cast<const void*>(combine_kernel<BFloat16>);
-    case Dtype::Float16: return reinterpret_cast<const void*>(combine_kernel<Float16>);
-    case Dtype::Float32: return reinterpret_cast<const void*>(combine_kernel<Float32>);
+    case Dtype::BFloat16:
+      return reinterpret_cast<const void*>(combine_kernel<BFloat16>);
+    case Dtype::Float16:
+      return reinterpret_cast<const void*>(combine_kernel<Float16>);
+    case Dtype::Float32:
+      return reinterpret_cast<const void*>(combine_kernel<Float32>);
   }
   return nullptr;
 }

@@ -1,5 +1,5 @@
-// combine_recv: a warp per strip of a token's part waits for that part of each of its rows, and adds them, ranks ascending. Every peer's header
-// is waited for too: it says that the peer has read this rank's dispatch.
+// combine_recv: a warp per strip of a token's part waits for that part of each of its rows, and adds them, ranks ascending. Every
+// peer's header is waited for too: it says that the peer has read this rank's dispatch.
 #pragma once
 
 #include "combine_send.cuh"
@@ -30,7 +30,9 @@ __device__ inline std::uint32_t strips_of_part(const Common& k) {
 // This lane's row of a token, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
   const std::uint32_t lane = threadIdx.x % 32, token = unit / (a.common.combine.parts * strips_of_part(a.common));
-  return lane < a.common.c.top_k && token < a.tokens && !a.release ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane] : kNone;
+  return lane < a.common.c.top_k && token < a.tokens && !a.release
+             ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
+             : kNone;
 }
 
 template <typename T>
@@ -40,7 +42,7 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
   const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
   const std::uint32_t parts = k.combine.parts;
   const std::uint32_t bytes = k.c.hidden * dtype_bytes(k.c.dtype), size = part_bytes(bytes);
-  const std::uint32_t strips = strips_of_part(k);   // of a part: a warp each
+  const std::uint32_t strips = strips_of_part(k);  // of a part: a warp each
   const std::uint32_t units = a.release ? 0 : a.tokens * parts * strips;
   for (std::uint32_t unit = warp; unit < units; unit += warps) {
     const std::uint32_t token = unit / (parts * strips), part = unit / strips % parts, strip = unit % strips;

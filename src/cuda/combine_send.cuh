@@ -1,5 +1,6 @@
-// combine_send: units, all claimed by warps, are the weights of combine(weights=) per peer, a header per peer, and every part of every
-// row received: the weighted sum over the row's local experts, stored into the source's memory with an arrival word of its own.
+// combine_send: units, all claimed by warps, are the weights of combine(weights=) per peer, a header per peer, and every part of
+// every row received: the weighted sum over the row's local experts, stored into the source's memory with an arrival word of its
+// own.
 #pragma once
 
 #include "number.cuh"
@@ -8,7 +9,7 @@
 
 namespace pplx::cuda {
 
-inline constexpr int kStripVectors = 4;   // 16 bytes each, that a lane sums at once
+inline constexpr int kStripVectors = 4;  // 16 bytes each, that a lane sums at once
 
 __device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
@@ -36,14 +37,16 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   const std::uint32_t rows = a.release ? 0 : a.received.rows_begin[peer + 1] - a.received.rows_begin[peer];
-  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+  const std::uint32_t flags =
+      (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
   write_header(k, slot_at_peer(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
   __syncwarp();
   if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Combine, peer);
 }
 
 // The weights of this row's choices that its source gave to combine. False: they will not come.
-__device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
+__device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
+                                   float& weight) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   bool good = true;
@@ -61,12 +64,13 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   }
   if (!__all_sync(~0u, good)) return false;
   if (lane < k.c.top_k)
-    weight = __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
+    weight =
+        __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
   return true;
 }
 
-// Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at once;
-// they are added in order.
+// Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
+// once; they are added in order.
 template <typename T, int kVectors>
 struct Sums {
   static constexpr int kBatch = 4;
@@ -74,7 +78,8 @@ struct Sums {
 
   // pointer(i): of row i, null if it has none. weight(i): null pointer means 1, without a multiplication.
   template <bool arrived, typename Pointer, typename Weight>
-  __device__ void add(std::uint32_t n, bool weighted, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
+  __device__ void add(std::uint32_t n, bool weighted, std::uint32_t begin, std::uint32_t end, const Pointer& pointer,
+                      const Weight& weight) {
     for (std::uint32_t first = 0; first < n; first += kBatch) {
       uint4 v[kBatch][kVectors];
       bool here[kBatch];
@@ -84,7 +89,8 @@ struct Sums {
         here[i] = row != nullptr;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
-          if (here[i] && begin + j * 512 < end) v[i][j] = arrived ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512);
+          if (here[i] && begin + j * 512 < end)
+            v[i][j] = arrived ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -122,11 +128,11 @@ struct Sums {
 };
 
 // Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
-// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank 0:
-// 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
+// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
+// 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
 struct SendOrder {
-  std::uint32_t rows_begin[kMaxPeers + 1];   // by source; [world]: all of them
-  std::uint32_t common;                      // rows that every source has
+  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint32_t common;  // rows that every source has
 
   __device__ std::uint32_t nth_source(const Common& k, std::uint32_t n) const {
     const std::uint32_t source = k.c.rank + 1 + n;
@@ -150,7 +156,8 @@ struct SendOrder {
 };
 
 template <typename T>
-__device__ inline void send_part(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth, std::uint32_t part) {
+__device__ inline void send_part(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth,
+                                 std::uint32_t part) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, top_k = k.c.top_k;
   const bool compact = k.c.layout == LayoutKind::Compact;
@@ -160,7 +167,7 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   const std::uint32_t n = compact ? 1 : a.received.choices[at];
   std::uint32_t place = kNone;
   float weight = 1.0f;
-  if (lane < (compact ? 1 : top_k)) {   // not n: that load would have to come first
+  if (lane < (compact ? 1 : top_k)) {  // not n: that load would have to come first
     place = a.received.place[compact ? at : std::uint64_t{at} * top_k + lane];
     if (!compact) weight = a.received.weight[std::uint64_t{at} * top_k + lane];
   }
@@ -182,8 +189,9 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
 #pragma unroll 1
   for (std::uint32_t strip = begin; strip - lane * 16 < end; strip += kStripVectors * 512) {
     Sums<T, kStripVectors> sums;
-    if (compact && __any_sync(~0u, place != kNone)) sums.start(-0.0f);   // a row that is only copied keeps its sign of zero
-    sums.template add<false>(n, a.weighted && !compact, strip, min(end, strip - lane * 16 + kStripVectors * 512), pointer, weight_of);
+    if (compact && __any_sync(~0u, place != kNone)) sums.start(-0.0f);  // a row that is only copied keeps its sign of zero
+    sums.template add<false>(n, a.weighted && !compact, strip, min(end, strip - lane * 16 + kStripVectors * 512), pointer,
+                             weight_of);
     sums.store(to, strip, min(end, strip - lane * 16 + kStripVectors * 512));
   }
   __syncwarp();
@@ -207,7 +215,7 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   const std::uint32_t weights = a.uses_weights ? world : 0;
   const std::uint32_t units = weights + world + (a.release ? 0 : order.rows_begin[world] * parts);
   std::uint32_t unit = first + threadIdx.x / 32;
-  if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;   // the very last claim
+  if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;  // the very last claim
   while (unit < units) {
     std::uint32_t next = 0;
     if (lane == 0) {

@@ -32,9 +32,12 @@ using Kernel = void (*)(DispatchArguments);
 Kernel kernel_of(const Config& c, bool given_scales) {
   if (!quantised(c.wire) || given_scales) return dispatch_kernel<AsIs>;
   switch (c.dtype) {
-    case Dtype::BFloat16: return dispatch_kernel<Quantised<BFloat16>>;
-    case Dtype::Float16: return dispatch_kernel<Quantised<Float16>>;
-    case Dtype::Float32: return dispatch_kernel<Quantised<Float32>>;
+    case Dtype::BFloat16:
+      return dispatch_kernel<Quantised<BFloat16>>;
+    case Dtype::Float16:
+      return dispatch_kernel<Quantised<Float16>>;
+    case Dtype::Float32:
+      return dispatch_kernel<Quantised<Float32>>;
   }
   return nullptr;
 }
@@ -56,8 +59,8 @@ cudaError_t load_dispatch(const Config& c) {
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   const Config& c = arguments.common.c;
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel_of(c, arguments.scales != nullptr)), dim3(blocks), dim3(kThreads), parameters,
-                          shared_bytes(c), stream);
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel_of(c, arguments.scales != nullptr)), dim3(blocks), dim3(kThreads),
+                          parameters, shared_bytes(c), stream);
 }
 
 }  // namespace pplx::cuda

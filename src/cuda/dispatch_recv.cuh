@@ -118,7 +118,8 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
 }
 
 // False: the row is not one that this peer may send.
-__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const char* row, const std::uint32_t* base, ArrivedRow& r) {
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const char* row, const std::uint32_t* base,
+                                  ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const char* route = row + k.dispatch.route_at;
@@ -140,7 +141,8 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
       const std::uint32_t begin = base[r.source * k.experts + r.expert], end = base[(r.source + 1) * k.experts + r.expert];
       good = route_index(entry.x) < end - begin;
       const std::uint32_t place = begin + route_index(entry.x);
-      const bool fits = k.c.layout == LayoutKind::Padded ? place - r.expert * k.c.max_per_expert < k.c.max_per_expert : place < k.c.max_rows;
+      const bool fits =
+          k.c.layout == LayoutKind::Padded ? place - r.expert * k.c.max_per_expert < k.c.max_per_expert : place < k.c.max_rows;
       if (good && fits) r.place = place;
     }
   }

@@ -1,6 +1,6 @@
-// dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises each
-// once, and stores its row into every peer that wants it. Its last warp raises the rows' arrival words, all of a unit together, while
-// the others are at the next unit, or receive.
+// dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises
+// each once, and stores its row into every peer that wants it. Its last warp raises the rows' arrival words, all of a unit
+// together, while the others are at the next unit, or receive.
 #pragma once
 
 #include "barriers.cuh"
@@ -18,17 +18,19 @@ struct Quantised {};
 struct SendShared {
   std::uint32_t unit, step;
   std::uint32_t rows_before[kMaxPeers];
-  std::uint32_t counted[kWorkers][2];                       // which ranks want a token that is being counted
-  std::uint32_t wanted[kMostTokensOfUnit][2];               // which ranks want the token, a bit each
-  char* rows_at[kMaxPeers];                                 // where this rank's rows begin at each peer
+  std::uint32_t counted[kWorkers][2];  // which ranks want a token that is being counted
+  std::uint32_t wanted[kMostTokensOfUnit][2];  // which ranks want the token, a bit each
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
   std::int32_t ids[kMostTokensOfUnit * kMaxTopK];
   float weights[kMostTokensOfUnit * kMaxTopK];
   std::uint32_t index[kMostTokensOfUnit * kMaxTopK];
-  char* to[2][kMostTokensOfUnit][kMaxTopK];                 // by unit in turn: the token's rows, peers from rank + 1 on
-  std::uint32_t rows[2][kMostTokensOfUnit];                 // how many
+  char* to[2][kMostTokensOfUnit][kMaxTopK];  // by unit in turn: the token's rows, peers from rank + 1 on
+  std::uint32_t rows[2][kMostTokensOfUnit];  // how many
   bool ended[2];
 
-  __device__ unsigned long long ranks(std::uint32_t token) const { return wanted[token][0] | std::uint64_t{wanted[token][1]} << 32; }
+  __device__ unsigned long long ranks(std::uint32_t token) const {
+    return wanted[token][0] | std::uint64_t{wanted[token][1]} << 32;
+  }
 };
 
 // A token's registers: loaded early, while the plan is made.
@@ -37,7 +39,7 @@ struct Round;
 
 template <>
 struct Round<AsIs> {
-  static constexpr std::uint32_t kBytes = 2 * kWorkers * 16;   // of payload, by all threads
+  static constexpr std::uint32_t kBytes = 2 * kWorkers * 16;  // of payload, by all threads
   uint4 raw[2];
   __device__ void load(const char* x, std::uint32_t bytes, std::uint32_t at) {
 #pragma unroll
@@ -61,14 +63,14 @@ struct Round<AsIs> {
 template <typename T>
 struct Round<Quantised<T>> {
   static constexpr std::uint32_t kVectors = 16 / T::kPerVector;
-  static constexpr std::uint32_t kBytes = kWorkers * 16;   // of codes
+  static constexpr std::uint32_t kBytes = kWorkers * 16;  // of codes
   uint4 raw[kVectors];
   __device__ void load(const char* x, std::uint32_t bytes, std::uint32_t at) {
-    constexpr std::uint32_t kSize = 16 / T::kPerVector;   // of an element
+    constexpr std::uint32_t kSize = 16 / T::kPerVector;  // of an element
     const std::uint32_t first = at + threadIdx.x * 16;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kVectors); ++i) {
-      raw[i] = make_uint4(0, 0, 0, 0);   // past the end: counts for no scale
+      raw[i] = make_uint4(0, 0, 0, 0);  // past the end: counts for no scale
       const std::uint32_t element = first + i * T::kPerVector;
       if (element < bytes) raw[i] = load_input(x + std::uint64_t{element} * kSize);
     }
@@ -83,15 +85,18 @@ struct Round<Quantised<T>> {
 #pragma unroll
     for (int i = 1; i < 8; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
     const BlockScale s = k.c.wire == Wire::FP8 ? e4m3_scale(largest) : e4m3_scale_power_of_two(largest);
-    uint4 codes = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);   // NaN, whatever its sign was
+    uint4 codes = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);  // NaN, whatever its sign was
     if (largest < 0x7f800000u)
-      codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier), four_e4m3(f + 12, s.multiplier));
-    const float4 scales = make_float4(__shfl_sync(~0u, s.scale, 0), __shfl_sync(~0u, s.scale, 8), __shfl_sync(~0u, s.scale, 16), __shfl_sync(~0u, s.scale, 24));
+      codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier),
+                         four_e4m3(f + 12, s.multiplier));
+    const float4 scales = make_float4(__shfl_sync(~0u, s.scale, 0), __shfl_sync(~0u, s.scale, 8), __shfl_sync(~0u, s.scale, 16),
+                                      __shfl_sync(~0u, s.scale, 24));
     const std::uint32_t from = at + threadIdx.x * 16;
     // A row's payload and scales are padded to 16 bytes each, so whole vectors fit.
     for (std::uint32_t d = 0; d < n; ++d) {
       if (from < bytes) store16(to[d] + from, codes);
-      if (from < bytes && threadIdx.x % 32 == 0) *reinterpret_cast<float4*>(to[d] + k.dispatch.scales_at + from / 512 * 16) = scales;
+      if (from < bytes && threadIdx.x % 32 == 0)
+        *reinterpret_cast<float4*>(to[d] + k.dispatch.scales_at + from / 512 * 16) = scales;
     }
   }
 };
@@ -117,8 +122,8 @@ struct EarlyIds {
 };
 
 // Adds tokens [from, to) to the counts of rows by rank and of choices by expert.
-__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, const EarlyIds& early, SendShared& s,
-                                    std::uint32_t* experts) {
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, const EarlyIds& early,
+                                    SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, top_k = k.c.top_k;
   std::uint32_t rows[2] = {0, 0};
@@ -150,7 +155,8 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
 }
 
 // A word each: counts say themselves which step they are of.
-__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s, const std::uint32_t* experts) {
+__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
+                                   const std::uint32_t* experts) {
   const Common& k = a.common;
   auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank));
   const bool planned = a.ids == nullptr;
@@ -166,7 +172,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
 // The peers before r in the order in which this rank visits those in `ranks`: from rank + 1 on, itself last.
 __device__ inline std::uint32_t visited_before(std::uint32_t rank, unsigned long long ranks, std::uint32_t r) {
   const unsigned long long below = ranks & ((1ull << r) - 1);
-  const unsigned long long up_to_own = ranks & ((2ull << rank) - 1);   // rank 63: all ones
+  const unsigned long long up_to_own = ranks & ((2ull << rank) - 1);  // rank 63: all ones
   return r > rank ? __popcll(below & ~up_to_own) : __popcll(ranks & ~up_to_own) + __popcll(below);
 }
 
@@ -235,7 +241,8 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t fir
 }
 
 // A warp per row: its head and entries leave as one store.
-__device__ inline void write_routes(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn, const SendShared& s) {
+__device__ inline void write_routes(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn,
+                                    const SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   for (std::uint32_t i = threadIdx.x / 32; i < n * k.c.world; i += kWorkerWarps) {
@@ -246,23 +253,26 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
     const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
     const std::uint32_t choices = __ballot_sync(~0u, here);
     char* route = s.to[turn][token][visited_before(k.c.rank, ranks, r)] + k.dispatch.route_at;
-    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(first + token, choices);   // a RouteHead
+    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(first + token, choices);  // a RouteHead
     if (here) {
       const std::uint32_t place = route_place(static_cast<std::uint32_t>(s.ids[choice]) - first_expert(k.c, r), s.index[choice]);
       const std::uint32_t entry = __popc(choices & ((1u << lane) - 1));
-      *reinterpret_cast<uint2*>(route + sizeof(RouteHead) + entry * sizeof(RouteEntry)) = make_uint2(place, __float_as_uint(s.weights[choice]));
+      *reinterpret_cast<uint2*>(route + sizeof(RouteHead) + entry * sizeof(RouteEntry)) =
+          make_uint2(place, __float_as_uint(s.weights[choice]));
     }
   }
 }
 
-__device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn, const SendShared& s) {
+__device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn,
+                                          const SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t scales = scales_per_row(k.c);
   for (std::uint32_t i = threadIdx.x; i < n * scales; i += kWorkers) {
     const std::uint32_t token = i / scales, scale = i % scales;
     const float value = *reinterpret_cast<const float*>(a.scales + (first + token) * a.scale.row + scale * a.scale.scale);
     const std::uint32_t rows = s.rows[turn][token];
-    for (std::uint32_t d = 0; d < rows; ++d) *reinterpret_cast<float*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * scale) = value;
+    for (std::uint32_t d = 0; d < rows; ++d)
+      *reinterpret_cast<float*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * scale) = value;
   }
 }
 
@@ -279,8 +289,8 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     return word;
   };
 
-  std::uint32_t sent = 0;      // units
-  std::uint32_t counted = 0;   // tokens that the counts cover
+  std::uint32_t sent = 0;  // units
+  std::uint32_t counted = 0;  // tokens that the counts cover
   const auto forget = [&] {
     for (std::uint32_t e = tid; e < k.c.num_experts; e += kWorkers) experts[e] = 0;
     if (tid < kMaxPeers) s.rows_before[tid] = 0;
@@ -294,7 +304,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     s.unit = static_cast<std::uint32_t>(word);
     s.step = static_cast<std::uint32_t>(word >> 32);
     s.ended[0] = s.ended[1] = false;
-    if (s.unit == 0) *a.received.step = s.step;   // the step's other phases read it there
+    if (s.unit == 0) *a.received.step = s.step;  // the step's other phases read it there
   }
   sync_workers();
   const std::uint32_t step = s.step;
@@ -302,7 +312,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   for (std::uint32_t unit; (unit = s.unit) < units;) {
     sync_workers();
     std::uint32_t claimed = 0;
-    if (tid == 0) claimed = static_cast<std::uint32_t>(claim());   // on its way while this unit is worked on
+    if (tid == 0) claimed = static_cast<std::uint32_t>(claim());  // on its way while this unit is worked on
     const bool counts = unit < k.c.world;
     const std::uint32_t first = counts ? a.tokens : (unit - k.c.world) * a.tokens_per_unit;
     const std::uint32_t n = min(a.tokens - first, a.tokens_per_unit);
@@ -313,7 +323,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
       if (tid < n * k.c.top_k) choice.load(a, std::uint64_t{first} * k.c.top_k + tid);
     }
     if (a.ids != nullptr) {
-      if (first < counted) {   // this thread block had all tokens counted, for a peer
+      if (first < counted) {  // this thread block had all tokens counted, for a peer
         forget();
         sync_workers();
       }
@@ -328,7 +338,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
       continue;
     }
     const std::uint32_t turn = sent % 2;
-    if (sent >= 2) await(kPublished + turn);   // the unit before the last: its places are used again
+    if (sent >= 2) await(kPublished + turn);  // the unit before the last: its places are used again
     plan_tokens(a, first, n, choice, turn, s, experts);
     write_routes(a, first, n, turn, s);
     if (a.scales != nullptr) write_given_scales(a, first, n, turn, s);

@@ -14,7 +14,8 @@ struct CudaError : Misuse {
 };
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw CudaError(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+  if (error != cudaSuccess)
+    throw CudaError(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
 }
 
 }  // namespace pplx::cuda

@@ -84,7 +84,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
     const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
-    if (theirs.bytes() < common_.heap.bytes) throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
+    if (theirs.bytes() < common_.heap.bytes)
+      throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
     common_.peers[peer] = theirs.data();
   }
   int sms = 0;
@@ -96,7 +97,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaMalloc(reinterpret_cast<void**>(&common_.control), sizeof(Control)), "cudaMalloc of a Control");
   const Control fresh{static_cast<unsigned long long>(config.first_step) << 32, 0, 0, 0};
   check(cudaMemcpy(common_.control, &fresh, sizeof fresh, cudaMemcpyHostToDevice), "cudaMemcpy");
-  check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+  check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
   *common_.report = Report{};
   check(cudaEventCreateWithFlags(&sent_, cudaEventDisableTiming), "cudaEventCreate");
 }
@@ -217,7 +219,8 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   return next_step_++;
 }
 
-void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outputs, const Result& result, char* plan, char* buffer) {
+void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outputs, const Result& result, char* plan,
+                       char* buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   CombineArguments a;
@@ -248,7 +251,8 @@ void Exchange::push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes
   const OnDevice on(device_);
   PushArguments a;
   a.common = common_;
-  for (std::size_t peer = 0; peer < bytes.size() && peer < kMaxPeers; ++peer) a.bytes[peer] = std::min(bytes[peer], common_.heap.slot_bytes[static_cast<int>(Op::Combine)]);
+  for (std::size_t peer = 0; peer < bytes.size() && peer < kMaxPeers; ++peer)
+    a.bytes[peer] = std::min(bytes[peer], common_.heap.slot_bytes[static_cast<int>(Op::Combine)]);
   check(launch_push(a, sms_, stream), "launching push");
 }
 
@@ -284,10 +288,12 @@ void Exchange::raise_notice() {
   if (r.bad_ids == 0 && r.overflowed == 0 && r.short_output == 0) return;
   std::string text;
   if (r.bad_ids != 0)
-    text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) + ", nor -1: they counted as -1";
+    text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) +
+           ", nor -1: they counted as -1";
   else if (r.overflowed != 0)
-    text = "the output buffer of " + rank_text(r.overflowed - 1) + " was too small in an earlier step: rows that did not fit counted as zero. " +
-           "Give the layout a larger " + (config().layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
+    text = "the output buffer of " + rank_text(r.overflowed - 1) +
+           " was too small in an earlier step: rows that did not fit counted as zero. " + "Give the layout a larger " +
+           (config().layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
            " (d.counts holds the true counts).";
   else
     text = "expert_out of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero";

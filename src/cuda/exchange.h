@@ -76,7 +76,7 @@ class Exchange {
   void raise_notice();
   std::uint32_t open_steps() const;
   std::uint64_t steps() const;
-  void stamp(std::uint64_t* stamps, std::uint32_t steps);      // device memory, [steps][dispatch, combine]: when each launch began
+  void stamp(std::uint64_t* stamps, std::uint32_t steps);  // device memory, [steps][dispatch, combine]: when each launch began
 
  private:
   class OnDevice;

@@ -42,8 +42,8 @@ T* pointer(Address address) {
 }
 
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
-                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, int device, double timeout,
-                                        std::uint32_t num_sms) {
+                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, int device,
+                                        double timeout, std::uint32_t num_sms) {
   Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world)};
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
   for (std::uint32_t rank = 0; rank < config.world; ++rank)
@@ -53,9 +53,16 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
 
 py::dict describe(const BufferLayout& b) {
   py::dict d;
-  const std::pair<const char*, std::uint64_t> parts[] = {
-      {"x", b.x}, {"scale", b.scales}, {"counts", b.counts}, {"offsets", b.offsets}, {"weights", b.weights}, {"src_rank", b.src_rank},
-      {"src_token", b.src_token}, {"topk_ids", b.topk_ids}, {"topk_weights", b.topk_weights}, {"num_rows", b.num_rows}};
+  const std::pair<const char*, std::uint64_t> parts[] = {{"x", b.x},
+                                                         {"scale", b.scales},
+                                                         {"counts", b.counts},
+                                                         {"offsets", b.offsets},
+                                                         {"weights", b.weights},
+                                                         {"src_rank", b.src_rank},
+                                                         {"src_token", b.src_token},
+                                                         {"topk_ids", b.topk_ids},
+                                                         {"topk_weights", b.topk_weights},
+                                                         {"num_rows", b.num_rows}};
   for (const auto& [name, at] : parts)
     if (at != BufferLayout::none) d[name] = at;
   d["bytes"] = b.bytes;
@@ -72,7 +79,9 @@ void bind_memory(py::module_& m) {
           py::arg("device"), py::arg("fd"), py::arg("nbytes"), Unlocked())
       .def_static(
           "from_ipc",
-          [](int device, const py::bytes& handle, std::size_t bytes) { return std::make_shared<SharedMemory>(device, std::string(handle), bytes); },
+          [](int device, const py::bytes& handle, std::size_t bytes) {
+            return std::make_shared<SharedMemory>(device, std::string(handle), bytes);
+          },
           py::arg("device"), py::arg("handle"), py::arg("nbytes"))
       .def_property_readonly("nbytes", &SharedMemory::bytes)
       .def_property_readonly("has_descriptor", &SharedMemory::has_descriptor)
@@ -86,8 +95,9 @@ void bind_exchange(py::module_& m) {
            py::arg("num_sms"))
       .def(
           "dispatch",
-          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids, bool wide_ids,
-             Address weights, Address scales, std::uint64_t scale_row_stride, std::uint64_t scale_stride, Address plan, Address buffer) {
+          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids,
+             bool wide_ids, Address weights, Address scales, std::uint64_t scale_row_stride, std::uint64_t scale_stride,
+             Address plan, Address buffer) {
             Exchange::Tokens t;
             t.count = tokens;
             t.x = pointer<const char>(x);
@@ -101,31 +111,36 @@ void bind_exchange(py::module_& m) {
             return e.dispatch(pointer<CUstream_st>(stream), halves, t, pointer<char>(plan), pointer<char>(buffer));
           },
           "halves: 1 sends, 2 receives, 3 is both in one launch.")
-      .def(
-          "combine",
-          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride, std::uint64_t rows,
-             bool weighted, bool uses_weights, Address weights, Address y, std::uint64_t y_stride, bool accumulate, Address plan, Address buffer) {
-            Exchange::Outputs o;
-            o.expert_out = pointer<const char>(expert_out);
-            o.stride = stride;
-            o.rows = rows;
-            o.weighted = weighted;
-            o.uses_weights = uses_weights;
-            o.weights = pointer<const float>(weights);
-            e.combine(pointer<CUstream_st>(stream), halves, o, {tokens, pointer<char>(y), y_stride, accumulate}, pointer<char>(plan),
-                      pointer<char>(buffer));
-          })
+      .def("combine",
+           [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride,
+              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, Address y, std::uint64_t y_stride,
+              bool accumulate, Address plan, Address buffer) {
+             Exchange::Outputs o;
+             o.expert_out = pointer<const char>(expert_out);
+             o.stride = stride;
+             o.rows = rows;
+             o.weighted = weighted;
+             o.uses_weights = uses_weights;
+             o.weights = pointer<const float>(weights);
+             e.combine(pointer<CUstream_st>(stream), halves, o, {tokens, pointer<char>(y), y_stride, accumulate},
+                       pointer<char>(plan), pointer<char>(buffer));
+           })
       .def("release",
            [](Exchange& e, Address stream, std::uint32_t tokens, Address plan, Address buffer) {
              Exchange::Outputs o;
              o.release = true;
-             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens, nullptr, 0, false}, pointer<char>(plan), pointer<char>(buffer));
+             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens, nullptr, 0, false}, pointer<char>(plan),
+                       pointer<char>(buffer));
            })
-      .def("push",
-           [](Exchange& e, Address stream, const std::vector<std::uint64_t>& bytes) { e.push(pointer<CUstream_st>(stream), bytes); },
-           py::arg("stream"), py::arg("bytes"), "The floor: bare stores of that many bytes to each rank. Nothing else may follow on this object.")
-      .def("stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
-           py::arg("stamps"), py::arg("steps"), "Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.")
+      .def(
+          "push",
+          [](Exchange& e, Address stream, const std::vector<std::uint64_t>& bytes) { e.push(pointer<CUstream_st>(stream), bytes); },
+          py::arg("stream"), py::arg("bytes"),
+          "The floor: bare stores of that many bytes to each rank. Nothing else may follow on this object.")
+      .def(
+          "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
+          py::arg("stamps"), py::arg("steps"),
+          "Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.")
       .def(
           "fail",
           [](Exchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
@@ -142,9 +157,12 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def_property_readonly("steps", &Exchange::steps);
-  m.def("buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
-        "Where the parts of what a dispatch returns lie in its buffer.");
-  m.def("plan_bytes", [](const Config& config, std::uint64_t tokens) { return plan_bytes(config, tokens); }, py::arg("config"), py::arg("tokens"));
+  m.def(
+      "buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
+      "Where the parts of what a dispatch returns lie in its buffer.");
+  m.def(
+      "plan_bytes", [](const Config& config, std::uint64_t tokens) { return plan_bytes(config, tokens); }, py::arg("config"),
+      py::arg("tokens"));
 }
 
 }  // namespace

@@ -92,8 +92,10 @@ __device__ inline BlockScale e4m3_scale_power_of_two(std::uint32_t largest) {
 }
 
 __device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
-  const std::uint32_t low = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[0], multiplier), __fmul_rn(f[1], multiplier)), __NV_SATFINITE, __NV_E4M3);
-  const std::uint32_t high = __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[2], multiplier), __fmul_rn(f[3], multiplier)), __NV_SATFINITE, __NV_E4M3);
+  const std::uint32_t low =
+      __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[0], multiplier), __fmul_rn(f[1], multiplier)), __NV_SATFINITE, __NV_E4M3);
+  const std::uint32_t high =
+      __nv_cvt_float2_to_fp8x2(make_float2(__fmul_rn(f[2], multiplier), __fmul_rn(f[3], multiplier)), __NV_SATFINITE, __NV_E4M3);
   return low | high << 16;
 }
 

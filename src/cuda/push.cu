@@ -1,5 +1,5 @@
-// The floor: bare stores of a step's bytes into the peers' memory, peers from rank + 1 on. It overwrites blocks, so an AllToAll that
-// has pushed can do nothing else.
+// The floor: bare stores of a step's bytes into the peers' memory, peers from rank + 1 on. It overwrites blocks, so an AllToAll
+// that has pushed can do nothing else.
 #include "kernels.h"
 #include "rows.cuh"
 
@@ -9,7 +9,8 @@ namespace {
 __global__ void __launch_bounds__(1024) push_kernel(const __grid_constant__ PushArguments a) {
   const Common& k = a.common;
   // Combine's blocks are large enough for either.
-  const std::uint64_t slot = k.heap.slots[static_cast<int>(Op::Combine)] + k.c.rank * k.heap.slot_bytes[static_cast<int>(Op::Combine)];
+  const std::uint64_t slot =
+      k.heap.slots[static_cast<int>(Op::Combine)] + k.c.rank * k.heap.slot_bytes[static_cast<int>(Op::Combine)];
   const char* from = k.peers[k.c.rank] + slot;
   const std::uint64_t stride = std::uint64_t{gridDim.x} * blockDim.x * 16;
   const std::uint64_t first = (std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x) * 16;

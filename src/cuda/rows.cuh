@@ -8,7 +8,9 @@ namespace pplx::cuda {
 // The caller's tensors: read once.
 __device__ inline uint4 load_input(const char* from) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
   return v;
 }
 // What a peer may have written: never through L1, which it does not invalidate.

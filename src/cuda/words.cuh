@@ -1,7 +1,7 @@
 // Words between ranks, on the device: release stores, acquire loads, and waits that end.
 //
-// Readers: one thread acquires, its group synchronises, then plain loads that bypass L1. Writers: the group stores, synchronises, and
-// one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
+// Readers: one thread acquires, its group synchronises, then plain loads that bypass L1. Writers: the group stores, synchronises,
+// and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
 #include "arguments.h"
@@ -51,7 +51,8 @@ static __device__ __noinline__ void fail(const Common& k, const Abort& what, std
   k.report->seen = seen;
   store_release(&k.report->failure, word);
   for (std::uint32_t peer = 0; peer < k.c.world; ++peer)
-    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[peer] + Heap::abort_at(k.generation)), 0ull, static_cast<unsigned long long>(word));
+    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[peer] + Heap::abort_at(k.generation)), 0ull,
+                     static_cast<unsigned long long>(word));
 }
 
 // Whether anybody has failed. The host's word lies across PCIe, so it is asked for rarely.
@@ -79,7 +80,7 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
   const std::uint64_t begun = nanoseconds();
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
   for (std::uint32_t i = 0;; ++i) {
-    seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);   // a count orders nothing but itself
+    seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);  // a count orders nothing but itself
     if (matches<match>(k, seen, step)) return true;
     if ((i & 255) != 0) continue;
     if (stopped(k, (i & 0xffff) == 0xff00)) return false;
@@ -98,7 +99,8 @@ __device__ inline bool wait(const Common& k, const void* word, Phase phase, std:
 }
 
 // The same for a count, which is in the word.
-__device__ inline bool wait_count(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t& count) {
+__device__ inline bool wait_count(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                  std::uint32_t& count) {
   std::uint64_t seen = load_relaxed(word);
   const bool good = is_count(seen, k.generation, step) || wait_long<Match::Count>(k, word, phase, step, peer, seen);
   count = count_of(seen);
@@ -106,7 +108,8 @@ __device__ inline bool wait_count(const Common& k, const void* word, Phase phase
 }
 
 // A header as this step's block of that peer must have it; fails otherwise.
-__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer, bool& good) {
+__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                          bool& good) {
   BlockHeader h;
   const auto* from = reinterpret_cast<const std::uint32_t*>(block);
   h.step = __ldcg(from);
@@ -138,7 +141,8 @@ __device__ inline void write_header(const Common& k, char* block, std::uint32_t 
 
 // When this launch began, for the benchmark.
 __device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::uint64_t begun) {
-  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0) k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
+  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
 }
 
 }  // namespace pplx::cuda

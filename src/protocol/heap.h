@@ -1,7 +1,8 @@
 // Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] || mailbox | outgoing | sent | send areas
+//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] ||
+//   mailbox | outgoing | sent | send areas
 #pragma once
 
 #include "words.h"

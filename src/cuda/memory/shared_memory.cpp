@@ -14,8 +14,8 @@ namespace {
 std::string out_of_memory(std::size_t bytes, const std::string& what, int device) {
   std::size_t free = 0, total = 0;
   cudaMemGetInfo(&free, &total);
-  return what + " needs " + std::to_string(bytes) + " bytes of memory on GPU " + std::to_string(device) + ", " + std::to_string(free) +
-         " are free: use a smaller max_tokens_per_rank or fewer AllToAlls";
+  return what + " needs " + std::to_string(bytes) + " bytes of memory on GPU " + std::to_string(device) + ", " +
+         std::to_string(free) + " are free: use a smaller max_tokens_per_rank or fewer AllToAlls";
 }
 
 CUmemAllocationProp properties(int device) {
@@ -66,7 +66,8 @@ bool SharedMemory::allocate_virtual(std::size_t bytes, const std::string& what) 
 
 SharedMemory::SharedMemory(int device, int fd, std::size_t bytes) : device_(device), bytes_(bytes) {
   check(cudaSetDevice(device), "cudaSetDevice");
-  check(driver().import_handle(&handle_, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)), CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+  check(driver().import_handle(&handle_, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)),
+                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
         "cuMemImportFromShareableHandle");
   map();
 }
@@ -107,8 +108,12 @@ SharedMemory::~SharedMemory() {
       driver().free_address(address_, bytes_);
       driver().release(handle_);
       break;
-    case Kind::Allocated: cudaFree(data()); break;
-    case Kind::Imported: cudaIpcCloseMemHandle(data()); break;
+    case Kind::Allocated:
+      cudaFree(data());
+      break;
+    case Kind::Imported:
+      cudaIpcCloseMemHandle(data());
+      break;
   }
 }
 

@@ -19,9 +19,9 @@ class SharedMemory {
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   char* data() const { return reinterpret_cast<char*>(address_); }
-  std::size_t bytes() const { return bytes_; }              // whole granules
+  std::size_t bytes() const { return bytes_; }  // whole granules
   bool has_descriptor() const { return kind_ == Kind::Virtual; }
-  int descriptor() const;                                    // a new one, the caller closes it
+  int descriptor() const;  // a new one, the caller closes it
   std::string ipc_handle() const;
 
  private:
