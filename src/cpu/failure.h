@@ -30,7 +30,10 @@ struct PeerFailure : std::runtime_error {
 
 // As the control plane names it.
 inline AbortReason reason_named(const std::string& name) {
-  return name == "death" ? AbortReason::Death : name == "timeout" ? AbortReason::Timeout : name == "closed" ? AbortReason::Closed : AbortReason::User;
+  return name == "death"     ? AbortReason::Death
+         : name == "timeout" ? AbortReason::Timeout
+         : name == "closed"  ? AbortReason::Closed
+                             : AbortReason::User;
 }
 
 // In the words of an error message.

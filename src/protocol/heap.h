@@ -11,7 +11,7 @@ namespace pplx {
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
-  std::uint64_t counts = 0;             // u64 [in_flight][world][1 + experts_per_rank]: rows, and choices by local expert (count_word)
+  std::uint64_t counts = 0;             // u64 [in_flight][world][1 + experts_per_rank]: rows, choices by local expert
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]

@@ -15,8 +15,8 @@ constexpr bool arrived(std::uint64_t word, std::uint32_t generation, std::uint32
   return static_cast<std::uint32_t>(word >> 32) == generation && step_reached(static_cast<std::uint32_t>(word), step);
 }
 
-// Count: generation (11) | count (21) | step (32). What arrives is in the word itself, so it needs no release: a GPU sends the counts
-// of a dispatch so, about 2 us earlier than a header and its arrival word.
+// Count: generation (11) | count (21) | step (32). What arrives is in the word itself, so it needs no release: a GPU sends the
+// counts of a dispatch so, about 2 us earlier than a header and its arrival word.
 constexpr std::uint64_t count_word(std::uint32_t generation, std::uint32_t step, std::uint32_t count) {
   return std::uint64_t{generation & 0x7ffu} << 53 | std::uint64_t{count & 0x1fffffu} << 32 | step;
 }
