@@ -96,7 +96,7 @@ def test_cut_link(transport: str, how: str) -> None:
         assert r["at"] - first < NOTICED and r["closing"] < 2.0, r
         assert r["waited"] < (NOTICED if how == "kill" else timeout + NOTICED), r
         if how == "kill":
-            assert not r["is_timeout"] and "rank 1" in r["message"] and "rank 3" in r["message"], r
+            assert not r["is_timeout"] and f"rank {r['peer']}" in r["message"], r
         else:
             assert r["is_timeout"] or "gave up" in r["message"], r
         if rank in (0, 2):
