@@ -231,12 +231,8 @@ MUTANTS = [
     Mutant(
         "an abort is not forwarded",
         EXCHANGE,
-        "    if (memory_.peers[peer] != nullptr && alive_[peer])\n"
-        "      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);\n"
-        "  throw failure;",
-        "    if (memory_.peers[peer] == memory_.own)\n"
-        "      store_if_zero(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + Heap::abort_at), word);\n"
-        "  throw failure;",
+        "    if (memory_.peers[peer] != nullptr && alive_[peer])\n      store_if_zero(abort_of(peer), word);\n  throw failure;",
+        "    if (peer == config_.rank)\n      store_if_zero(abort_of(peer), word);\n  throw failure;",
         "ranks of the node hear of a failure over the control connections only, if those still work",
         catch="test_aborts",
     ),
