@@ -102,7 +102,7 @@ class Network final : public Clock::Task {
 
  private:
   static constexpr std::uint32_t kMostPieces = 4;
-  enum Action : std::uint32_t { kRead = 0, kLand = kMostPieces, kSent = 2 * kMostPieces, kArrive, kTryPeer, kRepeat, kActions = 16 };
+  enum Action : std::uint32_t { kRead, kLand = kMostPieces, kSent = 2 * kMostPieces, kArrive, kTryPeer, kRepeat, kActions = 16 };
   enum class Fate : std::uint8_t { Whole, Fails, FailsUnsaid, Corrupt };
 
   struct Piece {

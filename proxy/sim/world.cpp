@@ -521,7 +521,7 @@ bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   while (!ask.empty()) {
     const std::uint32_t at = ask.back();
     ask.pop_back();
-    if (at == victim) return true;
+    if (at == victim || (at < ranks_.size() && late_[at])) return true;
     if (at >= ranks_.size() || seen[at]) continue;
     seen[at] = true;
     for (const Object& object : ranks_[at].objects) {
@@ -565,6 +565,8 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
+      // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up.
+      if (f.peer != trap.peer && ranks_[victim_].objects[trap.immediate.object].closed == steps_ && waits_for(f.peer, victim_)) break;
       must_blame(trap.peer);
       if (first_hand && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
       break;
@@ -617,7 +619,7 @@ void World::finish_generation() {
 // Every survivor must raise the cause in time, whatever it was doing.
 void World::finish_in_trouble() {
   double allowed = 1.0;
-  if (trouble_ == Trouble::Vanish) allowed += 3 * timeout_;
+  if (trouble_ == Trouble::Vanish || trouble_ == Trouble::FailWrite || trouble_ == Trouble::FailPost) allowed += 3 * timeout_;
   if (trouble_ == Trouble::Leave) allowed += 1.0;
   const Time deadline = *struck_ + static_cast<Time>(allowed * 1e9);
   const auto all_raised = [this] {
