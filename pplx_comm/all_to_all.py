@@ -493,7 +493,7 @@ class AllToAll:
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
         have = tensor.shape
-        alike = have == shape or (shape[0] is None and have[1:] == shape[1:])
+        alike = have == shape or (shape[0] is None and len(have) == len(shape) and have[1:] == shape[1:])
         if alike and tensor.device == self.device and tensor.is_contiguous():
             return  # nearly always, and quickly
         if tensor.device != self.device:
