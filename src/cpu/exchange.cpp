@@ -242,10 +242,13 @@ void Exchange::latch(PeerFailure failure) {
   // What another rank told this one goes on as it came: that rank is the origin.
   std::uint64_t word = load_acquire(abort_of(config_.rank));
   if (word == 0) word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
-  for (std::uint32_t peer = 0; peer < config_.world; ++peer)
-    if (memory_.peers[peer] != nullptr && alive_[peer])
-      store_if_zero(abort_of(peer), word);
+  tell_node(word);
   throw failure;
+}
+
+void Exchange::tell_node(std::uint64_t word) {
+  for (std::uint32_t peer = 0; peer < config_.world; ++peer)
+    if (memory_.peers[peer] != nullptr && alive_[peer]) store_if_zero(abort_of(peer), word);
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
@@ -256,10 +259,7 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
     if (store_if_zero(abort_of(config_.rank), word)) message_ = message;
   }
   // What only this rank knows, which may be long in coming to its next call.
-  if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric)
-    for (std::uint32_t peer = 0; peer < config_.world; ++peer)
-      if (memory_.peers[peer] != nullptr && alive_[peer])
-        store_if_zero(abort_of(peer), word);
+  if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric) tell_node(word);
 }
 
 void Exchange::lost_network(const Abort& abort, const std::string& message) {
@@ -286,6 +286,7 @@ void Exchange::raise_failure(Phase phase, std::uint32_t step) {
     // A death has no step of its own: then it is where this rank noticed.
     const bool here = a.phase == Phase::None;
     failure_ = std::make_unique<PeerFailure>(message, a.reason, a.peer, here ? phase : a.phase, here ? step : a.step);
+    tell_node(word);   // it may have come over a control connection that theirs lag behind
   }
   const PeerFailure failure = *failure_;
   lock.unlock();

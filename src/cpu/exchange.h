@@ -208,6 +208,7 @@ class Exchange {
   bool poll(PhaseRun& run, Phase phase, std::uint32_t step, Since& since);
   std::uint64_t abort_seen();   // this rank's abort word
   [[noreturn]] void latch(PeerFailure failure);
+  void tell_node(std::uint64_t word);   // to the abort words of the ranks that share memory with this one
   void rebuild_order();
 
   const Config config_;
