@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <time.h>
 
+#include <algorithm>
 #include <chrono>
 #include <thread>
 
@@ -18,12 +19,34 @@ constexpr unsigned kSpins = 16;
 // On a core of its own nobody waits for this thread's turn, and a yield costs more than many looks at the mailboxes.
 constexpr unsigned kLooksWhenPinned = 64;
 constexpr auto kAwake = std::chrono::seconds(1);
-constexpr long kNapNanoseconds = 50'000;
 
-void nap() {
-  const timespec t{0, kNapNanoseconds};
-  nanosleep(&t, nullptr);
-}
+// Naps of an idle thread: 50 us, or as much more as keeps it below a twenty-fifth of a core. What a nap and a look cost depends on the
+// provider and the machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
+class Naps {
+ public:
+  void nap() {
+    if (count_++ % kPeriod == 0) {
+      const long cpu = cpu_nanoseconds();
+      if (count_ > 1) nanoseconds_ = std::clamp((cpu - cpu_) / kPeriod * kShare, kShortest, kLongest);
+      cpu_ = cpu;
+    }
+    const timespec t{0, nanoseconds_};
+    nanosleep(&t, nullptr);
+  }
+  std::uint64_t count() const { return count_; }
+
+ private:
+  static constexpr long kShortest = 50'000, kLongest = 1'000'000, kPeriod = 256, kShare = 25;
+
+  static long cpu_nanoseconds() {
+    timespec t{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+  }
+
+  std::uint64_t count_ = 0;
+  long nanoseconds_ = kShortest, cpu_ = 0;
+};
 
 }  // namespace
 
@@ -132,15 +155,16 @@ void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
     }
     if (empty == 64) last_moved = Clock::now();
     if (Clock::now() - last_moved < kAwake) continue;
+    Naps rest;
     while (!shared.stop.load(std::memory_order_acquire) && !shared.commanded.load(std::memory_order_acquire)) {
-      nap();
-      ++naps;
+      rest.nap();
       try {
         if (!broken && shared.proxy.step()) break;
       } catch (const std::exception&) {
         break;   // the next turn meets it again and reports it
       }
     }
+    naps += rest.count();
     empty = 0;
   }
   run_commands(shared);

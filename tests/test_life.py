@@ -54,7 +54,7 @@ def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
 @pytest.mark.parametrize("what", ["all_to_all", "communicator"])
 def test_open_and_close_many_times(crew: Crews, transport: str, what: str) -> None:
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
-    check_no_growth(crew.run("rank_cases:cycles", case, 1000 if what == "all_to_all" else 200, what, timeout=1000))
+    check_no_growth(crew.run("rank_cases:cycles", case, 500 if what == "all_to_all" else 100, what, timeout=1000))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
