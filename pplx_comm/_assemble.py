@@ -173,4 +173,4 @@ def _connect(mesh: Mesh, me: Identity, peer: int, addresses: Sequence[Address], 
                     peer=peer,
                     phase="rendezvous",
                 ) from None
-        time.sleep(0.01)
+        time.sleep(0.01)  # a full backlog, or a listener that is slow to come: nothing to wait on

@@ -230,7 +230,7 @@ class _Visitor:
                         peer=0,
                         phase="rendezvous",
                     ) from None
-            time.sleep(pause)
+            time.sleep(pause)  # rank 0 may not have started: nothing announces that it listens
             pause = min(0.25, pause * 1.5)
 
     def allgather(self, value: dict[str, Any]) -> list[dict[str, Any]]:
@@ -318,7 +318,7 @@ def _listen(addresses: list[Address], deadline: float) -> list[socket.socket]:
             raise Error(
                 f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR to a free one"
             )
-        time.sleep(0.05)
+        time.sleep(0.05)  # until whoever holds the address has closed it: nothing announces that
 
 
 def _listen_host(host: str, port: int) -> socket.socket:

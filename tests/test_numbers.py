@@ -5,7 +5,6 @@ tests/cpp/test_number.cpp searches every value of each format; here torch's own 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,16 +19,6 @@ from reference import same_bits
 import pplx_comm as pc
 
 SIXTEEN = [torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(scope="module")
-def comm() -> Iterator[pc.Communicator]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-            patch.delenv(name, raising=False)
-        comm = pc.Communicator.from_env()
-    with comm:
-        yield comm
 
 
 def alone(comm: pc.Communicator, hidden: int, tokens: int, **options: Any) -> pc.AllToAll:

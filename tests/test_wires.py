@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,16 +210,6 @@ def test_powers_of_two_cost_no_more(isa: str) -> None:
     ratios = {wire.value: round(t / took[pc.Wire.FP8], 2) for wire, t in took.items()}
     print(isa, ratios)
     assert max(ratios.values()) < 1.3, ratios
-
-
-@pytest.fixture(scope="module")
-def comm() -> Iterator[pc.Communicator]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-            patch.delenv(name, raising=False)
-        comm = pc.Communicator.from_env()
-    with comm:
-        yield comm
 
 
 LAYOUTS = {"ragged": pc.Ragged(align=8), "padded": pc.Padded(max_tokens_per_expert=40), "compact": pc.Compact()}
