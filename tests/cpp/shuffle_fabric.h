@@ -7,8 +7,8 @@
 #include <memory>
 #include <vector>
 
-#include "../../proxy/fabric.h"
 #include "check.h"
+#include "plain_fabric.h"
 
 namespace pplx::test {
 
@@ -37,28 +37,15 @@ struct ShuffleNet {
   std::uint64_t refused = 0, repeated = 0, reordered = 0, replayed = 0;
 };
 
-class ShuffleFabric final : public Fabric {
+class ShuffleFabric final : public PlainFabric {
  public:
   ShuffleFabric(ShuffleNet& net, int rank, int endpoints) : net_(net), rank_(rank), endpoints_(endpoints) {
     if (net.ranks.size() <= static_cast<std::size_t>(rank)) net.ranks.resize(rank + 1);
     net.ranks[rank] = this;
   }
 
-  std::string name() const override { return "shuffle"; }
   int endpoints() const override { return endpoints_; }
-  std::string endpoint_name(int endpoint) const override { return "shuffle" + std::to_string(endpoint); }
   Blob address() const override { return {static_cast<std::uint8_t>(rank_)}; }
-  void insert_peer(int, const Blob&) override {}
-  void remove_peer(int) override {}
-  LocalRegion register_memory(void* base, std::size_t bytes) override {
-    LocalRegion region;
-    region.id = 0;
-    region.base = base;
-    region.bytes = bytes;
-    return region;
-  }
-  void unregister_memory(const LocalRegion&) override {}
-  RemoteRegion import_region(int, const Blob&) const override { return {}; }
   std::string describe_error(const Completion&) const override { return "planted failure"; }
 
   Post write(const Write& write) override {

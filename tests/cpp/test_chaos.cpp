@@ -13,28 +13,18 @@
 #include "../../proxy/arrivals.h"
 #include "../../proxy/chaos.h"
 #include "check.h"
+#include "plain_fabric.h"
 
 using namespace pplx;
 
 namespace {
 
 // Keeps what is posted until the test says what becomes of it.
-class InnerFabric final : public Fabric {
+class InnerFabric final : public test::PlainFabric {
  public:
   std::string name() const override { return "inner"; }
   int endpoints() const override { return 3; }
-  std::string endpoint_name(int endpoint) const override { return "nic" + std::to_string(endpoint); }
   Blob address() const override { return {1, 2}; }
-  void insert_peer(int, const Blob&) override {}
-  void remove_peer(int) override {}
-  LocalRegion register_memory(void* base, std::size_t bytes) override {
-    LocalRegion region;
-    region.base = base;
-    region.bytes = bytes;
-    return region;
-  }
-  void unregister_memory(const LocalRegion&) override {}
-  RemoteRegion import_region(int, const Blob&) const override { return {}; }
   std::string describe_error(const Completion& c) const override { return "inner error " + std::to_string(c.error); }
 
   Post write(const Write& w) override {

@@ -11,24 +11,17 @@
 #include "../../proxy/proxy.h"
 #include "../../src/cpu/atomic.h"
 #include "check.h"
+#include "plain_fabric.h"
 
 using namespace pplx;
 
 namespace {
 
-class ScriptedFabric final : public Fabric {
+class ScriptedFabric final : public test::PlainFabric {
  public:
   explicit ScriptedFabric(int endpoints) : endpoints_(endpoints) {}
 
-  std::string name() const override { return "scripted"; }
   int endpoints() const override { return endpoints_; }
-  std::string endpoint_name(int endpoint) const override { return "nic" + std::to_string(endpoint); }
-  Blob address() const override { return {}; }
-  void insert_peer(int, const Blob&) override {}
-  void remove_peer(int) override {}
-  LocalRegion register_memory(void*, std::size_t) override { return {}; }
-  void unregister_memory(const LocalRegion&) override {}
-  RemoteRegion import_region(int, const Blob&) const override { return {}; }
   std::string describe_error(const Completion& c) const override { return "error " + std::to_string(c.error); }
 
   Post write(const Write& w) override {

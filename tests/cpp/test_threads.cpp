@@ -15,6 +15,7 @@
 #include "../../proxy/proxy_thread.h"
 #include "../../src/cpu/exchange.h"
 #include "check.h"
+#include "plain_fabric.h"
 
 using namespace pplx;
 using namespace pplx::cpu;
@@ -31,24 +32,10 @@ struct QueueNet {
   std::vector<Inbox> inboxes;
 };
 
-class QueueFabric final : public Fabric {
+class QueueFabric final : public test::PlainFabric {
  public:
   QueueFabric(QueueNet& net, int rank) : net_(net), rank_(rank) {}
-  std::string name() const override { return "queues"; }
   int endpoints() const override { return 2; }
-  std::string endpoint_name(int) const override { return "queue"; }
-  Blob address() const override { return {}; }
-  void insert_peer(int, const Blob&) override {}
-  void remove_peer(int) override {}
-  LocalRegion register_memory(void* base, std::size_t bytes) override {
-    LocalRegion region;
-    region.base = base;
-    region.bytes = bytes;
-    return region;
-  }
-  void unregister_memory(const LocalRegion&) override {}
-  RemoteRegion import_region(int, const Blob&) const override { return {}; }
-  std::string describe_error(const Completion&) const override { return ""; }
 
   Post write(const Write& w) override {
     std::memcpy(reinterpret_cast<char*>(w.target->base + w.target_offset), static_cast<char*>(w.source->base) + w.source_offset, w.bytes);
