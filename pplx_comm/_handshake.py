@@ -210,7 +210,9 @@ class Door:
         return ready
 
     def _read(self, sock: socket.socket) -> None:
-        guest = self._guests[sock]
+        guest = self._guests.get(sock)
+        if guest is None:  # shown out by an earlier event of the same select()
+            return
         try:
             data = sock.recv(4096)
             if not data:

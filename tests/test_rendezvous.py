@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -661,6 +662,27 @@ def test_a_crowd_of_silent_guests_keeps_nobody_out(house: _House) -> None:
             greet(sock, _guest(), 0, 5)
             assert house.door.refused["too many connections"] >= 100
             house.wait_for([1])
+
+
+def test_a_door_may_close_while_a_guest_is_heard() -> None:
+    """One select() may report both the reason to close the door and a guest's next words."""
+    ours, theirs = socket.socketpair()
+    with selectors.DefaultSelector() as selector, ours, theirs:
+        name = f"pplx_comm-test-{uuid.uuid4().hex}"
+        door = Door(selector, [listen_unix(name)], HOST, may_come=lambda rank: None, came=lambda sock, rank: None)
+        with socket.socket(socket.AF_UNIX) as guest:
+            guest.connect("\0" + name)
+            for key, mask in selector.select(5):
+                key.data(mask)  # comes in
+            guest.sendall(_hello())
+            selector.register(ours, selectors.EVENT_READ, lambda _: door.close())
+            theirs.send(b"close")
+            while len(events := selector.select(5)) < 2:
+                pass
+            for key, mask in sorted(events, key=lambda event: event[0].fileobj is not ours):
+                key.data(mask)
+            with pytest.raises(ConnectionResetError):  # its words were left unread
+                guest.recv(100)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
