@@ -63,15 +63,21 @@ class CombineRecv final : public PhaseRun {
 
   void add_tokens(std::uint32_t unit) const {
     const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
+    const std::size_t first_bytes = std::min<std::size_t>(kAhead, std::size_t{c_.hidden} * dtype_bytes(c_.dtype));
     for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
+      if (t + 1 < plan_.tokens)
+        for (std::uint32_t i = plan_.token_begin[t + 1]; i < plan_.token_begin[t + 2]; ++i) ask_for(row_of(i), first_bytes);
       const void* rows[kMaxTopK];
       std::uint32_t n = 0;
-      for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i)
-        rows[n++] = e_.own_slot(set_, Op::Combine, plan_.token_rows[i].rank) + block_.row_at(plan_.token_rows[i].row);
+      for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i) rows[n++] = row_of(i);
       char* y = out_.y + t * out_.stride;
       k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
       if (has_tail_ && out_.tail != nullptr) read_tail(t);
     }
+  }
+
+  const char* row_of(std::uint32_t ref) const {
+    return e_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
   }
 
   void read_tail(std::uint32_t token) const {

@@ -78,6 +78,7 @@ class CombineSend final : public PhaseRun {
     const std::uint32_t end = std::min(rows(peer), (unit + 1) * rows_per_unit_);
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
       char* to = blocks_[group] + block_.row_at(row);
+      if (row + 1 < rows(peer)) ask_for_row(peer, row + 1);
       write_row(peer, row, to);
       if (in_.has_tail) write_tail(peer, row, to + block_.tail_at);
     }
@@ -142,6 +143,15 @@ class CombineSend final : public PhaseRun {
       weights[n++] = from[i];
     }
     k_.add_rows(c_.dtype, to, nullptr, rows, in_.weighted ? weights : nullptr, n, c_.hidden);
+  }
+
+  void ask_for_row(std::uint32_t peer, std::uint32_t row) const {
+    const Received& r = *in_.received;
+    const std::size_t per_row = c_.layout == LayoutKind::Compact ? 1 : c_.top_k, at = (r.rows_begin[peer] + row) * per_row;
+    const std::uint32_t n = c_.layout == LayoutKind::Compact ? 1 : count_choices(r.choices[r.rows_begin[peer] + row]);
+    const std::size_t bytes = std::min<std::size_t>(kAhead, std::size_t{c_.hidden} * dtype_bytes(c_.dtype));
+    for (std::uint32_t i = 0; i < n; ++i)
+      if (r.place[at + i] != Received::kNowhere) ask_for(in_.expert_out.data + r.place[at + i] * in_.expert_out.stride, bytes);
   }
 
   // Each float at its choice's k, so that the token's rank need not know what else lives here.

@@ -91,17 +91,19 @@ class DispatchSend final : public PhaseRun {
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
       char* to = block + block_.row_at(row);
-      if (payload) write_payload(to, token);
+      if (payload) write_payload(e_.mapped(peer) ? k_.stream : k_.copy, to, token);
       write_route(to + block_.route_at, peer, token);
     }
+    streamed();
   }
 
-  void write_payload(char* to, std::uint32_t token) const {
+  // Past the caches where a peer's core will read it; what the proxy reads next stays in them.
+  void write_payload(decltype(Kernels::copy) copy, char* to, std::uint32_t token) const {
     if (quantises_) {
-      k_.copy(to, e_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
+      copy(to, e_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
       return;
     }
-    k_.copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
+    copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
     if (in_.scales == nullptr) return;
     const std::uint32_t each = scale_bytes_each(c_.wire);
     copy_scales(to + block_.scales_at, each, in_.scales + token * in_.scale_row_stride, in_.scale_stride, scales_per_row(c_), each);

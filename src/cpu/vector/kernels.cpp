@@ -50,6 +50,7 @@ void copy(void* to, const void* from, std::size_t bytes) {
   }
   std::size_t at = 0;
   for (; at + 4 * kChunk <= bytes; at += 4 * kChunk) {
+    ask_for(in + at + kAhead, 4 * kChunk);
     const Chunk a = load(in + at), b = load(in + at + kChunk), c = load(in + at + 2 * kChunk), d = load(in + at + 3 * kChunk);
     store(out + at, a);
     store(out + at + kChunk, b);
@@ -67,6 +68,7 @@ void stream(void* to, const void* from, std::size_t bytes) {
   std::memcpy(out, in, head);
   std::size_t at = head;
   for (; at + 4 * kChunk <= bytes; at += 4 * kChunk) {
+    ask_for(in + at + kAhead, 4 * kChunk);
     const Chunk a = load(in + at), b = load(in + at + kChunk), c = load(in + at + 2 * kChunk), d = load(in + at + 3 * kChunk);
     store_past(out + at, a);
     store_past(out + at + kChunk, b);
@@ -239,6 +241,7 @@ void add_rows_as(void* to, const void* from, const void* const* rows, const floa
       for (std::uint32_t i = 0; i < kStrip; ++i) sum[i] = load_lanes<T>(initial + at + i * kLanes);
     for (std::uint32_t r = 0; r < n; ++r) {
       const Stored* row = static_cast<const Stored*>(rows[r]) + at;
+      if (at + kAhead / sizeof(Stored) < hidden) ask_for(row + kAhead / sizeof(Stored), kStrip * kLanes * sizeof(Stored));
       for (std::uint32_t i = 0; i < kStrip; ++i) {
         const Floats value = load_lanes<T>(row + i * kLanes);
         sum[i] = sum[i] + (weighted ? weights[r] * value : value);

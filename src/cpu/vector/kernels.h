@@ -23,12 +23,20 @@ struct Kernels {
   void (*quantise)(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales);
 
   // to = round(from + sum of weight[i] * row[i]), fp32, in order; `weights` null means plain sums, `from` null means zero.
+  // Rows may lie anywhere: their first kAhead bytes are the caller's to ask for, while it adds up others.
   void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
                    std::uint32_t hidden);
 };
 
 // After stream(), before whatever tells others of it.
 inline void streamed() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+// How far ahead of itself a kernel asks for what it reads. Processors' own prefetching ends with each page, and a row is few pages.
+constexpr std::size_t kAhead = 2048;
+
+inline void ask_for(const void* from, std::size_t bytes) {
+  for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at);
+}
 
 const Kernels& kernels();                       // the best that this processor runs
 const Kernels* kernels_named(const char* isa);  // "baseline", "avx2", "avx512": null where it does not run; for tests
