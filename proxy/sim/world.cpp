@@ -738,6 +738,7 @@ void World::check_notices() {
       try {
         object.exchange->raise_notice();
       } catch (const Misuse&) {
+        object.noticed = true;   // said once: the next generation does not hear of it again
         continue;
       }
       throw Violation(rank_text(rank.number) + " never said that an output buffer was too small");
