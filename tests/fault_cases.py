@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import networks
-from rank_cases import Case, Survivor, open_all_to_all, raised
+from failure_cases import Survivor
+from rank_cases import Case, open_all_to_all, raised
 
 import pplx_comm as pc
 from pplx_comm import _reset, _setup

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
-import math
 import os
 import random
 import re
-import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -253,7 +249,7 @@ class Failed(AssertionError):
     pass
 
 
-def _must(condition: bool, what: str, *details: Any) -> None:
+def must(condition: bool, what: str, *details: Any) -> None:
     if not condition:
         raise Failed(" ".join([what, *map(str, details)]))
 
@@ -262,21 +258,19 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
     shape = case.shape
     found = reference.segments(shape, step.tokens, rank)
     counts = [len(s.token) for s in found]
-    _must(d.counts.dtype == torch.int32 and d.counts.tolist() == counts, "counts", d.counts, counts)
+    must(d.counts.dtype == torch.int32 and d.counts.tolist() == counts, "counts", d.counts, counts)
     sent = [reference.payload(shape, t) for t in step.tokens]
     if shape.quantised:
-        _must(d.scale is not None and d.scale.dtype == (torch.uint8 if case.wire == "mxfp8" else torch.float32), "scale")
-        _must(
-            d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape
-        )
+        must(d.scale is not None and d.scale.dtype == (torch.uint8 if case.wire == "mxfp8" else torch.float32), "scale")
+        must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape)
         if case.scale_layout == "tma" and d.scale.numel():
             column = d.scale.stride(-1) * d.scale.element_size()
-            _must(d.scale.stride(-2) == 1 and column % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
+            must(d.scale.stride(-2) == 1 and column % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
         elif d.scale.numel():
-            _must(d.scale.is_contiguous(), "scale is row-major")
+            must(d.scale.is_contiguous(), "scale is row-major")
     else:
-        _must(d.scale is None, "a scale with a native wire")
-    _must(d.x.dtype == (torch.float8_e4m3fn if shape.quantised else shape.dtype), "dtype of x", d.x.dtype)
+        must(d.scale is None, "a scale with a native wire")
+    must(d.x.dtype == (torch.float8_e4m3fn if shape.quantised else shape.dtype), "dtype of x", d.x.dtype)
 
     def same_rows(where: Any, source: torch.Tensor, token: torch.Tensor, what: str) -> None:
         if not len(token):
@@ -284,21 +278,21 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
         for s in source.unique().tolist():
             at = (source == s).nonzero().reshape(-1)
             rows, scales = sent[s]
-            _must(same_bits(d.x[where][at], rows[token[at]]), "rows", what, "from rank", s)
+            must(same_bits(d.x[where][at], rows[token[at]]), "rows", what, "from rank", s)
             if scales is not None:
-                _must(same_bits(d.scale[where][at], scales[token[at]]), "scales", what, "from rank", s)
+                must(same_bits(d.scale[where][at], scales[token[at]]), "scales", what, "from rank", s)
 
     if case.layout == "compact":
         rows = reference.compact_rows(shape, step.tokens, rank)
-        _must(d.num_rows.tolist() == [len(rows)], "num_rows", d.num_rows, len(rows))
+        must(d.num_rows.tolist() == [len(rows)], "num_rows", d.num_rows, len(rows))
         n = len(rows)
-        _must(d.src_rank[:n].tolist() == [s for s, _ in rows] and d.src_token[:n].tolist() == [t for _, t in rows], "sources")
+        must(d.src_rank[:n].tolist() == [s for s, _ in rows] and d.src_token[:n].tolist() == [t for _, t in rows], "sources")
         first, stop = shape.experts_of(rank).start, shape.experts_of(rank).stop
         for i, (s, t) in enumerate(rows):
             ids = step.tokens[s].ids[t].long()
             here = (ids >= first) & (ids < stop)
-            _must(d.topk_ids[i].tolist() == torch.where(here, ids - first, -1).tolist(), "topk_ids of row", i)
-            _must(
+            must(d.topk_ids[i].tolist() == torch.where(here, ids - first, -1).tolist(), "topk_ids of row", i)
+            must(
                 same_bits(d.topk_weights[i], torch.where(here, step.tokens[s].effective_weights[t], 0.0)), "topk_weights of row", i
             )
         source, token = (torch.tensor([row[i] for row in rows], dtype=torch.long) for i in (0, 1))
@@ -307,19 +301,19 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
 
     starts, fits = reference.places(shape, counts)
     if case.layout == "ragged":
-        _must(d.offsets.dtype == torch.int32 and d.offsets.tolist() == starts, "offsets", d.offsets, starts)
+        must(d.offsets.dtype == torch.int32 and d.offsets.tolist() == starts, "offsets", d.offsets, starts)
     for e, (segment, fit) in enumerate(zip(found, fits, strict=True)):
         where: Any = (e, slice(0, fit)) if case.layout == "padded" else slice(starts[e], starts[e] + fit)
         what = f"of local expert {e}"
-        _must(d.src_rank[where].tolist() == segment.source[:fit].tolist(), "src_rank", what)
-        _must(d.src_token[where].tolist() == segment.token[:fit].tolist(), "src_token", what)
-        _must(same_bits(d.weights[where], segment.weight[:fit]), "weights", what)
+        must(d.src_rank[where].tolist() == segment.source[:fit].tolist(), "src_rank", what)
+        must(d.src_token[where].tolist() == segment.token[:fit].tolist(), "src_token", what)
+        must(same_bits(d.weights[where], segment.weight[:fit]), "weights", what)
         same_rows(where, segment.source[:fit], segment.token[:fit], what)
         if case.layout == "ragged" and case.zero_pad:
             gap = slice(min(starts[e] + counts[e], d.x.shape[0]), min(starts[e + 1], d.x.shape[0]))
-            _must(not reference.as_bits(d.x[gap]).any(), "a row between segments", what)
-            _must(not d.weights[gap].any(), "a weight between segments", what)
-            _must(d.scale is None or not d.scale[gap].any(), "a scale between segments", what)
+            must(not reference.as_bits(d.x[gap]).any(), "a row between segments", what)
+            must(not d.weights[gap].any(), "a weight between segments", what)
+            must(d.scale is None or not d.scale[gap].any(), "a scale between segments", what)
 
 
 def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
@@ -504,7 +498,7 @@ class Runner:
         if step.tails is not None:
             y, tail = y
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
-            _must(same_bits(tail, came), "the tail", tail, "must be", came)
+            must(same_bits(tail, came), "the tail", tail, "must be", came)
             self.digest.update(reference.as_bits(tail).numpy().tobytes())
         wanted = reference.combine(
             self.case.shape, step.tokens, self.rank, weighted=step.weighted,
@@ -558,18 +552,18 @@ def many_steps(me: Any, case: Case, steps: int) -> None:
             n, d = opened.pop(0)
             c = a2a.combine_send(run_experts(case, me.rank, d, True), d)
             y = a2a.combine_recv(c)
-            _must(same_bits(y, wanted[n % 8]), "y of step", n)
+            must(same_bits(y, wanted[n % 8]), "y of step", n)
 
         for n in range(steps):
             mine = prepared[n % 8].tokens[me.rank]
             d = a2a.dispatch(mine.x, mine.ids, mine.weights)
-            _must(d.counts.tolist() == rows[n % 8], "counts of step", n)
+            must(d.counts.tolist() == rows[n % 8], "counts of step", n)
             opened.append((n, d))
             if len(opened) == case.in_flight:
                 finish()
         while opened:
             finish()
-        _must(a2a.stats()["steps"] == steps and a2a.stats()["open_steps"] == 0, "stats", a2a.stats())
+        must(a2a.stats()["steps"] == steps and a2a.stats()["open_steps"] == 0, "stats", a2a.stats())
 
 
 def interleaved(me: Any, cases: list[Case]) -> None:
@@ -614,14 +608,14 @@ def overflow(me: Any, case: Case) -> int:
             except pc.PeerError as error:
                 raise Failed("an overflow is no peer's failure") from error
             except pc.Error as error:
-                _must(any(f"rank {rank}" in str(error) for rank in small), "names a rank:", error)
+                must(any(f"rank {rank}" in str(error) for rank in small), "names a rank:", error)
             else:
                 raise Failed(f"step {n} overflowed on ranks {small}, and nothing was said")
             a2a.check()  # said once
     return happened
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------------------
+# ---- good steps, and what a call raises -----------------------------------------------------------------------------------------
 
 
 class Starved:
@@ -672,11 +666,11 @@ def raised(call: Any, starved: Starved | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _mistake(call: Any, pattern: str) -> None:
+def mistake(call: Any, pattern: str) -> None:
     """The call is refused: the caller's own mistake, with a message that says which."""
     r = raised(call)
-    _must(bool(r.get("is_error")) and not r.get("is_peer"), f"for {pattern!r}:", r["type"], r["message"])
-    _must(re.search(pattern, r["message"]) is not None, f"the message must have {pattern!r}:", r["message"])
+    must(bool(r.get("is_error")) and not r.get("is_peer"), f"for {pattern!r}:", r["type"], r["message"])
+    must(re.search(pattern, r["message"]) is not None, f"the message must have {pattern!r}:", r["message"])
 
 
 class Good:
@@ -691,7 +685,7 @@ class Good:
 
     def dispatch(self) -> pc.Dispatched:
         d = self.runner.dispatch(self.n)
-        _must(self.last_step is None or d.step == self.last_step + 1, "a step was lost:", self.last_step, d.step)
+        must(self.last_step is None or d.step == self.last_step + 1, "a step was lost:", self.last_step, d.step)
         self.last_step = d.step
         return d
 
@@ -709,780 +703,9 @@ class Good:
         return self.runner.steps[self.n].tokens[self.runner.rank]
 
 
-def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
-    """One rank makes every mistake that dispatch can see; the others know nothing of it."""
-    with open_all_to_all(me, case) as a2a, open_all_to_all(me, case) as other:
-        good = Good(me, case, a2a)
-        good.step()
-        hidden, k, experts, most = case.hidden, case.top_k, case.num_experts, case.max_tokens
-        dtype = DTYPES[case.dtype]
-        x, ids, w = torch.zeros(2, hidden, dtype=dtype), torch.zeros(2, k, dtype=torch.int64), torch.ones(2, k)
-        fp8 = torch.zeros(2, hidden).to(torch.float8_e4m3fn)
-        blocks = -(-hidden // reference.BLOCK.get(case.wire, 128))
-        mx = case.wire == "mxfp8"
-        scale = torch.full((2, blocks), 127, dtype=torch.uint8) if mx else torch.ones(2, blocks)
-        far = ids.clone()
-        far[1, k - 1] = experts
-        below = ids.clone()
-        below[0, 0] = -2
-        huge = ids.clone()
-        huge[1, 0] = 2**40
-        mistakes: list[tuple[Any, str]] = [
-            (lambda: a2a.dispatch(None, ids), "x must be a tensor"),
-            (lambda: a2a.dispatch([[0.0] * hidden], ids), "x must be a tensor"),
-            (lambda: a2a.dispatch(x.double(), ids), "float64"),
-            (lambda: a2a.dispatch(x.to(torch.float32 if dtype != torch.float32 else torch.float16), ids), "x is torch.float"),
-            (lambda: a2a.dispatch(x[:, :-1], ids), rf"shape \(2, {hidden - 1}\)"),
-            (lambda: a2a.dispatch(x[0], ids), "shape"),
-            (lambda: a2a.dispatch(x[None], ids), "shape"),
-            (lambda: a2a.dispatch(x.t().contiguous().t(), ids), "contiguous"),
-            (lambda: a2a.dispatch(x.to("meta"), ids), "meta"),
-            (lambda: a2a.dispatch(x, ids.to("meta")), "meta"),
-            (lambda: a2a.dispatch(x, ids, w.to("meta")), "meta"),
-            (
-                lambda: a2a.dispatch(torch.zeros(most + 1, hidden, dtype=dtype), torch.zeros(most + 1, k, dtype=torch.int64)),
-                f"{most + 1} tokens.*max_tokens_per_rank={most}",
-            ),
-            (lambda: a2a.dispatch(x), "topk_ids"),
-            (lambda: a2a.dispatch(x, ids.float()), "int32 or int64"),
-            (lambda: a2a.dispatch(x, ids.to(torch.int16)), "int32 or int64"),
-            (lambda: a2a.dispatch(x, ids[:1]), "topk_ids"),
-            (lambda: a2a.dispatch(x, ids[0]), "topk_ids"),
-            (lambda: a2a.dispatch(x, torch.zeros(2, k + 1, dtype=torch.int32)), "topk_ids"),
-            (lambda: a2a.dispatch(x, ids.tolist()), "topk_ids"),
-            # Which one, and what is allowed.
-            (lambda: a2a.dispatch(x, far), rf"\[1, {k - 1}\] is {experts}.*{experts - 1}"),
-            (lambda: a2a.dispatch(x, far.int()), rf"\[1, {k - 1}\] is {experts}"),
-            (lambda: a2a.dispatch(x, below), r"\[0, 0\] is -2"),
-            (lambda: a2a.dispatch(x, huge), r"\[1, 0\] is 1099511627776"),
-            (lambda: a2a.dispatch(x, ids, w.double()), "topk_weights.*float32"),
-            (lambda: a2a.dispatch(x, ids, w[:1]), "topk_weights"),
-            (lambda: a2a.dispatch(x, ids, w.tolist()), "topk_weights"),
-            (lambda: a2a.dispatch(fp8, ids), "float8"),
-            (lambda: a2a.dispatch(x, ids, plan=7), "plan="),
-            (lambda: a2a.dispatch(x, None, plan=ids), "plan="),
-        ]
-        if case.wire != "native":
-            good_dtype, other_dtype = ("uint8", scale.float()) if mx else ("float32", scale.to(torch.uint8))
-            wide = torch.ones(2, scale.shape[1] + 1).to(scale.dtype)
-            mistakes += [
-                (lambda: a2a.dispatch(x, ids, x_scale=scale), "x is"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=other_dtype), rf"x_scale is.*{good_dtype} \[2, {blocks}\].*{case.wire}"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale.double()), f"x_scale.*{good_dtype}"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale[:1]), rf"x_scale.*\(1, {blocks}\).*\[2, {blocks}\]"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=wide), rf"x_scale.*\(2, {blocks + 1}\).*\[2, {blocks}\]"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=wide.t()), "x_scale.*shape"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale[0]), "x_scale.*shape"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=scale.to("meta")), "meta"),
-                (lambda: a2a.dispatch(fp8, ids, x_scale=1.0), "x_scale"),
-            ]
-            if not mx:
-                mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale.to(torch.float16)), "x_scale.*float32"))
-            if case.wire == "fp8_ue8m0":
-                for value in (3.0, -1.0, math.inf, 2.0**-128, 1 + 2.0**-23, 1 - 2.0**-24):
-                    odd = scale.clone()
-                    odd[1, blocks - 1] = value
-                    mistakes.append(
-                        (lambda odd=odd: a2a.dispatch(fp8, ids, x_scale=odd), rf"x_scale\[1, {blocks - 1}\].*powers of two")
-                    )
-        else:
-            mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale), "x_scale= needs wire="))
-        if me.rank == clumsy:
-            for call, pattern in mistakes:
-                _mistake(call, pattern)
-        good.step()
-
-        d = good.dispatch()
-        plan = d.plan
-        if me.rank == clumsy:
-            # The step is open, and in_flight allows no second.
-            mine = good.mine
-            _mistake(lambda: a2a.dispatch(mine.x, mine.ids, mine.weights, x_scale=mine.x_scale), "in_flight=1.*combine it")
-            _mistake(lambda: other.dispatch(torch.zeros(plan.tokens, hidden, dtype=dtype), plan=plan), "another AllToAll")
-            _mistake(lambda: a2a.dispatch(torch.zeros(plan.tokens + 1, hidden, dtype=dtype), plan=plan), "tokens")
-            _mistake(
-                lambda: a2a.dispatch(
-                    torch.zeros(plan.tokens, hidden, dtype=dtype), torch.zeros(plan.tokens, k, dtype=torch.int64), plan=plan
-                ),
-                "plan=",
-            )
-        good.combine(d)
-        good.step()
-        Good(me, case, other).step()
-
-
-def bad_combines(me: Any, case: Case, clumsy: int) -> None:
-    """The same for combine and what belongs to it: handles used twice, too early, or elsewhere."""
-    with open_all_to_all(me, case) as a2a, open_all_to_all(me, case) as other:
-        good = Good(me, case, a2a)
-        dtype = DTYPES[case.dtype]
-        tokens = good.mine
-        sent = a2a.dispatch_send(tokens.x, tokens.ids, tokens.weights, x_scale=tokens.x_scale)
-        if me.rank == clumsy:
-            _mistake(lambda: a2a.combine(torch.zeros(1, case.hidden, dtype=dtype), sent), "wait")
-            _mistake(lambda: other.dispatch_recv(sent), "another AllToAll")
-            _mistake(lambda: a2a.dispatch_recv(tokens.x), "dispatch")
-            _mistake(lambda: a2a.combine_recv(sent), "combine_send")
-        d = a2a.dispatch_recv(sent)
-        good.last_step = d.step
-        _must(a2a.dispatch_recv(sent) is d and d.wait() is d, "received again is the same")
-        check_dispatched(case, good.runner.steps[0], me.rank, d)
-        n = d.plan.tokens
-        rows = d.x.shape
-        out = torch.zeros(rows, dtype=dtype)
-        needed = int(d.num_rows) if case.layout == "compact" else int(d.offsets[-1]) if case.layout == "ragged" else 0
-        tail_shape = (rows[0], case.top_k) if case.layout == "compact" else rows[:-1]
-        mistakes: list[tuple[Any, str]] = [
-            (lambda: a2a.combine(None, d), "expert_out"),
-            (lambda: a2a.combine(out, None), "dispatch"),
-            (lambda: a2a.combine(out, d.plan), "dispatch"),
-            (lambda: a2a.combine(out.double(), d), "float64"),
-            (lambda: a2a.combine(out.to("meta"), d), "meta"),
-            (lambda: a2a.combine(out[..., :-1], d), "shape"),
-            (lambda: a2a.combine(out[None], d), "shape"),
-            (lambda: a2a.combine(torch.zeros(*rows[:-1], 2 * case.hidden, dtype=dtype)[..., ::2], d), "contiguous"),
-            (lambda: a2a.combine(out, d, out=torch.zeros(n + 1, case.hidden, dtype=dtype)), "out"),
-            (lambda: a2a.combine(out, d, out=torch.zeros(n, case.hidden, dtype=torch.float64)), "out"),
-            (lambda: a2a.combine(out, d, out=torch.zeros(n, case.hidden, dtype=dtype, device="meta")), "meta"),
-            (lambda: a2a.combine(out, d, out=[1]), "out"),
-            (lambda: a2a.combine(out, d, accumulate=True), "out="),
-            (lambda: a2a.combine(out, d, weights=torch.ones(n, case.top_k), weighted=False), "weights"),
-            (lambda: a2a.combine(out, d, weights=torch.ones(n + 1, case.top_k)), "weights"),
-            (lambda: a2a.combine(out, d, weights=torch.ones(n, case.top_k, dtype=torch.float64)), "weights"),
-            (lambda: a2a.combine(out, d, tail=1.0), "tail must be"),
-            (lambda: a2a.combine(out, d, tail=torch.zeros(tail_shape, dtype=torch.float64)), "tail must be a float32.*float64"),
-            (lambda: a2a.combine(out, d, tail=torch.zeros(tail_shape, device="meta")), "tail.*meta"),
-            (lambda: a2a.combine(out, d, tail=torch.zeros(*tail_shape, 1)), "tail.*shape"),
-            (lambda: a2a.combine(out, d, tail=torch.zeros(())), "tail.*shape"),
-            (lambda: other.combine(out, d), "another AllToAll"),
-        ]
-        if n > 1:
-            mistakes.append((lambda: a2a.combine(out, d, out=torch.zeros(case.hidden, n, dtype=dtype).t()), "contiguous"))
-            # Rows that are one row cannot hold what is written to each.
-            mistakes.append((lambda: a2a.combine(out, d, out=torch.zeros(1, case.hidden, dtype=dtype).expand(n, -1)), "out"))
-        if case.layout == "compact":
-            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], case.top_k + 1)), "tail.*shape"))
-        if case.layout != "padded" and needed:
-            mistakes.append((lambda: a2a.combine(out[: needed - 1], d), f"{needed - 1} rows.*{needed}"))
-            mistakes.append(
-                (lambda: a2a.combine(out, d, tail=torch.zeros(needed - 1, *tail_shape[1:])), f"tail.*{needed - 1} rows.*{needed}")
-            )
-        if case.layout == "padded" and len(case.shape.experts_of(me.rank)):
-            mistakes.append((lambda: a2a.combine(out[:, :-1], d), "shape"))
-            mistakes.append((lambda: a2a.combine(out, d, tail=torch.zeros(rows[0], rows[1] - 1)), "tail.*shape"))
-        if me.rank == clumsy:
-            for call, pattern in mistakes:
-                _mistake(call, pattern)
-        c = good.runner.combine_send(0, d)
-        if me.rank == clumsy:
-            _mistake(lambda: a2a.combine(out, d), "already|once")
-            _mistake(d.release, "already")
-            _mistake(lambda: other.combine_recv(c), "another AllToAll")
-        good.runner.combine_recv(0, c)
-        first = c.wait()
-        _must(a2a.combine_recv(c) is first and c.wait() is first, "waited again is the same")
-        if me.rank == clumsy:
-            _mistake(lambda: a2a.combine(out, d), "already|once")
-            _mistake(d.release, "already")
-        good.n = 1
-        good.step()
-        d = good.dispatch()
-        d.release()
-        if me.rank == clumsy:
-            _mistake(d.release, "already")
-            _mistake(lambda: a2a.combine(out, d), "already|once")
-        good.n += 1
-        good.step()
-
-
-def after_close(me: Any, case: Case) -> None:
-    """Every call on what is closed says so; what it returned stays good."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    d = good.dispatch()
-    tokens = good.mine
-    good.combine(d)
-    before = d.x.clone()
-    y = torch.zeros(d.x.shape, dtype=DTYPES[case.dtype])
-    me.comm.barrier()
-    a2a.close()
-    a2a.close()
-    for call in (
-        lambda: a2a.dispatch(tokens.x, tokens.ids), lambda: a2a.combine(y, d), a2a.check, a2a.warmup, a2a.reset, a2a.stats, d.release,
-        lambda: a2a.dispatch_send(tokens.x, tokens.ids), lambda: a2a.combine_send(y, d),
-    ):  # fmt: skip
-        _mistake(call, "closed|already")
-    with open_all_to_all(me, case) as again:
-        Good(me, case, again).step()
-    _must(same_bits(before, d.x), "what dispatch returned belongs to the caller")
-
-
-def numbers_of_tokens(me: Any) -> None:
-    """Shapes that are easy to get wrong: one token, one choice, views with odd strides, tensors that need no storage."""
-    case = Case(1, me.world_size, top_k=1, hidden=8, max_tokens=4)
-    with open_all_to_all(me, case) as a2a:
-        x = torch.arange(8, dtype=torch.bfloat16)[None]
-        ids = torch.tensor([[1, 2, 3, 4]])[:, ::4]
-        weights = torch.tensor([[0.5, 1.0, 1.0]])[:, ::3]
-        d = a2a.dispatch(x, ids, weights)
-        y = a2a.combine(d.x.clone(), d)
-        _must(same_bits(y, x * 0.5), "one token through strided views", y)
-        d = a2a.dispatch(x.expand(4, 8), ids.expand(4, 1), weights.expand(4, 1))
-        y = a2a.combine(d.x.clone(), d)
-        _must(same_bits(y, (x * 0.5).expand(4, 8)), "rows that are one row", y)
-        d = a2a.dispatch(torch.empty(0, 8, dtype=torch.bfloat16), torch.empty(0, 1, dtype=torch.int32))
-        y = a2a.combine(d.x.clone(), d)
-        _must(tuple(y.shape) == (0, 8), "no tokens", y.shape)
-        t = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
-        d = a2a.dispatch(t, ids.expand(4, 1))
-        y = a2a.combine(d.x.clone(), d)
-        _must(not y.requires_grad, "no graph is built")
-
-
-def construct(
-    me: Any, arguments: dict[str, Any], per_rank: dict[int, dict[str, Any]], env: dict[int, dict[str, str]]
-) -> dict[str, Any]:
-    """Makes an AllToAll, on some ranks otherwise than on the rest; says what was raised, then makes a good one."""
-    usual: dict[str, Any] = {"num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8, "device": "cpu"}
-    with environment(**env.get(me.rank, {})):
-        result = raised(lambda: pc.AllToAll(me.comm, **{**usual, **arguments, **per_rank.get(me.rank, {})}).close())
-    case = Case(1, me.world_size)
-    with open_all_to_all(me, case) as a2a:
-        Good(me, case, a2a).step()
-    return result
-
-
-def ninth(me: Any) -> dict[str, Any]:
-    case = Case(1, me.world_size)
-    all_eight = [open_all_to_all(me, case) for _ in range(8)]
-    result = raised(lambda: open_all_to_all(me, case))
-    for a2a in all_eight:
-        Good(me, case, a2a).step()
-    me.comm.barrier()
-    all_eight.pop(3).close()
-    me.comm.barrier()
-    all_eight.append(open_all_to_all(me, case))
-    Good(me, case, all_eight[-1]).step()
-    for a2a in all_eight:
-        a2a.close()
-    return result
-
-
-def other_version(me: Any, who: int) -> dict[str, Any]:
-    """One rank runs another version."""
-    from pplx_comm import _setup
-
-    before = _setup.__version__
-    if me.rank == who:
-        _setup.__version__ = "0.0.1+other"
-    try:
-        return raised(lambda: open_all_to_all(me, Case(1, me.world_size)))
-    finally:
-        _setup.__version__ = before
-
-
-# ---- failure -------------------------------------------------------------------------------------------------------------------
-
-PLACES = (
-    "before_dispatch", "after_dispatch_send", "in_dispatch_recv", "after_dispatch", "in_weights", "after_combine_send", "in_combine_recv",
-    "after_combine",
-)  # fmt: skip
-
-
-def _die(path: str) -> None:
-    with open(path, "w") as file:
-        file.write(repr(time.monotonic()))
-        file.flush()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _when_inside(function: str, then: Any) -> None:
-    """Once the main thread is in that call of the library for good, in C++ without the GIL."""
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def watch() -> None:
-        seen = 0
-        while seen < 30:
-            seen = seen + 1 if sys._current_frames()[main].f_code.co_name == function else 0
-            time.sleep(0.001)
-        then()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _until_failure(me: Any, timeout: float = 20.0) -> None:
-    """For a rank that is in no call: until it knows."""
-    deadline = time.monotonic() + timeout
-    while me.comm.failure is None:
-        _must(time.monotonic() < deadline, "this rank was told nothing")
-        time.sleep(0.001)
-
-
-def _latched(me: Any, a2a: pc.AllToAll, first: dict[str, Any], good: Good) -> None:
-    """Every later call raises the first cause, at once."""
-    mine = good.mine
-    calls = [
-        a2a.check, lambda: a2a.dispatch(mine.x, mine.ids, mine.weights), me.comm.barrier, lambda: open_all_to_all(me, good.runner.case),
-        a2a.check, lambda: a2a.dispatch_send(mine.x, mine.ids, mine.weights),
-    ]  # fmt: skip
-    for call in calls:
-        r = raised(call)
-        _must(bool(r.get("is_peer")), "a later call must raise PeerError, not", r["type"], r["message"])
-        _must(r["peer"] == first["peer"] and r["seconds"] < 0.3, "the first cause, at once:", r, first)
-
-
 def end_of(me: Any, a2a: pc.AllToAll, close: bool) -> float:
     begin = time.monotonic()
     if close:
         a2a.close()
         me.close()
     return time.monotonic() - begin
-
-
-def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool = True) -> dict[str, Any]:
-    """Two good steps; in the third the victim kills itself at that place. What the others saw."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    good.step()
-    good.step()
-    me.comm.barrier()
-    dying, runner, n = me.rank == victim, good.runner, good.n
-    # Where the victim is to be inside a call, one rank holds back what that call waits for.
-    holding = me.rank == (victim + 1) % me.world_size
-
-    def hold(here: str) -> None:
-        if not holding or place != here:
-            return
-        _until_failure(me)
-
-    def at(here: str) -> None:
-        if dying and place == here:
-            _die(path)
-
-    def inside(here: str, function: str) -> None:
-        if dying and place == here:
-            _when_inside(function, lambda: _die(path))
-
-    def step() -> None:
-        at("before_dispatch")
-        hold("in_dispatch_recv")
-        sent = runner.dispatch_send(n)
-        at("after_dispatch_send")
-        inside("in_dispatch_recv", "dispatch_recv")
-        d = runner.dispatch_recv(n, sent)
-        at("after_dispatch")
-        runner.steps[n].late_weights = None
-        if place == "in_weights":
-            runner.steps[n].weighted = True
-            runner.steps[n].late_weights = [t.effective_weights for t in runner.steps[n].tokens]
-        hold("in_weights")
-        hold("in_combine_recv")
-        inside("in_weights", "combine_send")
-        c = runner.combine_send(n, d)
-        at("after_combine_send")
-        inside("in_combine_recv", "combine_recv")
-        assert c is not None
-        runner.combine_recv(n, c)
-        at("after_combine")
-        runner.dispatch(n + 1)
-        raise Failed("the next step worked without the victim")
-
-    runner.steps[n].how = ["halves"] * me.world_size
-    result = raised(step)
-    if result.get("is_peer"):
-        _latched(me, a2a, result, good)
-        result["failure_kind"] = me.comm.failure.kind
-    result["closing"] = end_of(me, a2a, close)
-    return result
-
-
-def endless(me: Any, case: Case, close: bool = True) -> dict[str, Any]:
-    """Steps until something goes wrong, which is said."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    good.step()
-    me.say("running")
-
-    def on() -> None:
-        while True:
-            if good.n == 60:
-                good.n = 0
-            starved.again()
-            good.step()
-
-    starved = Starved()
-    result = raised(on, starved)
-    if result.get("is_peer"):
-        _latched(me, a2a, result, good)
-    result["closing"] = end_of(me, a2a, close)
-    return result
-
-
-def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps: int) -> dict[str, Any]:
-    """In the fourth step one rank stops itself before that phase; the test wakes it up."""
-    a2a = open_all_to_all(me, case, timeout=timeout)
-    good = Good(me, case, a2a)
-
-    def run() -> None:
-        for step in good.runner.steps:
-            step.late_weights, step.how = None, ["whole"] * me.world_size
-        for n in range(steps):
-            stopping = n == 3 and me.rank == slow
-            if n == 3:
-                me.comm.barrier()  # what the slow rank sent before has arrived
-            if stopping and phase == "dispatch_send":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            d = good.dispatch()
-            if n == 3 and phase == "combine_send":
-                me.comm.barrier()
-            if stopping and phase == "combine_send":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            good.combine(d)
-
-    result = raised(run)
-    result["last_step"] = good.last_step
-    if result.get("is_peer"):
-        _latched(me, a2a, result, good)
-    result["closing"] = end_of(me, a2a, True)
-    return result
-
-
-def leaves(me: Any, case: Case, who: int, what: str) -> dict[str, Any]:
-    """One rank closes while the others wait for its next step."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    good.step()
-    me.comm.barrier()
-    if me.rank == who:
-        at = time.monotonic()
-        if what == "all_to_all":
-            a2a.close()
-        me.close() if what != "nothing" else None
-        return {"at": at}
-    result = raised(good.step)
-    _latched(me, a2a, result, good)
-    result["closing"] = end_of(me, a2a, True)
-    return result
-
-
-def leave_at_once(me: Any, case: Case, rounds: int) -> None:
-    """A rank that is done goes, while others still receive what it sent. Nothing is wrong with that."""
-    for n in range(rounds):
-        a2a = open_all_to_all(me, replace(case, seed=case.seed + n))
-        Good(me, replace(case, seed=case.seed + n), a2a).step()
-        if n % 2:
-            a2a.close()
-        me.close()
-
-
-def interrupted(me: Any, case: Case, who: int, place: str) -> dict[str, Any]:
-    """The test sends SIGINT to a rank that waits."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    good.step()
-    me.comm.barrier()
-    runner, n = good.runner, good.n
-    runner.steps[n].how = ["halves"] * me.world_size
-    runner.steps[n].late_weights = None
-    holding = me.rank == (who + 1) % me.world_size
-    if me.rank == who:
-        _when_inside(place, lambda: me.say("inside"))
-
-    def step() -> None:
-        if holding and place == "dispatch_recv":
-            _until_failure(me)
-        d = runner.dispatch_recv(n, runner.dispatch_send(n))
-        if holding and place == "combine_recv":
-            _until_failure(me)
-        c = runner.combine_send(n, d)
-        assert c is not None
-        runner.combine_recv(n, c)
-
-    result = raised(step)
-    later = raised(a2a.check)
-    result["later"] = later
-    result["closing"] = end_of(me, a2a, True)
-    return result
-
-
-def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
-    """Rank 1 does something else than the others with the same step."""
-    a2a = open_all_to_all(me, case, timeout=3.0)
-    good = Good(me, case, a2a)
-    good.step()
-    d = good.dispatch()
-    me.comm.barrier()
-    n = good.n
-    other = me.rank == 1
-    runner = good.runner
-    runner.steps[n].late_weights = None
-    runner.steps[n].weighted = True
-    tails, runner.steps[n].tails = [torch.ones(t.ids.shape) for t in runner.steps[n].tokens], None
-
-    def act() -> None:
-        if kind == "release" and other:
-            d.release()
-        else:
-            if kind in ("tail", "no_tail") and other == (kind == "tail"):
-                runner.steps[n].tails = tails
-            if kind == "weights" and other:
-                runner.steps[n].late_weights = [t.effective_weights for t in runner.steps[n].tokens]
-            if kind == "no_weights" and not other:
-                runner.steps[n].late_weights = [t.effective_weights for t in runner.steps[n].tokens]
-            c = runner.combine_send(n, d)
-            assert c is not None
-            runner.combine_recv(n, c)
-        # Whoever saw nothing yet does now.
-        good.n += 1
-        good.last_step = None
-        good.step()
-
-    result = raised(act)
-    result["closing"] = end_of(me, a2a, True)
-    return result
-
-
-class Survivor:
-    """Steps of the living, compared with a reference in which the dead have no tokens and their experts answer nothing."""
-
-    def __init__(self, me: Any, case: Case, a2a: pc.AllToAll, alive: list[bool]) -> None:
-        self.me, self.case, self.a2a, self.alive = me, case, a2a, alive
-        self.steps = make_steps(replace(case, steps=12))
-        self.n = 0
-
-    def send(self) -> pc.Dispatched:
-        given = self.steps[self.n].tokens[self.me.rank]
-        return self.a2a.dispatch_send(given.x, given.ids, given.weights, x_scale=given.x_scale)
-
-    def step(self) -> pc.Dispatched:
-        d = self.send()
-        step = self.steps[self.n]
-        self.n += 1
-        per_rank = self.case.shape.experts_per_rank
-        step.tokens = [only_living(t, self.alive, per_rank, self.alive[rank]) for rank, t in enumerate(step.tokens)]
-        d.wait()
-        check_dispatched(self.case, step, self.me.rank, d)
-        tails = step.tails or [torch.zeros(t.ids.shape) for t in step.tokens]
-        step.tails = tails
-        attached = attach_tails(self.case, step, self.me.rank, d)
-        y, tail = self.a2a.combine(run_experts(self.case, self.me.rank, d, True), d, tail=attached)
-        _must(same_bits(y, reference.combine(self.case.shape, step.tokens, self.me.rank)), "y after reset")
-        _must(
-            same_bits(tail, reference.tail(self.case.shape, step.tokens, self.me.rank, tails[self.me.rank])), "the tail after reset"
-        )
-        return d
-
-
-def only_living(tokens: Tokens, alive: list[bool], per_rank: int, living: bool) -> Tokens:
-    owner = tokens.ids.long() // per_rank
-    lives = torch.tensor(alive)[owner.clamp(min=0)] & (tokens.ids >= 0)
-    return replace(tokens, ids=torch.where(lives & living, tokens.ids, -1))
-
-
-def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> dict[str, Any]:
-    """Ranks die one after the other; the others reset each time and go on."""
-    a2a = open_all_to_all(me, case)
-    alive = [True] * me.world_size
-    survivor = Survivor(me, case, a2a, alive)
-    old = survivor.step()
-    result: dict[str, Any] = {"rounds": []}
-    for victim, path in zip(victims, paths, strict=True):
-        me.comm.barrier()
-        if me.rank == victim:
-            survivor.send()
-            _die(path)
-        r = raised(survivor.step)
-        _must(r.get("peer") == victim, "the victim is named:", r)
-        result["rounds"].append(r["at"] - r["starved"])
-        a2a.reset()
-        alive[victim] = False
-        survivor = Survivor(me, replace(case, seed=case.seed + victim + 1), a2a, alive)
-        _mistake(lambda: a2a.combine(torch.zeros(old.x.shape, dtype=DTYPES[case.dtype]), old), "reset|already")
-        if case.wire == "native":
-            _mistake(
-                lambda: a2a.dispatch(torch.zeros(old.plan.tokens, case.hidden, dtype=DTYPES[case.dtype]), plan=old.plan), "reset"
-            )
-        for _ in range(5):
-            old = survivor.step()
-        a2a.check()
-    result["steps"] = a2a.stats()["steps"]
-    me.comm.barrier()
-    result["closing"] = end_of(me, a2a, True)
-    return result
-
-
-def reset_after_timeout(me: Any, case: Case) -> None:
-    """Nobody died: after a timeout all reset and go on together."""
-    with open_all_to_all(me, case, timeout=1.0) as a2a:
-        good = Good(me, case, a2a)
-        good.step()
-        if me.rank == 0:
-            _until_failure(me)
-        else:
-            r = raised(good.step)
-            _must(bool(r.get("is_peer")), "a timeout:", r)
-        a2a.reset()
-        good = Good(me, replace(case, seed=case.seed + 1), a2a)
-        for _ in range(5):
-            good.step()
-        a2a.check()
-
-
-# ---- life ----------------------------------------------------------------------------------------------------------------------
-
-
-def held(pid: str = "self") -> dict[str, int]:
-    """What a process holds: descriptors, threads, mapped regions, resident KiB."""
-    status = dict(line.split(":", 1) for line in open(f"/proc/{pid}/status").read().splitlines())
-    return {
-        "fds": len(os.listdir(f"/proc/{pid}/fd")),
-        "threads": len(os.listdir(f"/proc/{pid}/task")),
-        "maps": len(open(f"/proc/{pid}/maps").read().splitlines()),
-        "rss": int(status["VmRSS"].split()[0]),
-    }
-
-
-def cycles(me: Any, case: Case, times: int, what: str) -> dict[str, list[int]]:
-    """Open, step, and close an AllToAll, or its Communicator too, or close nothing and drop it. What is held after each."""
-    after: dict[str, list[int]] = {"fds": [], "threads": [], "maps": [], "rss": []}
-    for n in range(times):
-        a2a = open_all_to_all(me, case)
-        if n % 5 == 0:
-            Good(me, case, a2a).step()
-        me.comm.barrier()
-        if what != "drop":
-            a2a.close()
-        del a2a
-        if what == "communicator":
-            me.close()
-        gc.collect()
-        for name, value in held().items():
-            after[name].append(value)
-    return after
-
-
-def leave_open(me: Any, case: Case, how: str) -> None:
-    """What the interpreter's end closes. The test looks at the exit code and at how long it takes."""
-    a2a = open_all_to_all(me, case)
-    good = Good(me, case, a2a)
-    good.step()
-    if how == "step_open":
-        d = good.dispatch()
-        me.kept["d"] = d
-    me.comm.barrier()
-    me.kept["a2a"] = a2a
-    if how == "cycle":
-        me.kept["self"] = me.kept
-    me._comm, me.kept["comm"] = None, me._comm
-    if how != "dropped":
-        sys.modules["__main__"].kept = me.kept  # type: ignore[attr-defined]
-        me.kept = {}
-
-
-def several_closes(me: Any, case: Case) -> None:
-    """In every order, and as context managers."""
-    with me.comm as comm:
-        with open_all_to_all(me, case) as a2a:
-            Good(me, case, a2a).step()
-            me.comm.barrier()
-            a2a.close()
-        other = open_all_to_all(me, case)
-        Good(me, case, other).step()
-        comm.barrier()
-    other.close()
-    comm.close()
-    r = raised(comm.barrier)
-    _must(bool(r.get("is_error")) and "close" in r["message"], "a closed Communicator says so:", r)
-    r = raised(lambda: pc.AllToAll(comm, num_experts=1, top_k=1, hidden=8, max_tokens_per_rank=1))
-    _must(bool(r.get("is_error")) and "close" in r["message"], "a closed Communicator says so:", r)
-    me._comm = None
-    with open_all_to_all(me, case) as again:
-        Good(me, case, again).step()
-
-
-def fork_in_the_parent(me: Any, case: Case) -> dict[str, Any]:
-    """A child that forks off in the middle of things is told so, disturbs nothing, and may end as it likes."""
-    with open_all_to_all(me, case) as a2a:
-        good = Good(me, case, a2a)
-        good.step()
-        d = good.dispatch()
-        read, write = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            mine = good.mine
-            told = [
-                raised(call)["message"]
-                for call in (
-                    lambda: a2a.dispatch(mine.x, mine.ids),
-                    lambda: a2a.combine(d.x, d),
-                    a2a.check,
-                    me.comm.barrier,
-                    lambda: open_all_to_all(me, case),
-                )  # fmt: skip
-            ]
-            a2a.close()
-            me.comm.close()
-            os.write(write, repr(told).encode())
-            os.close(write)
-            if me.rank == 0:
-                os._exit(0)
-            sys.exit(0)  # with everything that happens at an interpreter's end
-        os.close(write)
-        text = b""
-        while chunk := os.read(read, 1 << 16):
-            text += chunk
-        os.close(read)
-        _, status = os.waitpid(pid, 0)
-        good.combine(d)
-        for _ in range(3):
-            good.step()
-        a2a.check()
-        return {"told": text.decode(), "code": os.waitstatus_to_exitcode(status)}
-
-
-def cpu_of_threads(seconds: float) -> dict[str, float]:
-    """Share of a core that each thread of this process took meanwhile."""
-
-    def ticks() -> dict[str, int]:
-        taken = {}
-        for task in os.listdir("/proc/self/task"):
-            fields = open(f"/proc/self/task/{task}/stat").read()
-            name, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
-            taken[f"{name} {task}"] = int(rest[11]) + int(rest[12])
-        return taken
-
-    before, begin = ticks(), time.monotonic()
-    time.sleep(seconds)
-    after, span = ticks(), time.monotonic() - begin
-    return {name: (after[name] - before.get(name, 0)) / os.sysconf("SC_CLK_TCK") / span for name in after}
-
-
-def idle(me: Any, case: Case, tries: int) -> list[dict[str, float]]:
-    """After a step: what the threads take while nothing is open."""
-    with open_all_to_all(me, case) as a2a:
-        good = Good(me, case, a2a)
-        good.step()
-        shares = []
-        for _ in range(tries):
-            time.sleep(1.2)  # the second after which the proxy sleeps more
-            shares.append(cpu_of_threads(2.0))
-        me.comm.barrier()
-        good.step()  # and it is awake again
-        return shares
-
-
-def stops_promptly(me: Any, case: Case) -> float:
-    """Seconds that close() takes when nothing is wrong."""
-    a2a = open_all_to_all(me, case)
-    Good(me, case, a2a).step()
-    me.comm.barrier()
-    return end_of(me, a2a, True)
-
-
-def big_step(me: Any, case: Case) -> None:
-    """More memory between ranks than 64 MiB."""
-    with open_all_to_all(me, case, max_tokens_per_rank=4096) as a2a:
-        _must(a2a._config.heap_bytes > 128 << 20, "this test wants a large heap", a2a._config.heap_bytes)
-        Good(me, case, a2a).step()

@@ -29,22 +29,22 @@ def crew() -> Iterator[Crews]:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
 @pytest.mark.parametrize("clumsy", [0, 2])
 def test_bad_dispatches(crew: Crews, case: Case, clumsy: int) -> None:
-    crew.run("rank_cases:bad_dispatches", case, clumsy)
+    crew.run("misuse_cases:bad_dispatches", case, clumsy)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
 @pytest.mark.parametrize("clumsy", [0, 2])
 def test_bad_combines(crew: Crews, case: Case, clumsy: int) -> None:
-    crew.run("rank_cases:bad_combines", case, clumsy)
+    crew.run("misuse_cases:bad_combines", case, clumsy)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
 def test_after_close(crew: Crews, case: Case) -> None:
-    crew.run("rank_cases:after_close", case)
+    crew.run("misuse_cases:after_close", case)
 
 
 def test_odd_views(crew: Crews) -> None:
-    crew.run("rank_cases:numbers_of_tokens")
+    crew.run("misuse_cases:numbers_of_tokens")
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_odd_views(crew: Crews) -> None:
 )
 def test_ranks_that_differ(crew: Crews, field: str, values: tuple[Any, Any]) -> None:
     """Every rank names the field, the ranks and both values."""
-    for r in crew.run("rank_cases:construct", {field: values[0]}, {1: {field: values[1]}}, {}):
+    for r in crew.run("misuse_cases:construct", {field: values[0]}, {1: {field: values[1]}}, {}):
         assert r["is_error"], r
         for part in (
             field,
@@ -81,7 +81,7 @@ def test_ranks_that_differ(crew: Crews, field: str, values: tuple[Any, Any]) -> 
 
 def test_same_wire_by_two_names(crew: Crews) -> None:
     """A string and the enumeration's member are the same thing."""
-    for r in crew.run("rank_cases:construct", {"wire": "fp8"}, {1: {"wire": pc.Wire.FP8}, 2: {"wire": "FP8"}}, {}):
+    for r in crew.run("misuse_cases:construct", {"wire": "fp8"}, {1: {"wire": pc.Wire.FP8}, 2: {"wire": "FP8"}}, {}):
         assert r["type"] == "", r
 
 
@@ -128,7 +128,7 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
 def test_bad_configurations(crew: Crews, arguments: dict[str, Any], parts: list[str], who: str) -> None:
     """Wrong on all ranks or on one of them: all raise, and say what and where. What comes next works."""
     everywhere, on_one = (arguments, {}) if who == "all" else ({}, {1: arguments})
-    results = crew.run("rank_cases:construct", everywhere, on_one, {})
+    results = crew.run("misuse_cases:construct", everywhere, on_one, {})
     for rank, r in enumerate(results):
         assert r.get("is_error"), r
         assert r["seconds"] < 5, r
@@ -140,7 +140,7 @@ def test_bad_configurations(crew: Crews, arguments: dict[str, Any], parts: list[
 
 def test_more_memory_than_there_is(crew: Crews) -> None:
     huge = {"max_tokens_per_rank": 2**19, "hidden": 2**20, "layout": pc.Ragged(max_rows=8)}
-    for r in crew.run("rank_cases:construct", huge, {}, {}):
+    for r in crew.run("misuse_cases:construct", huge, {}, {}):
         assert r.get("is_error"), r
         for part in ("bytes", "available", "max_tokens_per_rank"):
             assert part in r["message"], r
@@ -149,26 +149,26 @@ def test_more_memory_than_there_is(crew: Crews) -> None:
 def test_one_rank_fails_to_construct(crew: Crews) -> None:
     """Something that goes wrong on one rank only, in the middle."""
     for setting in ({"PPLX_COMM_THREADS": "none"}, {"PPLX_COMM_THREADS": "0"}):
-        for r in crew.run("rank_cases:construct", {}, {}, {2: setting}):
+        for r in crew.run("misuse_cases:construct", {}, {}, {2: setting}):
             assert r.get("is_error"), r
             assert "PPLX_COMM_THREADS" in r["message"], r
-    for r in crew.run("rank_cases:construct", {}, {}, {0: {"PPLX_COMM_FIRST_STEP": "5"}}):
+    for r in crew.run("misuse_cases:construct", {}, {}, {0: {"PPLX_COMM_FIRST_STEP": "5"}}):
         assert r.get("is_error"), r
         assert "first_step" in r["message"], r
-    for r in crew.run("rank_cases:construct", {}, {}, {0: {"PPLX_COMM_FIRST_STEP": "five"}}):
+    for r in crew.run("misuse_cases:construct", {}, {}, {0: {"PPLX_COMM_FIRST_STEP": "five"}}):
         assert r.get("is_error"), r
         assert "PPLX_COMM_FIRST_STEP" in r["message"], r
 
 
 def test_another_version(crew: Crews) -> None:
-    for r in crew.run("rank_cases:other_version", 1):
+    for r in crew.run("misuse_cases:other_version", 1):
         assert r.get("is_error"), r
         for part in ("version", "rank 1", "0.0.1+other"):
             assert part in r["message"], r
 
 
 def test_a_ninth_all_to_all(crew: Crews) -> None:
-    for r in crew.run("rank_cases:ninth"):
+    for r in crew.run("misuse_cases:ninth"):
         assert r.get("is_error") and not r["is_peer"], r
         assert "8" in r["message"], r
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 from crew import Crew, Crews, seed
-from rank_cases import PLACES, Case
+from failure_cases import PLACES
+from rank_cases import Case
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
 NOTICED = 1.0  # seconds from a death until every survivor has raised
@@ -56,7 +57,7 @@ def test_death_in_a_phase(transport: str, place: str, tmp_path: Path) -> None:
         21, 3, transport=transport, max_tokens=16, hidden=256, crowd="uneven", wire=("native", "fp8")[PLACES.index(place) % 2]
     )
     with Crew(3) as crew:
-        crew.start("rank_cases:survive", case, victim, place, str(tmp_path / "died"), close=PLACES.index(place) % 3 != 0)
+        crew.start("failure_cases:survive", case, victim, place, str(tmp_path / "died"), close=PLACES.index(place) % 3 != 0)
         results = crew.collect(30, others)
         check_survivors(results, victim, float((tmp_path / "died").read_text()))
         check_all_gone(crew, victim)
@@ -70,7 +71,7 @@ def test_death_at_any_time(transport: str) -> None:
         victim = r.randrange(world_size)
         case = Case(31 + number, world_size, transport=transport, max_tokens=64, hidden=512, in_flight=1)
         with Crew(world_size) as crew:
-            crew.start("rank_cases:endless", case)
+            crew.start("failure_cases:endless", case)
             for rank in range(world_size):
                 crew.heard(rank)
             time.sleep(r.random() * 0.2)  # any point of a step
@@ -83,7 +84,7 @@ def test_death_at_any_time(transport: str) -> None:
 def test_two_die_at_once(transport: str) -> None:
     case = Case(41, 4, transport=transport, max_tokens=16)
     with Crew(4) as crew:
-        crew.start("rank_cases:endless", case)
+        crew.start("failure_cases:endless", case)
         for rank in range(4):
             crew.heard(rank)
         died = [crew.kill(rank) for rank in (1, 2)][0]
@@ -112,7 +113,7 @@ def _wake_when_stopped(crew: Crew, rank: int, after: float) -> float:
 def test_a_slow_rank_is_waited_for(transport: str) -> None:
     case = Case(51, 3, transport=transport)
     with Crew(3) as crew:
-        crew.start("rank_cases:slow_rank", case, 1, 4.0, "dispatch_send", 6)
+        crew.start("failure_cases:slow_rank", case, 1, 4.0, "dispatch_send", 6)
         _wake_when_stopped(crew, 1, 1.5)
         for r in crew.collect(30):
             assert r["type"] == "", r
@@ -123,7 +124,7 @@ def test_a_slow_rank_is_waited_for(transport: str) -> None:
 def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
     case = Case(52, 3, transport=transport)
     with Crew(3) as crew:
-        crew.start("rank_cases:slow_rank", case, 1, 1.0, phase, 6)
+        crew.start("failure_cases:slow_rank", case, 1, 1.0, phase, 6)
         stopped = _wake_when_stopped(crew, 1, 2.5)
         results = crew.collect(30)
         blocked = {"dispatch_send": "dispatch_recv", "combine_send": "combine_recv"}[phase]
@@ -142,7 +143,7 @@ def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
 @pytest.mark.parametrize("what", ["all_to_all", "communicator"])
 def test_a_rank_that_leaves(transport: str, what: str) -> None:
     with Crew(3) as crew:
-        results = crew.run("rank_cases:leaves", Case(61, 3, transport=transport), 2, what)
+        results = crew.run("failure_cases:leaves", Case(61, 3, transport=transport), 2, what)
         for r in results[:2]:
             assert r.get("is_peer") and r["peer"] == 2, r
             assert "rank 2" in r["message"] and "closed" in r["message"], r
@@ -152,7 +153,7 @@ def test_a_rank_that_leaves(transport: str, what: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
     with Crew(3) as crew:
-        crew.run("rank_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 12)
+        crew.run("failure_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 12)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -160,7 +161,7 @@ def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
 def test_interrupt(transport: str, place: str) -> None:
     """Ctrl-C on a rank that waits: KeyboardInterrupt there, and the others hear who it was."""
     with Crew(3) as crew:
-        crew.start("rank_cases:interrupted", Case(71, 3, transport=transport), 0, place)
+        crew.start("failure_cases:interrupted", Case(71, 3, transport=transport), 0, place)
         crew.heard(0)
         at = time.monotonic()
         crew.signal(0, signal.SIGINT)
@@ -178,7 +179,7 @@ def test_interrupt(transport: str, place: str) -> None:
 @pytest.mark.parametrize("kind", ["release", "weights", "no_weights", "tail", "no_tail"])
 def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
     with Crew(3) as crew:
-        results = crew.run("rank_cases:mismatch", Case(81, 3, transport=transport), kind)
+        results = crew.run("failure_cases:mismatch", Case(81, 3, transport=transport), kind)
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
             assert r["closing"] < CLOSED, r
@@ -193,7 +194,7 @@ def test_reset(transport: str, tmp_path: Path) -> None:
     for wire in ("native", "mxfp8"):
         case = Case(91, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", wire=wire, in_flight=2)
         with Crew(4) as crew:
-            crew.start("rank_cases:reset_after", case, [2, 0], paths)
+            crew.start("failure_cases:reset_after", case, [2, 0], paths)
             results = crew.collect(60, [1, 3])
             for r in results:
                 assert r["rounds"][0] - float(Path(paths[0]).read_text()) < NOTICED, r
@@ -212,4 +213,4 @@ def crew() -> Iterator[Crews]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_reset_when_nobody_died(crew: Crews, transport: str) -> None:
-    crew.run("rank_cases:reset_after_timeout", Case(95, 3, transport=transport))
+    crew.run("failure_cases:reset_after_timeout", Case(95, 3, transport=transport))

@@ -38,14 +38,14 @@ def test_open_and_close(crew: Crews, transport: str) -> None:
     """Two hundred times on mapped memory; each of the others long enough to show 100 KiB a cycle."""
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
     times = {"mapped": 200}.get(transport, 100)
-    check_no_growth(crew.run("rank_cases:cycles", case, times, "all_to_all", timeout=200))
+    check_no_growth(crew.run("life_cases:cycles", case, times, "all_to_all", timeout=200))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
     times = {"mapped": 60}.get(transport, 16)
-    check_no_growth(crew.run("rank_cases:cycles", case, times, "communicator", timeout=200))
+    check_no_growth(crew.run("life_cases:cycles", case, times, "communicator", timeout=200))
 
 
 @pytest.mark.slow
@@ -54,21 +54,21 @@ def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
 @pytest.mark.parametrize("what", ["all_to_all", "communicator"])
 def test_open_and_close_many_times(crew: Crews, transport: str, what: str) -> None:
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
-    check_no_growth(crew.run("rank_cases:cycles", case, 500 if what == "all_to_all" else 100, what, timeout=1000))
+    check_no_growth(crew.run("life_cases:cycles", case, 500 if what == "all_to_all" else 100, what, timeout=1000))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_dropped_without_close(crew: Crews, transport: str) -> None:
     """What the last reference of an AllToAll takes along is what close() gives back."""
     case = Case(2, 2, transport=transport, threads=2)
-    check_no_growth(crew.run("rank_cases:cycles", case, 30, "drop", timeout=100))
+    check_no_growth(crew.run("life_cases:cycles", case, 30, "drop", timeout=100))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("how", ["kept", "step_open", "cycle", "dropped"])
 def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
     with Crew(2) as crew:
-        crew.run("rank_cases:leave_open", Case(3, 2, transport=transport), how)
+        crew.run("life_cases:leave_open", Case(3, 2, transport=transport), how)
         begin = time.monotonic()
         assert crew.leave() == [0, 0], crew.output(0) + crew.output(1)
         assert time.monotonic() - begin < 3.0
@@ -78,18 +78,18 @@ def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_closing_in_any_order(crew: Crews, transport: str) -> None:
-    crew.run("rank_cases:several_closes", Case(4, 2, transport=transport))
+    crew.run("life_cases:several_closes", Case(4, 2, transport=transport))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_close_is_prompt(crew: Crews, transport: str) -> None:
-    for seconds in crew.run("rank_cases:stops_promptly", Case(5, 2, transport=transport)):
+    for seconds in crew.run("life_cases:stops_promptly", Case(5, 2, transport=transport)):
         assert seconds < 1.0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_fork(crew: Crews, transport: str) -> None:
-    for r in crew.run("rank_cases:fork_in_the_parent", Case(6, 2, transport=transport)):
+    for r in crew.run("life_cases:fork_in_the_parent", Case(6, 2, transport=transport)):
         assert r["code"] == 0, r
         assert r["told"].count("fork") >= 5, r
 
@@ -98,7 +98,7 @@ def test_fork(crew: Crews, transport: str) -> None:
 def test_an_idle_proxy_takes_next_to_nothing(transport: str) -> None:
     """5 % of a core at most, once no step was open for a second. The best of three looks: other programs run here too."""
     with Crew(2) as crew:
-        for shares in crew.run("rank_cases:idle", Case(7, 2, transport=transport), 3):
+        for shares in crew.run("life_cases:idle", Case(7, 2, transport=transport), 3):
             best = min(max(share.values()) for share in shares)
             assert best <= 0.05, shares
             assert any("pplx" in name for name in shares[0]), shares
@@ -111,7 +111,7 @@ def test_a_small_dev_shm(tmp_path: Path) -> None:
         "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
         f"{sys.executable} -c 'import crew, rank_cases as rc; "
         'case = rc.Case(1, 2, max_tokens=32, hidden=7168, layout="compact"); '
-        'crew.run_ranks(2, "rank_cases:big_step", case)\' && '
+        'crew.run_ranks(2, "life_cases:big_step", case)\' && '
         "ls -A /dev/shm | wc -l"
     )
     done = subprocess.run(
