@@ -720,26 +720,29 @@ class _Failing:
         return None
 
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
-        owner = self._owner
-        if error is None or owner._failed is not None or (isinstance(error, Error) and not isinstance(error, PeerError)):
+        if error is None or (isinstance(error, Error) and not isinstance(error, PeerError)):
             return
-        owner._failed = error
-        if owner._comm.failure is not None:
-            return  # everybody knows
+        owner = self._owner
+        if owner._failed is None:
+            owner._failed = error
+            if owner._comm.failure is None:  # else everybody knows
+                self._tell(error)
+        first = owner._comm.failure
+        if first is None or not isinstance(error, PeerError) or self._call == "reset":
+            return
+        # Of two ranks that die at once, neighbours may blame one and the control connections the other: one cause for all calls.
+        said = first.error()
+        if said.peer != error.peer:
+            raise said from error
+
+    def _tell(self, error: BaseException) -> None:
+        comm = self._owner._comm
         if isinstance(error, PeerError):
-            kind_name = "timeout" if isinstance(error, TimeoutError) else "abort"
-            owner._comm._abort(
-                {"kind": kind_name, "peer": error.peer, "phase": error.phase, "step": error.step, "message": str(error)}
-            )
+            kind = "timeout" if isinstance(error, TimeoutError) else "abort"
+            comm._abort({"kind": kind, "peer": error.peer, "phase": error.phase, "step": error.step, "message": str(error)})
         else:
-            owner._comm._abort(
-                {
-                    "kind": "abort",
-                    "peer": owner._comm.rank,
-                    "phase": self._call,
-                    "message": f"rank {owner._comm.rank} was interrupted: {error!r}",
-                }
-            )
+            message = f"rank {comm.rank} was interrupted: {error!r}"
+            comm._abort({"kind": "abort", "peer": comm.rank, "phase": self._call, "message": message})
 
 
 _live_of: weakref.WeakKeyDictionary[Communicator, weakref.WeakSet[AllToAll]] = weakref.WeakKeyDictionary()

@@ -160,6 +160,20 @@ def endless(me: Any, case: Case, close: bool = True) -> dict[str, Any]:
     return result
 
 
+def two_causes(me: Any, case: Case) -> dict[str, Any]:
+    """A neighbour blames rank 1 in rank 0's memory, while its control thread hears of rank 2. What the first call said."""
+    a2a = open_all_to_all(me, case)
+    good = Good(me, case, a2a)
+    good.step()
+    if me.rank == 0:
+        a2a._core.fail("death", 1, 1, 0, "rank 1 died")
+        me.comm._abort({"kind": "death", "rank": 2, "message": "rank 2 died"})
+    result = raised(lambda: [good.step() for _ in range(60)])
+    _latched(me, a2a, result, good)
+    end_of(me, a2a, True)
+    return result
+
+
 def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps: int) -> dict[str, Any]:
     """In the fourth step one rank stops itself before that phase; the test wakes it up."""
     a2a = open_all_to_all(me, case, timeout=timeout)

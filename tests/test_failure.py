@@ -97,6 +97,12 @@ def test_two_die_at_once(transport: str) -> None:
         assert left_in_shm(crew) == []
 
 
+def test_of_two_causes_all_calls_name_one() -> None:
+    with Crew(3) as crew:
+        assert crew.run("failure_cases:two_causes", Case(42, 3))[0]["peer"] == 2
+        assert crew.leave() == [0, 0, 0]
+
+
 def _wake_when_stopped(crew: Crew, rank: int, after: float) -> float:
     """When it was seen to be stopped."""
     deadline = time.monotonic() + 20
