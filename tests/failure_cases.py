@@ -138,8 +138,15 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
     return result
 
 
-def endless(me: Any, case: Case, close: bool = True) -> dict[str, Any]:
-    """Steps until something goes wrong, which is said."""
+def endless(me: Any, case: Case, close: bool = True, doomed: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Steps until something goes wrong, which is said. doomed: ranks that become one process group, for one signal to all of them."""
+    if doomed:
+        pids = [there["pid"] for there in me.comm._exchange({"pid": os.getpid()}, "pids")]
+        if me.rank == doomed[0]:
+            os.setpgid(0, 0)
+        me.comm.barrier()
+        if me.rank in doomed[1:]:
+            os.setpgid(0, pids[doomed[0]])
     a2a = open_all_to_all(me, case)
     good = Good(me, case, a2a)
     good.step()

@@ -1,6 +1,7 @@
 #include "shm_files.h"
 
 #include <dirent.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -80,10 +81,15 @@ std::uint64_t process_start_time(std::uint32_t pid) {
   std::string state, skipped;
   fields >> state;
   if (state == "Z" || state == "X") return 0;   // killed, only its parent has not looked yet
-  for (int field = 4; field <= 21; ++field) fields >> skipped;
-  std::uint64_t start_time = 0;
-  fields >> start_time;                         // the 22nd of proc(5)
-  return start_time;
+  std::uint64_t flags = 0, start_time = 0, pending = 0;   // the 9th, 22nd and 31st of proc(5)
+  for (int field = 4; field <= 8; ++field) fields >> skipped;
+  fields >> flags;
+  for (int field = 10; field <= 21; ++field) fields >> skipped;
+  fields >> start_time;
+  for (int field = 23; field <= 30; ++field) fields >> skipped;
+  fields >> pending;
+  constexpr std::uint64_t kExiting = 4, kKilled = 1u << (SIGKILL - 1);
+  return (flags & kExiting) != 0 || (pending & kKilled) != 0 ? 0 : start_time;   // no line of it runs any more
 }
 
 std::string new_shm_name(int endpoint) {

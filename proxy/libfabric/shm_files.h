@@ -13,7 +13,7 @@ namespace pplx::libfabric {
 
 std::string host_id();
 std::uint64_t pid_namespace();
-std::uint64_t process_start_time(std::uint32_t pid);   // 0: there is no such process
+std::uint64_t process_start_time(std::uint32_t pid);   // 0: there is no such process, or it was killed and is about to be gone
 
 // "pplx-fi.<pid namespace>.<pid>.<start time>.<random>.<endpoint>": nobody else's, also when a pid is used again.
 std::string new_shm_name(int endpoint);
