@@ -374,6 +374,24 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> di
     return result
 
 
+def anew_after_death(me: Any, case: Case, victim: int, path: str) -> None:
+    """The survivors of a death make another AllToAll beside the one that they reset."""
+    with open_all_to_all(me, case) as a2a:
+        survivor = Survivor(me, case, a2a, [True] * me.world_size)
+        survivor.step()
+        me.comm.barrier()
+        if me.rank == victim:
+            _die(path)
+        r = raised(survivor.step)
+        must(r.get("peer") == victim, "the victim is named:", r)
+        must(victim not in a2a.reset(), "the victim is left out")
+        with open_all_to_all(me, case) as other:
+            for both in (a2a, other, a2a, other):
+                alive = [rank != victim for rank in range(me.world_size)]
+                Survivor(me, replace(case, seed=case.seed + 1), both, alive).step()
+            me.comm.barrier()
+
+
 def reset_after_timeout(me: Any, case: Case) -> None:
     """Nobody died: after a timeout all reset and go on together."""
     with open_all_to_all(me, case, timeout=1.0) as a2a:

@@ -211,6 +211,15 @@ def test_reset(transport: str, tmp_path: Path) -> None:
             assert left_in_shm(crew) == []
 
 
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm"])
+def test_another_all_to_all_of_the_survivors(transport: str, tmp_path: Path) -> None:
+    with Crew(3) as crew:
+        case = Case(93, 3, transport=transport, num_experts=8, top_k=3)
+        crew.start("failure_cases:anew_after_death", case, 1, str(tmp_path / "died"))
+        crew.collect(60, [0, 2])
+        assert crew.leave() == [0, -9, 0]
+
+
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
     crews = Crews(3)
