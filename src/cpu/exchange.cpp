@@ -228,8 +228,15 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
 
 std::uint64_t Exchange::abort_seen() {
   const std::uint64_t* const at = abort_of(config_.rank);
-  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_network_.at > kDeathGrace)
-    fail(lost_network_.abort, lost_network_.message);
+  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_network_.at > kDeathGrace) {
+    Abort abort = lost_network_.abort;
+    std::string message = lost_network_.message;
+    if (abort.peer < config_.world && left_at_[abort.peer].load(std::memory_order_acquire) >= 0) {
+      abort.reason = AbortReason::Closed;   // that is why its network is gone
+      message = rank_text(abort.peer) + " closed its Communicator, and then " + message;
+    }
+    fail(abort, message);
+  }
   return load_acquire(at);
 }
 

@@ -72,6 +72,18 @@ void a_lost_network_may_be_a_death() {
   }
 }
 
+// Or a peer that took its leave: writes to it fail before its goodbye's own grace is over.
+void a_lost_network_may_be_a_goodbye() {
+  double time = 1, lost = 0;
+  Lonely rank([&] { return time += 0.01; });
+  const AbortReason reason = rank.dispatch([&] {
+    if (lost == 0) rank.exchange->lost_network(kLost, ""), lost = time;
+    if (time > lost + 0.1) rank.exchange->peer_left(1);
+  });
+  CHECK(reason == AbortReason::Closed);
+  CHECK(time < lost + 1);
+}
+
 // Who was left out at a reset wakes up in an old step and aborts it: nobody who is left hears that.
 void abort_of_one_left_out() {
   Config config;
@@ -105,4 +117,5 @@ int main() {
   abort_of_one_left_out();
   stopped_for_a_while();
   a_lost_network_may_be_a_death();
+  a_lost_network_may_be_a_goodbye();
 }
