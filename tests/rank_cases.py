@@ -585,6 +585,7 @@ def shard_statistics(me: Any) -> dict[str, int]:
         runner.steps[0].released = False
         runner.steps[0].late_weights = None
         runner.run()
+        me.comm.barrier()  # the others have this rank's last block, so all of it was posted
         return {"writes": a2a.stats()["proxy"]["writes"] - before, "blocks": 2 * (me.world_size - 1)}
 
 
