@@ -165,8 +165,6 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
 
     exchange = (_share if request.gpu is None else _share_gpu)(comm, request, mapped, ranks_here)
     if len(alive) < comm.world_size:  # made after a reset, by those that are left
-        if request.gpu is not None:
-            raise Error("device='cuda' without ranks that died is not built yet: make a Communicator of those that are left")
         exchange.reset(exchange.generation, [rank in alive for rank in range(comm.world_size)])
     wiring = Wiring(exchange, mapped, remote, hosts)
     here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
