@@ -53,6 +53,9 @@ target_compile_options(_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>
   # constexpr functions of the protocol are called on both sides.
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+if(PPLX_CUDA_FUZZ)
+  target_compile_definitions(_cuda PRIVATE PPLX_CUDA_FUZZ=1)
+endif()
 # Static: the module must import, and say that there is no device, where no CUDA is installed.
 set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
 pplx_place_module(_cuda)

@@ -11,7 +11,7 @@ import torch
 from . import _core
 from .errors import Error
 from .handles import Combining, Dispatched, Plan
-from .layouts import Padded
+from .layouts import Compact, Padded
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class DeviceDispatched(Dispatched):
         self._owner, self._gpu, self.plan, self.step = owner, gpu, plan, step
         self._buffer, self._received = buffer, received
         self._inputs, self._used = (), False
+        self._generation = gpu.generation
 
     def __getattr__(self, name: str) -> Any:
         gpu = self.__dict__.get("_gpu")
@@ -124,6 +125,18 @@ class Gpu:
     def close(self) -> None:
         del self._core
 
+    @property
+    def generation(self) -> int:
+        return int(self._core.generation)
+
+    def drain(self, seconds: float) -> None:
+        """Stops the kernels under way, and waits for them; also for graph replays on the current stream."""
+        self._core.drain(self._stream(), seconds)
+
+    def _check_generation(self, call: str, d: DeviceDispatched) -> None:
+        if d._generation != self.generation:
+            raise Error(f"{call}: this dispatch is from before reset()")
+
     def _parts(self, layout: dict[str, int]) -> dict[str, _Part]:
         config, owner = self._config, self._owner
         experts, top_k, scales = config.local_experts, owner.top_k, config.scales_per_row
@@ -146,11 +159,13 @@ class Gpu:
             if name in layout:
                 parts[name] = _Part(layout[name], dtype, shape, torch.empty(shape, device="meta").stride())
         if "scale" in layout:
-            columns = -(-rows[-1] // 4) * 4
+            dtype = owner.wire.scale_dtype
+            aligned = _ROW_ALIGN // dtype.itemsize
+            columns = -(-rows[-1] // aligned) * aligned
             strides = (1, columns) if config.scale_tma else (scales, 1)
             if padded:
                 strides = ((columns if config.scale_tma else rows[-1]) * scales, *strides)
-            parts["scale"] = _Part(layout["scale"], torch.float32, (*rows, scales), strides)
+            parts["scale"] = _Part(layout["scale"], dtype, (*rows, scales), strides)
         return parts
 
     def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
@@ -203,7 +218,8 @@ class Gpu:
             plan = owner._check_plan(plan, topk_ids, topk_weights, tokens)
         x, stride = self._rows_of(x)
         weights = plan.topk_weights
-        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), 4 * x_scale.stride(0), 4 * x_scale.stride(1))
+        size = owner.wire.scale_dtype.itemsize
+        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
         buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
         step = self._core.dispatch(
             self._stream(), halves, tokens, x.data_ptr(), stride, ids, wide, 0 if weights is None else weights.data_ptr(),
@@ -214,6 +230,7 @@ class Gpu:
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
         assert isinstance(d, DeviceDispatched)
         if d._received is None:
+            self._check_generation("dispatch_recv", d)
             plan = d.plan._core
             self._core.dispatch(
                 self._stream(), RECV, plan.tokens, 0, 0, 0, False, 0, 0, 0, 0, plan.buffer.data_ptr(), d._buffer.data_ptr()
@@ -235,47 +252,54 @@ class Gpu:
         accumulate: bool,
     ) -> Combining:
         owner = self._owner
-        if tail is not None:
-            raise Error("combine(tail=) is not built yet for device='cuda'")
         d._require_received("combine")
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
         assert isinstance(d, DeviceDispatched)
+        self._check_generation("combine", d)
         tokens = d.plan.tokens
         owner._check_expert_rows(expert_out)
         rows = expert_out.reshape(-1, owner.hidden) if isinstance(owner.layout, Padded) else expert_out
         rows, stride = self._rows_of(rows)
         weights = owner._check_combine_weights(weights, weighted, tokens)
+        tail = owner._check_tail_shape(tail)
+        tail_out = None if tail is None else torch.empty((tokens, owner.top_k), dtype=torch.float32, device=self._device)
         if out is None and not accumulate:
             out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
         out = owner._check_out(out, accumulate, tokens)
         y, y_stride = self._rows_of(out)
-        c = DeviceCombining(owner, d, out, accumulate, None)
+        c = DeviceCombining(owner, d, out, accumulate, tail_out)
         c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
         d._used = True
         self._core.combine(
             self._stream(), halves, tokens, rows.data_ptr(), stride, rows.shape[0], weighted, weights is not None,
-            0 if weights is None else weights.data_ptr(), y.data_ptr(), y_stride, accumulate,
-            d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+            0 if weights is None else weights.data_ptr(),
+            *((False, 0, 0) if tail is None else (True, tail.data_ptr(), self._tail_rows(tail))),
+            y.data_ptr(), y_stride, accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
         )  # fmt: skip
         if halves & RECV:
             c._finish()
         return c
 
-    def combine_recv(self, c: Combining) -> torch.Tensor:
+    def _tail_rows(self, tail: torch.Tensor) -> int:
+        return tail.numel() // self._owner.top_k if isinstance(self._owner.layout, Compact) else tail.numel()
+
+    def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         assert isinstance(c, DeviceCombining)
         if not c._done:
             d = c._dispatched
             assert isinstance(d, DeviceDispatched)
+            self._check_generation("combine_recv", d)
             self._core.combine(
-                self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._y.data_ptr(), c._y_stride, c._accumulate,
-                d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+                self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._tail is not None, 0, 0,
+                c._y.data_ptr(), c._y_stride, c._accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
             )  # fmt: skip
             c._finish()
-        return c._out
+        return c._result
 
     def release(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
+        self._check_generation("release", d)
         self.dispatch_recv(d)
         d._used = True
         self._core.release(self._stream(), d.plan.tokens, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr())
@@ -285,6 +309,10 @@ class DeviceCombining(Combining):
     _y: torch.Tensor  # what the kernels write: _out, or rows that start where they want them
     _y_stride: int
     _uses_weights: bool
+
+    @property
+    def _tail_address(self) -> int:
+        return 0 if self._tail is None else self._tail.data_ptr()
 
     def _finish(self) -> None:
         if self._y is not self._out:

@@ -187,8 +187,6 @@ class AllToAll:
                 raise Error(f"device={str(device)!r} must be 'cpu' or 'cuda'")
             if where.type == "cuda":
                 where = torch.device("cuda", device_index(where))
-                if Wire.of(wire) is Wire.MXFP8:
-                    raise Error("wire='mxfp8' is not built yet for device='cuda'")
             if transport == "nvshmem":
                 raise Error("transport='nvshmem' is not built yet: 'auto', 'mapped' and 'proxy' are")
             if transport not in ("auto", "mapped", "proxy"):
@@ -372,7 +370,7 @@ class AllToAll:
         if self._gpu is not None:
             self._check_combine(d)
             c = self._gpu.combine(SEND if async_op else BOTH, expert_out, d, weights, weighted, tail, out, accumulate)
-            return c if async_op else c._out
+            return c if async_op else c._result
         c = self.combine_send(expert_out, d, weights=weights, weighted=weighted, tail=tail, out=out, accumulate=accumulate)
         return c if async_op else self.combine_recv(c)
 
@@ -576,7 +574,8 @@ class AllToAll:
             raise Error("combine: with Compact the caller weights its rows itself, so weights= has no meaning")
         return self._check_weights("combine: weights", weights, tokens)
 
-    def _check_tail(self, tail: torch.Tensor | None, received: _core.Received) -> torch.Tensor | None:
+    def _check_tail_shape(self, tail: torch.Tensor | None) -> torch.Tensor | None:
+        """What holds on every device. Returns it contiguous."""
         if tail is None:
             return None
         if not isinstance(tail, torch.Tensor) or tail.dtype != torch.float32:
@@ -586,10 +585,14 @@ class AllToAll:
             return tail.contiguous()
         shape = (None, self.top_k) if isinstance(self.layout, Compact) else (None,)
         self._check_tensor("combine: tail", tail.contiguous(), shape)
-        needed = min(received.needed_rows, self._config.max_rows)
-        if tail.shape[0] < needed:
-            raise Error(f"combine: tail has {tail.shape[0]} rows, this dispatch filled {needed}")
         return tail.contiguous()
+
+    def _check_tail(self, tail: torch.Tensor | None, received: _core.Received) -> torch.Tensor | None:
+        tail = self._check_tail_shape(tail)
+        needed = min(received.needed_rows, self._config.max_rows)
+        if tail is not None and not isinstance(self.layout, Padded) and tail.shape[0] < needed:
+            raise Error(f"combine: tail has {tail.shape[0]} rows, this dispatch filled {needed}")
+        return tail
 
     def _check_out(self, out: torch.Tensor | None, accumulate: bool, tokens: int) -> torch.Tensor:
         if out is None:
@@ -613,8 +616,6 @@ class AllToAll:
         if self._closed:
             return
         if failure.kind == "closed":
-            if self._gpu is not None:
-                return  # what it sent has arrived or never will, and the timeout says which
             self._core.peer_left(failure.rank)
             return
         peer = failure.rank if failure.peer is None else failure.peer
@@ -638,17 +639,18 @@ class AllToAll:
         """After a failure: the survivors agree on who is left and go on with them, from a fresh first step. Returns who.
 
         Collective over the survivors. The experts of the others answer nothing; handles and plans of before are invalid.
-        After a timeout in which nobody died, all ranks go on together, if all come.
+        After a timeout in which nobody died, all ranks go on together, if all come. With device="cuda" it waits until what was
+        launched on the streams of earlier calls has ended; graphs that were captured before must be captured anew.
         timeout: seconds for a rank that lives to come here too; one that is stopped, or stuck elsewhere, is then left out
         like a dead one, and hears of it when it next calls anything. None: three times this AllToAll's, at least 30 s.
         To take a rank back, all make a new Communicator and a new AllToAll on it: see `Communicator.from_env`.
         """
         self._check_usable("reset")
-        if self._gpu is not None:
-            raise Error("reset() is not built yet for device='cuda': close this AllToAll and make another")
         if timeout is not None and not (isinstance(timeout, (int, float)) and math.isfinite(timeout) and timeout > 0):
             raise Error(f"reset: timeout={timeout!r} must be a positive number of seconds")
         with self._failing("reset"):
+            if self._gpu is not None:
+                self._gpu.drain(self._request.patience if timeout is None else timeout)
             return reset(self, timeout)
 
     def stats(self) -> dict[str, Any]:

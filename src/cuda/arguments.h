@@ -27,24 +27,31 @@ inline constexpr std::uint32_t kMostTokensOfUnit = 8;  // of a send unit of disp
 inline constexpr std::uint32_t kMostExperts = 8192;  // of all ranks: shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
-// Device memory, zero at first.
+// Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then: their
+// launches find no unit and a failure, so they send nothing and wait for nothing.
 struct Control {
   unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
   std::uint32_t combine;  // send units claimed of the running combine
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
 };
+inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of the dispatch of a Control that is retired: more than there are
 
 // Pinned host memory: how kernels and host tell each other what went wrong, without a call that could synchronise.
 struct Report {
   std::uint64_t abort;  // host to kernels, abort_word
+  std::uint64_t left;  // host to kernels: peers that closed their Communicator, a bit each; what they sent is there
   std::uint64_t failure;  // kernels to host, abort_word; written last
   std::uint64_t expected, seen;  // of that failure
   std::uint32_t bad_ids;  // ids that are no expert's, counted as -1
   std::uint32_t overflowed;  // 1 + the rank whose output buffer was too small
-  std::uint32_t short_output;  // expert_out had fewer rows than the dispatch filled
-  std::uint32_t reserved;
+  std::uint32_t short_output;  // expert_out or tail had fewer rows than the dispatch filled
+  std::uint32_t bad_scales;  // scales given to FP8_UE8M0 that are no powers of two
 };
+
+// In a Report's `expected`, beside the flags that a combine's header must have: `seen` are those that it has.
+inline constexpr std::uint64_t kFlags = 1ull << 63;
+inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail;  // on all ranks of a step
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
 struct Divider {
@@ -62,13 +69,19 @@ struct Common {
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0;  // local ones
+  std::uint32_t living = 0;
+  std::uint8_t order[kMaxPeers] = {};  // the living, in the order in which all ranks visit them: rank + 1 first, oneself last
+  std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
-  char* peers[kMaxPeers] = {};  // heaps by rank
+  char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched
   Control* control = nullptr;
   Report* report = nullptr;
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
+#ifdef PPLX_CUDA_FUZZ
+  std::uint64_t fuzz_seed = 1;
+#endif
 };
 
 // A step's plan, kept by the handle. In this order in one allocation.
@@ -88,7 +101,7 @@ struct ReceivedView {
   std::uint32_t* step = nullptr;
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
-  std::uint32_t* choices = nullptr;  // [rows]: how many
+  std::uint32_t* choices = nullptr;  // [rows]: a bit per k, as in the route
   std::uint32_t* place = nullptr;  // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
   float* weight = nullptr;  // [rows, top_k]; not Compact
 };
@@ -140,10 +153,14 @@ struct CombineArguments {
   bool send = true, recv = true;
   std::uint32_t tokens = 0;
   const float* weights = nullptr;  // [tokens, top_k], when uses_weights
+  bool has_tail = false;  // tails are bits, not numbers: a NaN stays the one that it is
+  const std::uint32_t* tail = nullptr;  // [tail_rows], Compact [tail_rows, top_k]
+  std::uint64_t tail_rows = 0;
   PlanView plan;
   ReceivedView received;
   char* y = nullptr;
   std::uint64_t y_stride = 0;  // bytes
+  std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
 };
 
 }  // namespace pplx::cuda

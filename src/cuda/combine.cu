@@ -5,25 +5,27 @@
 namespace pplx::cuda {
 namespace {
 
-template <typename T>
+template <typename T, bool kTail>
 __global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
   const std::uint32_t step = *a.received.step;
-  if (load_relaxed(&a.common.control->failure) != 0) return;   // some rows may have no place
+  // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
+  if (__syncthreads_or(load_relaxed(&a.common.control->failure) != 0)) return;
   const std::uint32_t entry = a.recv ? load_token_row(a, first_receive_unit()) : kNone;
-  if (a.send) send_combine<T>(a, step);
-  if (a.recv) receive_combine<T>(a, step, entry);
+  if (a.send) send_combine<T, kTail>(a, step);
+  if (a.recv) receive_combine<T, kTail>(a, step, entry);
   stamp(a.common, Op::Combine, step, begun);
 }
 
+template <bool kTail>
 const void* kernel_of(const Config& c) {
   switch (c.dtype) {
     case Dtype::BFloat16:
-      return reinterpret_cast<const void*>(combine_kernel<BFloat16>);
+      return reinterpret_cast<const void*>(combine_kernel<BFloat16, kTail>);
     case Dtype::Float16:
-      return reinterpret_cast<const void*>(combine_kernel<Float16>);
+      return reinterpret_cast<const void*>(combine_kernel<Float16, kTail>);
     case Dtype::Float32:
-      return reinterpret_cast<const void*>(combine_kernel<Float32>);
+      return reinterpret_cast<const void*>(combine_kernel<Float32, kTail>);
   }
   return nullptr;
 }
@@ -34,13 +36,15 @@ cudaError_t load_dispatch(const Config& c);
 
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel_of(c));
+  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel_of<false>(c));
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel_of<true>(c));
   return error == cudaSuccess ? load_dispatch(c) : error;
 }
 
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel_of(arguments.common.c), dim3(blocks), dim3(kThreads), parameters, 0, stream);
+  const void* kernel = arguments.has_tail ? kernel_of<true>(arguments.common.c) : kernel_of<false>(arguments.common.c);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), parameters, 0, stream);
 }
 
 }  // namespace pplx::cuda

@@ -13,8 +13,10 @@ __device__ inline void receive_combine_header(const CombineArguments& a, std::ui
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
   const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
-  const bool released = (h.flags & kReleased) != 0;
-  if (released != a.release || h.rows != expected || ((h.flags & kUsesWeights) != 0) != a.uses_weights)
+  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
+  if ((h.flags & kFlagsAlike) != flags)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, h.flags);
+  else if (h.rows != expected)
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, h.rows);
   if ((h.flags & kOverflowed) != 0) k.report->overflowed = 1 + peer;
 }
@@ -35,7 +37,24 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
              : kNone;
 }
 
-template <typename T>
+// The floats that came behind a token's n rows, those of choices that went nowhere 0. Each lane of the first n has a row and its rank.
+__device__ inline void read_tail(const CombineArguments& a, std::uint32_t token, std::uint32_t n, const char* row,
+                                 std::uint32_t rank) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint64_t at = std::uint64_t{token} * k.c.top_k + lane;
+  const std::int32_t id = lane < k.c.top_k ? a.plan.ids[at] : -1;
+  const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+  std::uint32_t value = 0;
+  for (std::uint32_t i = 0; i < n; ++i) {
+    const std::uint32_t from = __shfl_sync(~0u, rank, i);
+    const auto* tail = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i)) + k.combine.tail_at;
+    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(tail) + lane);
+  }
+  if (lane < k.c.top_k) a.tail_out[at] = value;
+}
+
+template <typename T, bool kTail>
 __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
@@ -65,10 +84,11 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
     };
     sums.template add<true>(n, false, begin, end, pointer, [](std::uint32_t) { return 1.0f; });
     sums.store(y, begin, end);
+    if (kTail && part == parts - 1 && strip == 0) read_tail(a, token, n, row, entry >> 20);
   }
   // The last warps, which have the least to do.
-  for (std::uint32_t peer = warps - 1 - warp; peer < k.c.world; peer += warps)
-    if (lane == 0) receive_combine_header(a, step, peer);
+  for (std::uint32_t i = warps - 1 - warp; i < k.living; i += warps)
+    if (lane == 0) receive_combine_header(a, step, k.order[i]);
 }
 
 }  // namespace pplx::cuda

@@ -37,8 +37,8 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   const std::uint32_t rows = a.release ? 0 : a.received.rows_begin[peer + 1] - a.received.rows_begin[peer];
-  const std::uint32_t flags =
-      (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u) |
+                              (*a.received.overflowed != 0 ? kOverflowed : 0u);
   write_header(k, slot_at_peer(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
   __syncwarp();
   if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Combine, peer);
@@ -134,19 +134,15 @@ struct SendOrder {
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
   std::uint32_t common;  // rows that every source has
 
-  __device__ std::uint32_t nth_source(const Common& k, std::uint32_t n) const {
-    const std::uint32_t source = k.c.rank + 1 + n;
-    return source < k.c.world ? source : source - k.c.world;
-  }
   __device__ void find(const Common& k, std::uint32_t n, std::uint32_t& source, std::uint32_t& row) const {
-    if (n < common * k.c.world) {
-      row = n / k.c.world;
-      source = nth_source(k, n % k.c.world);
+    if (n < common * k.living) {
+      row = n / k.living;
+      source = k.order[n % k.living];
       return;
     }
-    n -= common * k.c.world;
+    n -= common * k.living;
     for (std::uint32_t i = 0;; ++i) {
-      source = nth_source(k, i);
+      source = k.order[i];
       const std::uint32_t more = rows_begin[source + 1] - rows_begin[source] - common;
       if (n < more) break;
       n -= more;
@@ -155,7 +151,19 @@ struct SendOrder {
   }
 };
 
-template <typename T>
+// The floats of a row's choices, each at its k, so that the token's rank need not know what else lives here.
+__device__ inline void write_tail(const CombineArguments& a, std::uint32_t choices, std::uint32_t place, char* to) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const bool compact = k.c.layout == LayoutKind::Compact;
+  const std::uint32_t from = __shfl_sync(~0u, place, compact ? 0 : __popc(choices & ((1u << lane) - 1)));
+  if ((choices >> lane & 1) == 0) return;
+  const bool here = from != kNone && from < a.tail_rows;
+  if (from != kNone && !here) k.report->short_output = 1;
+  reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
+}
+
+template <typename T, bool kTail>
 __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth,
                                  std::uint32_t part) {
   const Common& k = a.common;
@@ -164,7 +172,7 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   std::uint32_t source = 0, row = 0;
   order.find(k, nth, source, row);
   const std::uint32_t at = order.rows_begin[source] + row;
-  const std::uint32_t n = compact ? 1 : a.received.choices[at];
+  const std::uint32_t choices = compact && !kTail ? 1 : a.received.choices[at], n = compact ? 1 : __popc(choices);
   std::uint32_t place = kNone;
   float weight = 1.0f;
   if (lane < (compact ? 1 : top_k)) {  // not n: that load would have to come first
@@ -193,12 +201,14 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
     sums.template add<false>(n, a.weighted && !compact, strip, min(end, strip - lane * 16 + kStripVectors * 512), pointer,
                              weight_of);
     sums.store(to, strip, min(end, strip - lane * 16 + kStripVectors * 512));
+    linger(k, std::uint64_t{step} << 32 | strip);
   }
+  if (kTail && part == k.combine.parts - 1) write_tail(a, choices, place, to + k.combine.tail_at);
   __syncwarp();
-  if (lane == 0) store_release(to + k.combine.arrival_at + kWordBytes * part, arrival_word(k.generation, step));
+  if (lane == 0) publish(k, to + k.combine.arrival_at + kWordBytes * part, arrival_word(k.generation, step));
 }
 
-template <typename T>
+template <typename T, bool kTail>
 __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   __shared__ std::uint32_t first;
   __shared__ SendOrder order;
@@ -209,11 +219,12 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   if (threadIdx.x <= world) order.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) order.common = k.c.max_tokens;
   __syncthreads();
-  if (threadIdx.x < world) atomicMin(&order.common, order.rows_begin[threadIdx.x + 1] - order.rows_begin[threadIdx.x]);
+  if (threadIdx.x < world && (k.dead >> threadIdx.x & 1) == 0)
+    atomicMin(&order.common, order.rows_begin[threadIdx.x + 1] - order.rows_begin[threadIdx.x]);
   __syncthreads();
   const std::uint32_t parts = k.combine.parts;
-  const std::uint32_t weights = a.uses_weights ? world : 0;
-  const std::uint32_t units = weights + world + (a.release ? 0 : order.rows_begin[world] * parts);
+  const std::uint32_t weights = a.uses_weights ? k.living : 0, headers = weights + k.living;
+  const std::uint32_t units = headers + (a.release ? 0 : order.rows_begin[world] * parts);
   std::uint32_t unit = first + threadIdx.x / 32;
   if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;  // the very last claim
   while (unit < units) {
@@ -223,11 +234,11 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
       if (next == units + kWarps * gridDim.x - 1) k.control->combine = 0;
     }
     if (unit < weights)
-      send_weights(a, step, (k.c.rank + 1 + unit) % world);
-    else if (unit < weights + world)
-      send_combine_header(a, step, (k.c.rank + 1 + unit - weights) % world);
+      send_weights(a, step, k.order[unit]);
+    else if (unit < headers)
+      send_combine_header(a, step, k.order[unit - weights]);
     else
-      send_part<T>(a, step, order, (unit - weights - world) / parts, (unit - weights - world) % parts);
+      send_part<T, kTail>(a, step, order, (unit - headers) / parts, (unit - headers) % parts);
     unit = __shfl_sync(~0u, next, 0);
   }
 }

@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kerne
     step = publish_dispatch(a, s);
   else
     step = send_dispatch<Mode>(a, s, words);
-  if (a.recv) receive_dispatch(a, step, words);
+  if (a.recv) receive_dispatch<Mode::kWire>(a, step, words);
   stamp(a.common, Op::Dispatch, step, begun);
 }
 
@@ -29,15 +29,29 @@ std::uint32_t shared_bytes(const Config& c) {
 
 using Kernel = void (*)(DispatchArguments);
 
-Kernel kernel_of(const Config& c, bool given_scales) {
-  if (!quantised(c.wire) || given_scales) return dispatch_kernel<AsIs>;
-  switch (c.dtype) {
+template <Wire wire>
+Kernel quantising(Dtype dtype) {
+  switch (dtype) {
     case Dtype::BFloat16:
-      return dispatch_kernel<Quantised<BFloat16>>;
+      return dispatch_kernel<Quantised<BFloat16, wire>>;
     case Dtype::Float16:
-      return dispatch_kernel<Quantised<Float16>>;
+      return dispatch_kernel<Quantised<Float16, wire>>;
     case Dtype::Float32:
-      return dispatch_kernel<Quantised<Float32>>;
+      return dispatch_kernel<Quantised<Float32, wire>>;
+  }
+  return nullptr;
+}
+
+Kernel kernel_of(const Config& c, bool given_scales) {
+  switch (c.wire) {
+    case Wire::Native:
+      return dispatch_kernel<AsIs<Wire::Native>>;
+    case Wire::FP8:
+      return given_scales ? dispatch_kernel<AsIs<Wire::FP8>> : quantising<Wire::FP8>(c.dtype);
+    case Wire::FP8_UE8M0:
+      return given_scales ? dispatch_kernel<AsIs<Wire::FP8_UE8M0>> : quantising<Wire::FP8_UE8M0>(c.dtype);
+    case Wire::MXFP8:
+      return given_scales ? dispatch_kernel<AsIs<Wire::MXFP8>> : quantising<Wire::MXFP8>(c.dtype);
   }
   return nullptr;
 }

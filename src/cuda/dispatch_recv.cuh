@@ -45,7 +45,7 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
     const std::uint32_t source = i / (1 + experts), place = i % (1 + experts);
     const char* word = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), source) + kWordBytes * place;
     std::uint32_t n = 0;
-    good = good && wait_count(k, word, Phase::DispatchRecv, step, source, n);
+    if ((k.dead >> source & 1) == 0) good = good && wait_count(k, word, Phase::DispatchRecv, step, source, n);
     if (place != 0) {
       base[source * experts + place - 1] = n;
       continue;
@@ -157,7 +157,7 @@ __device__ inline void place_words(const DispatchArguments& a, const ArrivedRow&
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint64_t at = r.at;
-  if (lane == 0) a.received.choices[at] = r.n;
+  if (lane == 0) a.received.choices[at] = r.choices;
   if (k.c.layout == LayoutKind::Compact) {
     const bool here = r.choices >> lane & 1;
     const std::uint32_t entry = __popc(r.choices & ((1u << lane) - 1));
@@ -190,20 +190,37 @@ __device__ inline char* scale_place(const DispatchArguments& a, std::uint32_t pl
   return a.out.scales + group * a.out.scale.group + std::uint64_t{place - group * a.common.c.max_per_expert} * a.out.scale.row;
 }
 
-__device__ inline float load_scale(const Common& k, const char* row, std::uint32_t j) {
-  return j < scales_per_row(k.c) ? __ldcg(reinterpret_cast<const float*>(row + k.dispatch.scales_at) + j) : 0.0f;
+__device__ inline std::uint32_t load_scale_word(const Common& k, const char* row, std::uint32_t j) {
+  return j < scale_words(k.c) ? __ldcg(reinterpret_cast<const std::uint32_t*>(row + k.dispatch.scales_at) + j) : 0;
 }
 
-// `early`: this lane's first two.
-__device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row, const float (&early)[2]) {
+// The word of scales at j, of the scales that begin at `to`.
+template <Wire wire>
+__device__ inline void store_scale_word(const DispatchArguments& a, char* to, std::uint32_t j, std::uint32_t word) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, scales = scales_per_row(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
-  for (std::uint32_t first = 0; first < scales; first += 32) {
+  const std::uint32_t scales = scales_per_row(k.c);
+  if (wire != Wire::MXFP8)
+    *reinterpret_cast<std::uint32_t*>(to + j * a.out.scale.scale) = word;
+  else if (!k.c.scale_tma && scales % 4 == 0)
+    *reinterpret_cast<std::uint32_t*>(to + 4 * j) = word;
+  else
+#pragma unroll
+    for (std::uint32_t i = 0; i < 4; ++i)
+      if (4 * j + i < scales) to[(4 * j + i) * a.out.scale.scale] = static_cast<char>(word >> 8 * i);
+}
+
+// `early`: this lane's first two words.
+template <Wire wire>
+__device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row,
+                                    const std::uint32_t (&early)[2]) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, words = scale_words(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
+  for (std::uint32_t first = 0; first < words; first += 32) {
     const std::uint32_t j = first + lane;
-    const float value = first == 0 ? early[0] : first == 32 ? early[1] : load_scale(k, row, j);
+    const std::uint32_t word = first == 0 ? early[0] : first == 32 ? early[1] : load_scale_word(k, row, j);
     for (std::uint32_t i = 0; i < copies; ++i) {
       const std::uint32_t place = __shfl_sync(~0u, r.place, i), expert = __shfl_sync(~0u, r.expert, i);
-      if (place != kNone && j < scales) *reinterpret_cast<float*>(scale_place(a, place, expert) + j * a.out.scale.scale) = value;
+      if (place != kNone && j < words) store_scale_word<wire>(a, scale_place(a, place, expert), j, word);
     }
   }
 }
@@ -238,6 +255,7 @@ __device__ inline void place_payload(const DispatchArguments& a, const ArrivedRo
 }
 
 // Ragged(zero_pad=True): the rows between an expert's last and the next one's first.
+template <Wire wire>
 __device__ inline void zero_padding(const DispatchArguments& a, const std::uint32_t* base, std::uint32_t needed) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, bytes = payload_bytes(k.c);
@@ -246,8 +264,7 @@ __device__ inline void zero_padding(const DispatchArguments& a, const std::uint3
     for (std::uint32_t place = base[k.c.world * k.experts + e]; place < min(end, k.c.max_rows); ++place) {
       for (std::uint32_t at = lane * 16; at < bytes; at += 512)
         store_some(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at), bytes % 16 == 0);
-      for (std::uint32_t j = lane; j < scales_per_row(k.c); j += 32)
-        *reinterpret_cast<float*>(scale_place(a, place, 0) + j * a.out.scale.scale) = 0.0f;
+      for (std::uint32_t j = lane; j < scale_words(k.c); j += 32) store_scale_word<wire>(a, scale_place(a, place, 0), j, 0);
       if (lane == 0) {
         a.out.weights[place] = 0.0f;
         a.out.src_rank[place] = a.out.src_token[place] = -1;
@@ -269,7 +286,8 @@ __device__ inline void nothing_received(const DispatchArguments& a) {
   if (threadIdx.x == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
 }
 
-__device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, std::uint32_t* base) {
+template <Wire wire>
+__device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step, std::uint32_t* base) {
   __shared__ ReceiveShared s;
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
@@ -299,18 +317,18 @@ __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_
     if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
-    const bool with_scales = part == parts - 1 && quantised(k.c.wire);
-    float scales[2] = {};
+    const bool with_scales = quantised(wire) && part == parts - 1;
+    std::uint32_t scales[2] = {};
     if (with_scales) {
-      scales[0] = load_scale(k, row, lane);
-      scales[1] = load_scale(k, row, lane + 32);
+      scales[0] = load_scale_word(k, row, lane);
+      scales[1] = load_scale_word(k, row, lane + 32);
     }
     if (!read_route(a, step, row, base, r)) return;
     place_payload(a, r, payload);
     if (part == 0) place_words(a, r);
-    if (with_scales) place_scales(a, r, row, scales);
+    if (with_scales) place_scales<wire>(a, r, row, scales);
   }
-  if (k.c.zero_pad && k.c.layout == LayoutKind::Ragged) zero_padding(a, base, s.ragged_rows);
+  if (k.c.zero_pad && k.c.layout == LayoutKind::Ragged) zero_padding<wire>(a, base, s.ragged_rows);
 }
 
 }  // namespace pplx::cuda

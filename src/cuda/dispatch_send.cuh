@@ -10,10 +10,15 @@
 
 namespace pplx::cuda {
 
-// How a token becomes a row's payload: as it is (also when the caller quantised), or quantised from T.
-struct AsIs {};
-template <typename T>
-struct Quantised {};
+// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised from T.
+template <Wire wire>
+struct AsIs {
+  static constexpr Wire kWire = wire;
+};
+template <typename T, Wire wire>
+struct Quantised {
+  static constexpr Wire kWire = wire;
+};
 
 struct SendShared {
   std::uint32_t unit, step;
@@ -37,8 +42,8 @@ struct SendShared {
 template <typename Mode>
 struct Round;
 
-template <>
-struct Round<AsIs> {
+template <Wire wire>
+struct Round<AsIs<wire>> {
   static constexpr std::uint32_t kBytes = 2 * kWorkers * 16;  // of payload, by all threads
   uint4 raw[2];
   __device__ void load(const char* x, std::uint32_t bytes, std::uint32_t at) {
@@ -48,8 +53,10 @@ struct Round<AsIs> {
       if (from < bytes) raw[i] = load_input(x + from);
     }
   }
-  __device__ void store(char* const* to, std::uint32_t n, const Common&, std::uint32_t bytes, std::uint32_t at) const {
+  __device__ void store(char* const* to, std::uint32_t n, const Common& k, std::uint32_t step, std::uint32_t bytes,
+                        std::uint32_t at) const {
     for (std::uint32_t d = 0; d < n; ++d) {
+      linger(k, std::uint64_t{step} << 32 | d << 24 | at);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const std::uint32_t from = at + (i * kWorkers + threadIdx.x) * 16;
@@ -59,9 +66,10 @@ struct Round<AsIs> {
   }
 };
 
-// Sixteen elements a thread, eight threads a scale.
-template <typename T>
-struct Round<Quantised<T>> {
+// Sixteen elements a thread, eight threads a word of scales: one scale, or four of two threads each.
+template <typename T, Wire wire>
+struct Round<Quantised<T, wire>> {
+  static constexpr int kThreadsPerScale = scale_block(wire) / 16;
   static constexpr std::uint32_t kVectors = 16 / T::kPerVector;
   static constexpr std::uint32_t kBytes = kWorkers * 16;  // of codes
   uint4 raw[kVectors];
@@ -75,7 +83,8 @@ struct Round<Quantised<T>> {
       if (element < bytes) raw[i] = load_input(x + std::uint64_t{element} * kSize);
     }
   }
-  __device__ void store(char* const* to, std::uint32_t n, const Common& k, std::uint32_t bytes, std::uint32_t at) const {
+  __device__ void store(char* const* to, std::uint32_t n, const Common& k, std::uint32_t step, std::uint32_t bytes,
+                        std::uint32_t at) const {
     float f[16];
 #pragma unroll
     for (int i = 0; i < static_cast<int>(kVectors); ++i) T::unpack(raw[i], f + i * T::kPerVector);
@@ -83,27 +92,41 @@ struct Round<Quantised<T>> {
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
 #pragma unroll
-    for (int i = 1; i < 8; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
-    const BlockScale s = k.c.wire == Wire::FP8 ? e4m3_scale(largest) : e4m3_scale_power_of_two(largest);
+    for (int i = 1; i < kThreadsPerScale; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, i));
+    const BlockScale s = block_scale(wire, float_of(largest));
     uint4 codes = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);  // NaN, whatever its sign was
     if (largest < 0x7f800000u)
       codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier),
                          four_e4m3(f + 12, s.multiplier));
-    const float4 scales = make_float4(__shfl_sync(~0u, s.scale, 0), __shfl_sync(~0u, s.scale, 8), __shfl_sync(~0u, s.scale, 16),
-                                      __shfl_sync(~0u, s.scale, 24));
+    const std::uint32_t word = scale_word(s.scale);
+    const uint4 scales =
+        make_uint4(__shfl_sync(~0u, word, 0), __shfl_sync(~0u, word, 8), __shfl_sync(~0u, word, 16), __shfl_sync(~0u, word, 24));
     const std::uint32_t from = at + threadIdx.x * 16;
     // A row's payload and scales are padded to 16 bytes each, so whole vectors fit.
     for (std::uint32_t d = 0; d < n; ++d) {
+      linger(k, std::uint64_t{step} << 32 | d << 24 | at);
       if (from < bytes) store16(to[d] + from, codes);
       if (from < bytes && threadIdx.x % 32 == 0)
-        *reinterpret_cast<float4*>(to[d] + k.dispatch.scales_at + from / 512 * 16) = scales;
+        store16(to[d] + k.dispatch.scales_at + from / 512 * 16, scales);
     }
+  }
+
+ private:
+  // The same in all eight threads, if a scale is a byte: each has one of the word's four.
+  __device__ static std::uint32_t scale_word(float scale) {
+    if (wire != Wire::MXFP8) return bits_of(scale);
+    std::uint32_t word = std::uint32_t{to_e8m0(scale)} << threadIdx.x % 8 / 2 * 8;
+    word |= __shfl_xor_sync(~0u, word, 2);
+    return word | __shfl_xor_sync(~0u, word, 4);
   }
 };
 
 __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
   const std::int64_t id = a.wide_ids ? static_cast<const std::int64_t*>(a.ids)[at] : static_cast<const std::int32_t*>(a.ids)[at];
-  if (id >= 0 && id < a.common.c.num_experts) return static_cast<std::int32_t>(id);
+  if (id >= 0 && id < a.common.c.num_experts) {
+    const bool nobody = a.common.dead != 0 && (a.common.dead >> a.common.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
+    return nobody ? -1 : static_cast<std::int32_t>(id);
+  }
   if (report && id != -1) a.common.report->bad_ids = 1;
   return -1;
 }
@@ -164,9 +187,12 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   for (std::uint32_t i = threadIdx.x; i < 1 + local_experts(k.c, peer); i += kWorkers) {
     std::uint32_t* kept = i == 0 ? a.plan.rows + peer : a.plan.counts + first + i - 1;
     const std::uint32_t n = planned ? *kept : i == 0 ? s.rows_before[peer] : experts[first + i - 1];
+    linger(k, count_word(k.generation, step, n));
     store_relaxed(words + i, count_word(k.generation, step, n));
     if (!planned) *kept = n;
   }
+  // Nobody else says how many rows the dead get.
+  if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
 }
 
 // The peers before r in the order in which this rank visits those in `ranks`: from rank + 1 on, itself last.
@@ -263,16 +289,34 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
   }
 }
 
+// The word of scales at `at`, as the caller has them: anywhere in memory, by row or by column.
+template <Wire wire>
+__device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
+  const char* from = a.scales + token * a.scale.row;
+  if (wire != Wire::MXFP8) {
+    const std::uint32_t scale = *reinterpret_cast<const std::uint32_t*>(from + at * a.scale.scale);
+    if (wire == Wire::FP8_UE8M0 && scale != 0 && !is_e8m0(float_of(scale))) a.common.report->bad_scales = 1;
+    return scale;
+  }
+  std::uint32_t word = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < 4; ++i)
+    if (4 * at + i < scales_per_row(a.common.c))
+      word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
+  return word;
+}
+
+template <Wire wire>
 __device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, std::uint32_t turn,
                                           const SendShared& s) {
   const Common& k = a.common;
-  const std::uint32_t scales = scales_per_row(k.c);
-  for (std::uint32_t i = threadIdx.x; i < n * scales; i += kWorkers) {
-    const std::uint32_t token = i / scales, scale = i % scales;
-    const float value = *reinterpret_cast<const float*>(a.scales + (first + token) * a.scale.row + scale * a.scale.scale);
+  const std::uint32_t words = scale_words(k.c);
+  for (std::uint32_t i = threadIdx.x; i < n * words; i += kWorkers) {
+    const std::uint32_t token = i / words, at = i % words;
+    const std::uint32_t word = given_scales<wire>(a, first + token, at);
     const std::uint32_t rows = s.rows[turn][token];
     for (std::uint32_t d = 0; d < rows; ++d)
-      *reinterpret_cast<float*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * scale) = value;
+      *reinterpret_cast<std::uint32_t*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * at) = word;
   }
 }
 
@@ -282,7 +326,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x;
   const std::uint32_t bytes = payload_bytes(k.c);
-  const std::uint32_t units = k.c.world + ceil_div(a.tokens, a.tokens_per_unit);
+  const std::uint32_t units = k.living + ceil_div(a.tokens, a.tokens_per_unit);
   const auto claim = [&] {
     const unsigned long long word = atomicAdd(&k.control->dispatch, 1ull);
     if (static_cast<std::uint32_t>(word) == units + gridDim.x - 1) k.control->dispatch = ((word >> 32) + 1) << 32;
@@ -313,8 +357,8 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     sync_workers();
     std::uint32_t claimed = 0;
     if (tid == 0) claimed = static_cast<std::uint32_t>(claim());  // on its way while this unit is worked on
-    const bool counts = unit < k.c.world;
-    const std::uint32_t first = counts ? a.tokens : (unit - k.c.world) * a.tokens_per_unit;
+    const bool counts = unit < k.living;
+    const std::uint32_t first = counts ? a.tokens : (unit - k.living) * a.tokens_per_unit;
     const std::uint32_t n = min(a.tokens - first, a.tokens_per_unit);
     Round<Mode> next;
     Choice choice;
@@ -332,7 +376,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
       sync_workers();
     }
     if (counts) {
-      send_counts(a, step, (k.c.rank + 1 + unit) % k.c.world, s, experts);
+      send_counts(a, step, k.order[unit], s, experts);
       if (tid == 0) s.unit = claimed;
       sync_workers();
       continue;
@@ -341,16 +385,16 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     if (sent >= 2) await(kPublished + turn);  // the unit before the last: its places are used again
     plan_tokens(a, first, n, choice, turn, s, experts);
     write_routes(a, first, n, turn, s);
-    if (a.scales != nullptr) write_given_scales(a, first, n, turn, s);
+    if (quantised(Mode::kWire) && a.scales != nullptr) write_given_scales<Mode::kWire>(a, first, n, turn, s);
     for (std::uint32_t i = 0; i < n; ++i) {
       const Round<Mode> current = next;
       if (i + 1 < n) next.load(a.x + (first + i + 1) * a.x_stride, bytes, 0);
       const std::uint32_t rows = s.rows[turn][i];
-      current.store(s.to[turn][i], rows, k, bytes, 0);
+      current.store(s.to[turn][i], rows, k, step, bytes, 0);
       for (std::uint32_t at = Round<Mode>::kBytes; at < bytes; at += Round<Mode>::kBytes) {
         Round<Mode> more;
         more.load(a.x + (first + i) * a.x_stride, bytes, at);
-        more.store(s.to[turn][i], rows, k, bytes, at);
+        more.store(s.to[turn][i], rows, k, step, bytes, at);
       }
     }
     signal(kStored + turn);
@@ -375,7 +419,7 @@ __device__ inline std::uint32_t publish_dispatch(const DispatchArguments& a, Sen
     if (s.ended[turn]) return s.step;
     for (std::uint32_t i = lane; i < kMostTokensOfUnit * kMaxTopK; i += 32)
       if (i % kMaxTopK < s.rows[turn][i / kMaxTopK])
-        store_release(s.to[turn][i / kMaxTopK][i % kMaxTopK] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
+        publish(k, s.to[turn][i / kMaxTopK][i % kMaxTopK] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
     signal(kPublished + turn);
   }
 }

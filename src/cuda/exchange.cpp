@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
 #include <thread>
 
 #include "../cpu/atomic.h"
@@ -11,7 +12,39 @@ namespace pplx::cuda {
 namespace {
 
 // Long enough for kernels whose peers are alive, short enough for close() to return within 2 s.
-constexpr std::chrono::milliseconds kCloseWait(800);
+constexpr double kCloseWait = 0.8;
+
+// Generations whose graphs are known to be old. A call that allocates may wait for the device, so all are there from the start.
+constexpr std::uint32_t kControls = 64;
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
+  return capture != cudaStreamCaptureStatusNone;
+}
+
+// How a peer ended the step otherwise than this rank.
+std::string difference_text(std::uint32_t mine, std::uint32_t theirs) {
+  const std::uint32_t differ = mine ^ theirs;
+  if ((differ & kReleased) != 0)
+    return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines" : "a combine of a step that this rank released";
+  const std::string argument = (differ & kHasTail) != 0 ? "tail=" : "weights=";
+  return (theirs & differ) != 0 ? "a combine with " + argument + ", which this rank did not pass"
+                                : "a combine without " + argument + ", which this rank passed";
+}
+
+Control fresh_control(const Config& c) {
+  Control control{};
+  control.dispatch = static_cast<unsigned long long>(c.first_step) << 32;
+  return control;
+}
+
+Control retired_control() {
+  Control control{};
+  control.dispatch = kRetiredUnits;
+  control.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
+  return control;
+}
 
 }  // namespace
 
@@ -58,10 +91,10 @@ BufferLayout buffer_layout(const Config& c) {
   if (compact) b.topk_ids = take(4 * b.rows * c.top_k);
   if (compact) b.topk_weights = take(4 * b.rows * c.top_k);
   if (scales > 0) {
-    const std::uint64_t group = padded ? c.max_per_expert : b.rows;
-    const std::uint64_t columns = align_up(group, 4);   // TMA: columns start at multiples of 16 bytes
-    b.scale = c.scale_tma ? Strides{4, 4 * columns, 4 * columns * scales} : Strides{4 * scales, 4, 4 * scales * group};
-    b.scales = take(c.scale_tma ? 4 * columns * scales * (padded ? experts : 1) : 4 * scales * b.rows);
+    const std::uint64_t group = padded ? c.max_per_expert : b.rows, each = scale_bytes_each(c.wire);
+    const std::uint64_t column = align_up(each * group, 16);   // TMA: columns start at multiples of 16 bytes
+    b.scale = c.scale_tma ? Strides{each, column, column * scales} : Strides{each * scales, each, each * scales * group};
+    b.scales = take(c.scale_tma ? column * scales * (padded ? experts : 1) : each * scales * b.rows);
   }
   b.x = take(b.rows * payload_bytes(c));
   return b;
@@ -82,7 +115,11 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.top_k = Divider(config.top_k);
   common_.experts = local_experts(config, config.rank);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
+#ifdef PPLX_CUDA_FUZZ
+  if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);
+#endif
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
+    if (peer != config.rank && !memory_.peers.at(peer)) continue;
     const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
     if (theirs.bytes() < common_.heap.bytes)
       throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
@@ -94,9 +131,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   check(load_kernels(config), "loading the kernels");
-  check(cudaMalloc(reinterpret_cast<void**>(&common_.control), sizeof(Control)), "cudaMalloc of a Control");
-  const Control fresh{static_cast<unsigned long long>(config.first_step) << 32, 0, 0, 0};
-  check(cudaMemcpy(common_.control, &fresh, sizeof fresh, cudaMemcpyHostToDevice), "cudaMemcpy");
+  std::vector<bool> alive(config.world, true);
+  for (std::uint32_t peer = 0; peer < config.world; ++peer) alive[peer] = common_.peers[peer] != nullptr;
+  rebuild_order(alive);
+  check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
+  common_.control = controls_ + common_.generation % kControls;
+  write_control(common_.generation, fresh_control(config));
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
@@ -107,40 +148,54 @@ Exchange::~Exchange() {
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
-  if (launched_ && cudaEventRecord(sent_, last_stream_) == cudaSuccess) {
-    const auto ended = [&] {
-      const auto until = std::chrono::steady_clock::now() + kCloseWait;
-      while (cudaEventQuery(sent_) == cudaErrorNotReady) {
-        if (std::chrono::steady_clock::now() > until) return false;
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-      }
-      return true;
-    };
-    if (!ended()) {
-      fail({AbortReason::Closed, Phase::None, config().rank, config().rank, 0}, "");
-      ended();
-    }
+  if (!ended(kCloseWait)) {
+    fail({AbortReason::Closed, Phase::None, config().rank, config().rank, 0}, "");
+    ended(kCloseWait);
   }
   memory_.peers.clear();
   memory_.own.reset();
-  cudaFree(common_.control);
+  cudaFree(controls_);
   cudaFreeHost(common_.report);
   cudaEventDestroy(sent_);
+  cudaStreamDestroy(own_stream_);
   cudaGetLastError();
   cudaSetDevice(before);
 }
 
-// Sends are one sequence, whatever streams they run on.
-void Exchange::follow(cudaStream_t stream) {
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &capture), "cudaStreamIsCapturing");
-  if (capture != cudaStreamCaptureStatusNone) return;   // whoever launches the graph orders it
-  if (launched_ && stream != last_stream_) {
-    check(cudaEventRecord(sent_, last_stream_), "cudaEventRecord");
+// Sends are one sequence, whatever streams they run on. A receive half on another stream than the last send waits for it, too: its
+// thread blocks could fill the GPU before the send half has found room, and wait there for what it is to send.
+void Exchange::follow(cudaStream_t stream, bool sends) {
+  if (is_capturing(stream)) return;   // whoever launches the graph orders it
+  const bool same = !streams_.empty() && streams_.back() == stream;
+  if (same) {
+    sent_any_ = sent_any_ || sends;
+    return;
+  }
+  if (sent_any_) {
+    if (sends) check(cudaEventRecord(sent_, streams_.back()), "cudaEventRecord");
     check(cudaStreamWaitEvent(stream, sent_, 0), "cudaStreamWaitEvent");
   }
-  last_stream_ = stream;
-  launched_ = true;
+  const auto found = std::find(streams_.begin(), streams_.end(), stream);
+  if (found != streams_.end()) streams_.erase(found);
+  streams_.insert(sends ? streams_.end() : streams_.begin(), stream);
+  sent_any_ = sent_any_ || sends;
+}
+
+// What a receive half on another stream waits for.
+void Exchange::mark_send(cudaStream_t stream) {
+  if (!is_capturing(stream)) check(cudaEventRecord(sent_, stream), "cudaEventRecord");
+}
+
+// Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
+bool Exchange::ended(double seconds) const {
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (const cudaStream_t stream : streams_)
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+      if (std::chrono::steady_clock::now() > until) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  cudaGetLastError();
+  return true;
 }
 
 namespace {
@@ -212,8 +267,9 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   const std::uint32_t blocks = a.tokens + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
   // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
   a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.tokens, 2 * blocks)));
-  if (a.send) follow(stream);
+  follow(stream, a.send);
   check(launch_dispatch(a, blocks, stream), "launching dispatch");
+  if (!a.recv) mark_send(stream);
   if (!a.send) return 0;
   ++open_;
   return next_step_++;
@@ -232,6 +288,10 @@ void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outp
   a.uses_weights = outputs.uses_weights;
   a.release = outputs.release;
   a.weights = outputs.weights;
+  a.has_tail = result.has_tail;
+  a.tail = outputs.tail;
+  a.tail_rows = outputs.tail_rows;
+  a.tail_out = result.tail;
   a.accumulate = result.accumulate;
   a.send = (halves & kSend) != 0;
   a.recv = (halves & kRecv) != 0;
@@ -240,9 +300,12 @@ void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outp
   a.received = received_view(layout_, buffer);
   a.y = result.y;
   a.y_stride = result.stride;
-  if (a.send) follow(stream);
+  follow(stream, a.send);
   check(launch_combine(a, sms_ * kCombineBlocksPerSm, stream), "launching combine");
-  if (!a.recv) return;
+  if (!a.recv) {
+    mark_send(stream);
+    return;
+  }
   --open_;
   ++steps_;
 }
@@ -264,6 +327,57 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
   store_if_zero(&common_.report->abort, abort_word(abort));
 }
 
+void Exchange::peer_left(std::uint32_t peer) { __atomic_fetch_or(&common_.report->left, 1ull << peer, __ATOMIC_RELEASE); }
+
+void Exchange::drain(cudaStream_t current, double seconds) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  follow(current, false);
+  store_if_zero(&common_.report->abort, abort_word({AbortReason::User, Phase::None, config().rank, config().rank, 0}));
+  if (!ended(seconds))
+    throw Misuse("reset: the streams that this AllToAll was used on are still at work; what they wait for must end first");
+}
+
+void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  write_control(common_.generation, retired_control());
+  write_control(generation, fresh_control(common_.c));
+  static constexpr std::uint64_t nothing = 0;
+  check(cudaMemcpyAsync(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing,
+                        cudaMemcpyHostToDevice, own_stream_),
+        "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  common_.generation = generation;
+  common_.control = controls_ + generation % kControls;
+  rebuild_order(alive);
+  Report fresh{};
+  fresh.left = load_acquire(&common_.report->left);
+  *common_.report = fresh;
+  message_.clear();
+  open_ = 0;
+  next_step_ = common_.c.first_step;
+}
+
+void Exchange::rebuild_order(const std::vector<bool>& alive) {
+  const Config& c = common_.c;
+  common_.living = 0;
+  common_.dead = 0;
+  for (std::uint32_t i = 1; i <= c.world; ++i) {
+    const std::uint32_t peer = (c.rank + i) % c.world;
+    if (alive[peer])
+      common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
+    else
+      common_.dead |= 1ull << peer;
+  }
+}
+
+void Exchange::write_control(std::uint32_t generation, const Control& value) {
+  check(cudaMemcpyAsync(controls_ + generation % kControls, &value, sizeof value, cudaMemcpyHostToDevice, own_stream_),
+        "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
 void Exchange::raise_failure() {
   // What a kernel saw says more than what others say.
   std::uint64_t word = load_acquire(&common_.report->failure);
@@ -275,8 +389,11 @@ void Exchange::raise_failure() {
     const std::lock_guard<std::mutex> lock(mutex_);
     message = message_.empty() || a.origin == config().rank ? abort_text(a) : message_;
   }
+  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (common_.report->expected & kFlags) != 0)
+    message += ": " + difference_text(static_cast<std::uint32_t>(common_.report->expected) & kFlagsAlike,
+                                      static_cast<std::uint32_t>(common_.report->seen) & kFlagsAlike);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
-  if (a.origin == config().rank && a.reason == AbortReason::Timeout) {
+  if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);
     failure.seen = word_text(common_.report->seen);
   }
@@ -285,19 +402,22 @@ void Exchange::raise_failure() {
 
 void Exchange::raise_notice() {
   Report& r = *common_.report;
-  if (r.bad_ids == 0 && r.overflowed == 0 && r.short_output == 0) return;
+  if (r.bad_ids == 0 && r.bad_scales == 0 && r.overflowed == 0 && r.short_output == 0) return;
   std::string text;
   if (r.bad_ids != 0)
     text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) +
            ", nor -1: they counted as -1";
+  else if (r.bad_scales != 0)
+    text = "x_scale of an earlier dispatch had scales that are no powers of two, which those of wire 'fp8_ue8m0' are: they were sent "
+           "as they are";
   else if (r.overflowed != 0)
     text = "the output buffer of " + rank_text(r.overflowed - 1) +
            " was too small in an earlier step: rows that did not fit counted as zero. " + "Give the layout a larger " +
            (config().layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
            " (d.counts holds the true counts).";
   else
-    text = "expert_out of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero";
-  r.bad_ids = r.overflowed = r.short_output = 0;
+    text = "expert_out or tail of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero";
+  r.bad_ids = r.bad_scales = r.overflowed = r.short_output = 0;
   throw Misuse(text);
 }
 

@@ -33,7 +33,7 @@ class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
-    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself and for who is dead
   };
   struct Tokens {
     std::uint32_t count = 0;
@@ -50,12 +50,16 @@ class Exchange {
     std::uint64_t stride = 0, rows = 0;
     bool weighted = true, uses_weights = false, release = false;
     const float* weights = nullptr;
+    const std::uint32_t* tail = nullptr;  // with has_tail
+    std::uint64_t tail_rows = 0;
   };
   struct Result {
     std::uint32_t tokens = 0;
     char* y = nullptr;
     std::uint64_t stride = 0;
     bool accumulate = false;
+    bool has_tail = false;
+    std::uint32_t* tail = nullptr;
   };
 
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms);
@@ -72,6 +76,11 @@ class Exchange {
   void push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes);   // the floor; nothing else may follow
 
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
+  void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
+  // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
+  // may store into its memory.
+  void drain(cudaStream_t current, double seconds);
+  void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   void raise_failure();
   void raise_notice();
   std::uint32_t open_steps() const;
@@ -81,7 +90,11 @@ class Exchange {
  private:
   class OnDevice;
 
-  void follow(cudaStream_t stream);
+  void follow(cudaStream_t stream, bool sends);
+  void mark_send(cudaStream_t stream);
+  bool ended(double seconds) const;
+  void rebuild_order(const std::vector<bool>& alive);
+  void write_control(std::uint32_t generation, const Control& value);
 
   const int device_;
   Memory memory_;
@@ -92,9 +105,11 @@ class Exchange {
   std::uint32_t open_ = 0;
   std::uint32_t next_step_;
   std::uint64_t steps_ = 0;
-  cudaStream_t last_stream_ = nullptr;
-  bool launched_ = false;
+  std::vector<cudaStream_t> streams_;  // that were launched on, the one of the last send at the end
+  bool sent_any_ = false;
   cudaEvent_t sent_ = nullptr;
+  cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
+  Control* controls_ = nullptr;  // by generation, in turn
   std::string message_;
 };
 

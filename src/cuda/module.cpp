@@ -46,8 +46,6 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
                                         double timeout, std::uint32_t num_sms) {
   Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world)};
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
-  for (std::uint32_t rank = 0; rank < config.world; ++rank)
-    if (rank != config.rank && !memory.peers[rank]) throw Misuse("device='cuda' needs the memory of every rank");
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
 }
 
@@ -113,8 +111,8 @@ void bind_exchange(py::module_& m) {
           "halves: 1 sends, 2 receives, 3 is both in one launch.")
       .def("combine",
            [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride,
-              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, Address y, std::uint64_t y_stride,
-              bool accumulate, Address plan, Address buffer) {
+              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, bool has_tail, Address tail, std::uint64_t tail_rows,
+              Address y, std::uint64_t y_stride, bool accumulate, Address tail_out, Address plan, Address buffer) {
              Exchange::Outputs o;
              o.expert_out = pointer<const char>(expert_out);
              o.stride = stride;
@@ -122,15 +120,17 @@ void bind_exchange(py::module_& m) {
              o.weighted = weighted;
              o.uses_weights = uses_weights;
              o.weights = pointer<const float>(weights);
-             e.combine(pointer<CUstream_st>(stream), halves, o, {tokens, pointer<char>(y), y_stride, accumulate},
+             o.tail = pointer<const std::uint32_t>(tail);
+             o.tail_rows = tail_rows;
+             e.combine(pointer<CUstream_st>(stream), halves, o,
+                       {tokens, pointer<char>(y), y_stride, accumulate, has_tail, pointer<std::uint32_t>(tail_out)},
                        pointer<char>(plan), pointer<char>(buffer));
            })
       .def("release",
            [](Exchange& e, Address stream, std::uint32_t tokens, Address plan, Address buffer) {
              Exchange::Outputs o;
              o.release = true;
-             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens, nullptr, 0, false}, pointer<char>(plan),
-                       pointer<char>(buffer));
+             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens}, pointer<char>(plan), pointer<char>(buffer));
            })
       .def(
           "push",
@@ -152,6 +152,11 @@ void bind_exchange(py::module_& m) {
             e.fail(abort, message);
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
+      .def("peer_left", &Exchange::peer_left, py::arg("peer"))
+      .def(
+          "drain", [](Exchange& e, Address stream, double seconds) { e.drain(pointer<CUstream_st>(stream), seconds); },
+          py::arg("stream"), py::arg("seconds"), Unlocked())
+      .def("reset", &Exchange::reset, py::arg("generation"), py::arg("alive"), Unlocked())
       .def("raise_failure", &Exchange::raise_failure)
       .def("raise_notice", &Exchange::raise_notice)
       .def_property_readonly("generation", &Exchange::generation)
@@ -168,6 +173,13 @@ void bind_exchange(py::module_& m) {
 }  // namespace
 
 void bind(py::module_& m) {
+  m.def(
+      "hold",
+      [](Address words, std::uint32_t multiprocessors, Address stream) {
+        check(launch_hold(pointer<std::uint64_t>(words), multiprocessors, pointer<CUstream_st>(stream)), "launching hold");
+      },
+      py::arg("words"), py::arg("multiprocessors"), py::arg("stream"),
+      "For tests: holds multiprocessors until words[0] is not zero; each sets one of the words after it. int64 in pinned memory.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");

@@ -1,12 +1,12 @@
 // Numbers on the device, sixteen bytes at a time, with the bits of protocol/number.h: every operation rounds once, no contraction,
-// no flush to zero. (What a NaN carries besides being one is the processor's choice.)
+// no flush to zero. (What a NaN carries besides being one is the processor's choice.) Scales are protocol/number.h's own.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include "../protocol/config.h"
+#include "../protocol/wire.h"
 
 namespace pplx::cuda {
 
@@ -67,29 +67,6 @@ struct Float32 {
     return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
   }
 };
-
-struct BlockScale {
-  float scale, multiplier;
-};
-
-// As in protocol/number.h, from the bits of the largest magnitude: integers compare like magnitudes, NaN largest of all.
-__device__ inline BlockScale e4m3_scale(std::uint32_t largest) {
-  const float amax = __uint_as_float(largest);
-  if (largest >= 0x7f800000u) return {__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u)};
-  if (largest == 0) return {1.0f, 1.0f};
-  if (largest < 0x04800000u) return {__uint_as_float(0x00800000u), __uint_as_float(0x7e800000u)};
-  return {__fdiv_rn(amax, 448.0f), __fdiv_rn(448.0f, amax)};
-}
-
-// The same with the least power of two that is at least amax / 448, and at least 2^-127.
-__device__ inline BlockScale e4m3_scale_power_of_two(std::uint32_t largest) {
-  const std::uint32_t exponent = largest >> 23;
-  if (exponent == 0xff) return {__uint_as_float(0x7fc00000u), __uint_as_float(0x7fc00000u)};
-  if (largest == 0) return {1.0f, 1.0f};
-  const std::uint32_t up = exponent + ((largest & 0x7fffffu) > 0x600000u ? 1 : 0);
-  const std::uint32_t code = up > 8 ? up - 8 : 0;
-  return {__uint_as_float(code == 0 ? 0x00400000u : code << 23), __uint_as_float((254 - code) << 23)};
-}
 
 __device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
   const std::uint32_t low =

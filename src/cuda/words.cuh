@@ -4,7 +4,7 @@
 // and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
-#include "arguments.h"
+#include "fuzz.cuh"
 
 namespace pplx::cuda {
 
@@ -30,6 +30,12 @@ __device__ inline std::uint64_t nanoseconds() {
   return now;
 }
 
+// What was stored before is there for whoever sees this word.
+__device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
+  linger(k, value);
+  store_release(word, value);
+}
+
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   return k.peers[k.c.rank] + k.heap.slot_at(k.c, set, op, peer);
 }
@@ -40,7 +46,7 @@ __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signa
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
 }
 __device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
-  store_release(k.peers[peer] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, k.c.rank), arrival_word(k.generation, step));
+  publish(k, k.peers[peer] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, k.c.rank), arrival_word(k.generation, step));
 }
 
 // The first failure latches: here, at the host, and at every peer.
@@ -50,8 +56,8 @@ static __device__ __noinline__ void fail(const Common& k, const Abort& what, std
   k.report->expected = expected;
   k.report->seen = seen;
   store_release(&k.report->failure, word);
-  for (std::uint32_t peer = 0; peer < k.c.world; ++peer)
-    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[peer] + Heap::abort_at(k.generation)), 0ull,
+  for (std::uint32_t i = 0; i < k.living; ++i)
+    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[k.order[i]] + Heap::abort_at(k.generation)), 0ull,
                      static_cast<unsigned long long>(word));
 }
 
@@ -65,6 +71,8 @@ __device__ inline bool stopped(const Common& k, bool ask_host) {
   return true;
 }
 
+__device__ inline bool has_left(const Common& k, std::uint32_t peer) { return load_acquire(&k.report->left) >> peer & 1; }
+
 // In-row words are written once a step and must be exact; others are monotonic.
 enum class Match { Exact, Reached, Count };
 
@@ -72,6 +80,12 @@ template <Match match>
 __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_t step) {
   if (match == Match::Count) return is_count(word, k.generation, step);
   return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
+}
+
+// What was seen, as an arrival word: counts have their generation elsewhere.
+template <Match match>
+__device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
+  return match == Match::Count && seen != 0 ? arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen)) : seen;
 }
 
 template <Match match>
@@ -83,9 +97,16 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
     seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);  // a count orders nothing but itself
     if (matches<match>(k, seen, step)) return true;
     if ((i & 255) != 0) continue;
-    if (stopped(k, (i & 0xffff) == 0xff00)) return false;
-    if (nanoseconds() - begun > limit) {
-      fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+    const bool ask_host = (i & 0xffff) == 0xff00;
+    if (stopped(k, ask_host)) return false;
+    const bool left = ask_host && has_left(k, peer);
+    if (left) {  // all that it sent was there before it said so
+      seen = load_acquire(word);
+      if (matches<match>(k, seen, step)) return true;
+    }
+    if (left || nanoseconds() - begun > limit) {
+      const AbortReason reason = left ? AbortReason::Closed : AbortReason::Timeout;
+      fail(k, {reason, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), as_arrival<match>(seen));
       return false;
     }
   }
@@ -95,7 +116,9 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
 template <Match match>
 __device__ inline bool wait(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
   std::uint64_t seen = load_acquire(word);
-  return matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
+  const bool good = matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
+  linger(k, seen);
+  return good;
 }
 
 // The same for a count, which is in the word.
@@ -104,6 +127,7 @@ __device__ inline bool wait_count(const Common& k, const void* word, Phase phase
   std::uint64_t seen = load_relaxed(word);
   const bool good = is_count(seen, k.generation, step) || wait_long<Match::Count>(k, word, phase, step, peer, seen);
   count = count_of(seen);
+  linger(k, seen);
   return good;
 }
 

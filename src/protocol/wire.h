@@ -21,9 +21,11 @@ constexpr std::uint32_t scales_per_row(const Config& c) {
   return quantised(c.wire) ? ceil_div(c.hidden, scale_block(c.wire)) : 0;
 }
 constexpr std::uint32_t scale_bytes(const Config& c) { return scales_per_row(c) * scale_bytes_each(c.wire); }
+// 128 elements have a word of scales on every wire that has any: one float, or four bytes.
+constexpr std::uint32_t scale_words(const Config& c) { return ceil_div(scale_bytes(c), 4); }
 
 // The scale of a block whose largest magnitude is `amax`.
-static inline BlockScale block_scale(Wire wire, float amax) {
+PPLX_BOTH BlockScale block_scale(Wire wire, float amax) {
   return wire == Wire::FP8 ? e4m3_scale(amax) : e4m3_scale_power_of_two(amax);
 }
 
