@@ -5,16 +5,34 @@ The runner and the reference stay as they are: tensors travel to the GPU where t
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
 import time
-from dataclasses import replace
 from typing import Any
 
+import failure_cases
 import rank_cases
 import torch
 from rank_cases import Case, Runner
 from reference import same_bits
 
 import pplx_comm as pc
+
+
+def _use_module(path: str) -> None:
+    """That file as pplx_comm._cuda, in place of the checkout's: a fuzz build, or a mutant."""
+    spec = importlib.util.spec_from_file_location("pplx_comm._cuda", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["pplx_comm._cuda"] = pc._cuda = module  # type: ignore[attr-defined]
+
+
+if "PPLX_TEST_CUDA" in os.environ:
+    _use_module(os.environ["PPLX_TEST_CUDA"])
 
 _TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
 
@@ -30,13 +48,17 @@ def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tens
     """With the same strides: what lies between rows must not travel."""
     if tensor is None:
         return None
+    if tensor.dtype == torch.float8_e8m0fnu:  # bytes, for whoever cannot copy such
+        there = moved(tensor.view(torch.uint8), device)
+        assert there is not None
+        return there.view(tensor.dtype)
     there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return there.copy_(tensor)
 
 
 class CarriedDispatched:
-    def __init__(self, inner: pc.Dispatched) -> None:
-        self.inner = inner
+    def __init__(self, owner: Carried, inner: pc.Dispatched) -> None:
+        self.owner, self.inner = owner, inner
         self.plan = inner.plan
 
     def __getattr__(self, name: str) -> Any:
@@ -45,37 +67,61 @@ class CarriedDispatched:
 
     def wait(self) -> CarriedDispatched:
         self.inner.wait()
+        self.owner.ended()
         return self
+
+    def release(self) -> None:
+        self.inner.release()
+        self.owner.ended()
 
 
 class CarriedCombining:
-    def __init__(self, inner: pc.Combining, out: torch.Tensor | None) -> None:
-        self.inner, self.out = inner, out
+    def __init__(self, owner: Carried, inner: pc.Combining, out: torch.Tensor | None) -> None:
+        self.owner, self.inner, self.out = owner, inner, out
 
-    def wait(self) -> torch.Tensor:
-        y = moved(self.inner.wait(), "cpu")
-        assert y is not None
-        if self.out is not None:
-            self.out.copy_(y)
-            return self.out
-        return y
+    def wait(self) -> Any:
+        result = self.owner.back(self.inner.wait(), self.out)
+        self.owner.ended()
+        return result
 
 
 class Carried:
-    """An AllToAll on a GPU that takes and returns CPU tensors."""
+    """An AllToAll on a GPU that takes and returns CPU tensors. `checked`: each call waits for what it launched, and raises what went
+    wrong with it, as the calls of the CPU device do."""
 
-    def __init__(self, inner: pc.AllToAll) -> None:
-        self.inner = inner
+    def __init__(self, inner: pc.AllToAll, checked: bool = False) -> None:
+        self.inner, self.checked = inner, checked
         self.device = inner.device
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
+    def __enter__(self) -> Carried:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inner.close()
+
+    def ended(self) -> None:
+        if self.checked:
+            torch.cuda.synchronize()
+            self.inner._raise_failure()
+
+    def back(self, result: Any, out: torch.Tensor | None) -> Any:
+        y, *tail = result if isinstance(result, tuple) else (result,)
+        y = moved(y, "cpu")
+        if out is not None:
+            out.copy_(y)
+            y = out
+        return (y, moved(tail[0], "cpu")) if tail else y
+
     def _dispatch(
         self, call: Any, x: Any, ids: Any = None, weights: Any = None, x_scale: Any = None, **options: Any
     ) -> CarriedDispatched:
         there = [moved(t, self.device) for t in (x, ids, weights, x_scale)]
-        return CarriedDispatched(call(there[0], there[1], there[2], x_scale=there[3], **options))
+        d = CarriedDispatched(self, call(there[0], there[1], there[2], x_scale=there[3], **options))
+        self.ended()
+        return d
 
     def dispatch(self, *args: Any, **options: Any) -> CarriedDispatched:
         return self._dispatch(self.inner.dispatch, *args, **options)
@@ -87,31 +133,60 @@ class Carried:
         return d.wait()
 
     def _combine(
-        self, call: Any, expert_out: Any, d: CarriedDispatched, weights: Any = None, out: Any = None, **options: Any
-    ) -> CarriedCombining:
-        there = moved(weights, self.device), moved(out, self.device)
-        return CarriedCombining(call(moved(expert_out, self.device), d.inner, weights=there[0], out=there[1], **options), out)
+        self,
+        call: Any,
+        expert_out: Any,
+        d: CarriedDispatched,
+        weights: Any = None,
+        tail: Any = None,
+        out: Any = None,
+        **options: Any,
+    ) -> Any:
+        there = [moved(t, self.device) for t in (expert_out, weights, tail, out)]
+        result = call(there[0], d.inner, weights=there[1], tail=there[2], out=there[3], **options)
+        if isinstance(result, pc.Combining):
+            self.ended()
+            return CarriedCombining(self, result, out)
+        result = self.back(result, out)
+        self.ended()
+        return result
 
-    def combine(self, *args: Any, **options: Any) -> CarriedCombining:
+    def combine(self, *args: Any, **options: Any) -> Any:
         return self._combine(self.inner.combine, *args, **options)
 
     def combine_send(self, *args: Any, **options: Any) -> CarriedCombining:
-        return self._combine(self.inner.combine_send, *args, **options)
+        c = self._combine(self.inner.combine_send, *args, **options)
+        assert isinstance(c, CarriedCombining)
+        return c
 
-    def combine_recv(self, c: CarriedCombining) -> torch.Tensor:
+    def combine_recv(self, c: CarriedCombining) -> Any:
         return c.wait()
 
 
+def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A case of the CPU device ("failure_cases:leaves"), with device="cuda" in its place."""
+    device = gpu_of(me)
+    cpu = rank_cases.open_all_to_all
+
+    def opened(me: Any, case: Case, **changes: Any) -> Carried:
+        return Carried(cpu(me, case, **{"device": str(device), **changes}), checked=True)
+
+    module, _, function = name.partition(":")
+    users = (rank_cases, failure_cases)
+    for user in users:
+        user.open_all_to_all = opened  # type: ignore[assignment]
+    try:
+        return getattr(importlib.import_module(module), function)(me, *args, **kwargs)
+    finally:
+        for user in users:
+            user.open_all_to_all = cpu
+
+
 def exchange(me: Any, case: Case) -> str:
-    """All steps of a case against the reference, to the last bit; without what device="cuda" does not have yet."""
-    if case.wire == "mxfp8":
-        case = replace(case, wire="fp8_ue8m0")
+    """All steps of a case against the reference, to the last bit."""
     with rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))) as a2a:
         try:
-            runner = Runner(me, case, Carried(a2a))  # type: ignore[arg-type]
-            for step in runner.steps:
-                step.tails = None
-            digest: str = runner.run()
+            digest: str = Runner(me, case, Carried(a2a)).run()  # type: ignore[arg-type]
             torch.cuda.synchronize()
             a2a.check()
         except BaseException as problem:
@@ -120,7 +195,20 @@ def exchange(me: Any, case: Case) -> str:
         return digest
 
 
-def both_devices(me: Any, case: Case, steps: int) -> None:
+def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Some blocks of x with what quantising has to look at: NaN, infinities, zeros of either sign, the smallest, the largest."""
+    limits = torch.finfo(x.dtype)
+    odd = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, limits.smallest_normal, -limits.smallest_normal / 4, limits.max]
+    for value in odd if x.shape[0] else []:
+        row, column = int(torch.randint(0, x.shape[0], (), generator=g)), int(torch.randint(0, x.shape[1], (), generator=g))
+        x[row, column] = value
+        begin = column // 32 * 32
+        if value == value and abs(value) < 1:  # the whole block, or a neighbour would say how large it is
+            x[row, begin : begin + 32] = value
+    return x
+
+
+def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
     """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for."""
     device = gpu_of(me)
     dtype = rank_cases.DTYPES[case.dtype]
@@ -132,6 +220,7 @@ def both_devices(me: Any, case: Case, steps: int) -> None:
         for step in range(steps):
             tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
             x = torch.randn(tokens, case.hidden, generator=g).to(dtype)
+            x = odd_values(x, g) if odd else x
             ids = torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices
             weights = torch.rand(tokens, case.top_k, generator=g)
             c = cpu.dispatch(x, ids, weights)
@@ -144,14 +233,19 @@ def both_devices(me: Any, case: Case, steps: int) -> None:
             for name in ("x", "scale", "weights", "src_rank", "src_token"):
                 want, have = getattr(c, name), getattr(d, name)
                 assert (want is None) == (have is None), name
-                if want is not None and not same_bits(want[used], have.cpu()[used]):
+                if want is None:
+                    continue
+                assert want.dtype == have.dtype and want.shape == have.shape and want.stride() == have.stride(), name
+                if not same_bits(want[used], have.cpu()[used]):
                     raise AssertionError(f"step {step}: {name} differs, {case}")
             out = torch.full((c.x.shape[0], case.hidden), float("nan"), dtype=dtype)
             out[used] = torch.randn(len(used), case.hidden, generator=g).to(dtype)
-            want, have = cpu.combine(out, c), gpu.combine(out.to(device), d)
+            tail = rank_cases._bits((c.x.shape[0],), g)
+            want, came = cpu.combine(out, c, tail=tail)
+            have, came_too = gpu.combine(out.to(device), d, tail=tail.to(device))
             torch.cuda.synchronize()
             gpu.check()
-            if not same_bits(want, have.cpu()):
+            if not same_bits(want, have.cpu()) or not same_bits(came, came_too.cpu()):
                 raise AssertionError(f"step {step}: combine differs, {case}")
 
 
@@ -177,7 +271,8 @@ def soak(me: Any, case: Case, steps: int) -> int:
             used = row < d.offsets[expert] + d.counts[expert]
             rows = d.x.to(dtype)
             if d.scale is not None:  # small integers survive e4m3
-                rows = (d.x.float().unflatten(1, (-1, 128)) * d.scale[:, :, None]).flatten(1).round().to(dtype)
+                scale = d.scale.view(torch.float8_e8m0fnu).float() if case.wire == "mxfp8" else d.scale
+                rows = (d.x.float().unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]).flatten(1).round().to(dtype)
             wrong += (used[:, None] & (rows != value[:, None])).sum()
             wrong += d.counts.sum() - used.sum()
             y = a2a.combine(rows, d)
@@ -239,3 +334,148 @@ def lost_peer(me: Any, case: Case, timeout: float) -> Any:
         except pc.StepTimeout as error:
             return error.peer
         return "nothing"
+
+
+def killed(me: Any, case: Case, victim: int) -> Any:
+    """kill -9 between two steps. The others' next step ends by itself, their next host calls name the rank within a second, other
+    streams go on, and so do they after reset(). Returns whom they named and when."""
+    device = gpu_of(me)
+    x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=30.0)
+
+    def step() -> torch.Tensor:
+        d = a2a.dispatch(x, ids)
+        y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    me.comm.barrier()
+    if me.rank == victim:
+        me.say("dying")
+        time.sleep(60)
+    other = torch.cuda.Stream()
+    until, peer, at = time.monotonic() + 20, None, 0.0
+    with contextlib.suppress(pc.PeerError):  # which may be the first call that hears of it
+        step()
+    with torch.cuda.stream(other):
+        beside = torch.ones(1000, device=device).cumsum(0)
+    other.synchronize()
+    assert int(beside[-1]) == 1000
+    while peer is None and time.monotonic() < until:
+        try:
+            a2a.check()
+            time.sleep(0.001)
+        except pc.PeerError as error:
+            peer, at = error.peer, time.monotonic()
+    torch.cuda.synchronize()
+    assert int(torch.ones(3, device=device).sum()) == 3
+    left = a2a.reset()
+    alive = torch.tensor([rank in left for rank in range(me.world_size)], device=device)
+    choices = alive[ids // -(-case.num_experts // me.world_size)].sum(1)
+    for _ in range(5):
+        y = step()
+    torch.cuda.synchronize()
+    a2a.check()
+    assert torch.equal(y, choices[:, None].to(x.dtype).expand_as(y)), "experts of the dead answer nothing, all others do"
+    me.comm.barrier()
+    a2a.close()
+    return peer, at
+
+
+def old_graph(me: Any, case: Case) -> None:
+    """A graph of before a reset() does nothing, and disturbs nobody; captured anew it works."""
+    device = gpu_of(me)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+
+        def capture() -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+            a2a.warmup()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                d = a2a.dispatch(x, ids)
+                y = a2a.combine(d.x, d)
+            return graph, d, y
+
+        def replayed(graph: torch.cuda.CUDAGraph) -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+            a2a.check()
+
+        graph, d, y = capture()
+        replayed(graph)
+        sums = y.clone()
+        for _ in range(2):
+            assert a2a.reset() == list(range(me.world_size))
+            if me.rank == 0:
+                replayed(graph)
+                assert int(d.counts.sum()) == 0
+            fresh, _, again = capture()
+            for _ in range(3):
+                if me.rank == me.world_size - 1:
+                    replayed(graph)
+                replayed(fresh)
+            assert torch.equal(sums, again)
+
+
+def streams(me: Any, case: Case, steps: int) -> None:
+    """Each half on a stream of its own, and the streams' other work in between: what is received is what was sent."""
+    device = gpu_of(me)
+    lanes = [torch.cuda.Stream() for _ in range(4)]
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+        torch.cuda.synchronize()
+        for step in range(steps):
+            with torch.cuda.stream(lanes[step % 4]):
+                torch.cuda._sleep(1_000_000 if (step + me.rank) % 3 == 0 else 1)
+                d = a2a.dispatch_send(x, ids)
+            with torch.cuda.stream(lanes[(step + 1) % 4]):
+                a2a.dispatch_recv(d)
+                torch.cuda._sleep(1_000_000 if (step + me.rank) % 3 == 1 else 1)
+                c = a2a.combine_send(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+            with torch.cuda.stream(lanes[(step + 2) % 4]):
+                y = a2a.combine_recv(c)
+            torch.cuda.synchronize()
+            a2a.check()
+            assert isinstance(y, torch.Tensor) and bool((y == case.top_k).all()), f"step {step}"
+
+
+def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
+    """Steps beside a kernel that holds all multiprocessors but `left`. Returns how many elements are wrong."""
+    from pplx_comm import _cuda
+
+    device = gpu_of(me)
+    held = torch.cuda.get_device_properties(device).multi_processor_count - left
+    words = torch.zeros(1 + held, dtype=torch.int64).pin_memory()  # [0]: end; the others: held
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+        a2a.warmup()
+        torch.cuda.synchronize()
+        me.comm.barrier()
+        try:
+            _cuda.hold(words.data_ptr(), held, side.cuda_stream)
+            until = time.monotonic() + 20
+            while int(words[1:].sum()) < held:
+                assert time.monotonic() < until, f"{int(words[1:].sum())} of {held} multiprocessors could be held"
+                time.sleep(0.001)
+            for _ in range(steps):
+                ids = torch.randint(0, case.num_experts, (case.max_tokens, case.top_k), generator=g, device=device)
+                d = a2a.dispatch(x, ids)
+                y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+                wrong += (y != case.top_k).sum()
+            torch.cuda.current_stream().synchronize()
+            assert not side.query(), "nothing was held"
+            a2a.check()
+        finally:
+            words[0] = 1
+        torch.cuda.synchronize()
+    return int(wrong)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from crew import Crew, Crews, seed
-from rank_cases import Case, random_case
+from rank_cases import WIRES, Case, random_case
+from test_failure import CLOSED, NOTICED, left_in_shm
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
@@ -52,7 +55,7 @@ def test_more_random_shapes(crew: Crews) -> None:
         crew.run("gpu_cases:exchange", random_case(begin + number, crew.world_size, ("mapped",)))
 
 
-@pytest.mark.parametrize("wire", ["native", "fp8", "fp8_ue8m0"])
+@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:
     case = Case(
@@ -61,13 +64,25 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:
     crew.run("gpu_cases:both_devices", case, 2, timeout=200)
 
 
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_what_is_no_number(crew: Crews, wire: str, dtype: str) -> None:
+    """Blocks with NaN, infinities, zeros and the ends of the range, blocks that are short, and both layouts of scales."""
+    for hidden, scale_layout in ((1024, "row"), (7168, "tma"), (200, "row"), (1128, "tma")):
+        case = Case(
+            seed() + hidden, crew.world_size, num_experts=16, top_k=4, hidden=hidden, max_tokens=48, wire=wire, dtype=dtype,
+            align=8, threads=2, scale_layout=scale_layout,
+        )  # fmt: skip
+        crew.run("gpu_cases:both_devices", case, 3, odd=True, timeout=100)
+
+
 def test_many_tokens(crew: Crews) -> None:
     """More tokens than thread blocks: units are runs of tokens."""
     case = Case(seed(), crew.world_size, num_experts=32, top_k=4, hidden=256, max_tokens=4096, wire="fp8", align=8, threads=4)
     crew.run("gpu_cases:both_devices", case, 3, timeout=200)
 
 
-@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
 def test_soak(crew: Crews, wire: str) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32, wire=wire, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 2000, timeout=120) == [0] * crew.world_size
@@ -90,6 +105,109 @@ def test_lost_peer() -> None:
     ranks = APART[-1]
     with Crew(ranks) as crew:
         assert crew.run("gpu_cases:lost_peer", Case(seed(), ranks), 0.5, timeout=60) == [ranks - 1] * (ranks - 1) + ["silent"]
+
+
+def test_streams(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32)
+    crew.run("gpu_cases:streams", case, 40, timeout=120)
+
+
+@pytest.mark.parametrize("left", [4, 1])
+def test_beside_a_kernel_that_holds_the_gpu(crew: Crews, left: int) -> None:
+    case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=2048, max_tokens=128, wire="fp8")
+    assert crew.run("gpu_cases:held_sms", case, left, 50, timeout=120) == [0] * crew.world_size
+
+
+# ---- failures: what the CPU device's tests ask, and what only a GPU has
+
+
+def together(ranks: int) -> int:
+    """As many ranks as have a GPU each; else they share one."""
+    return max([n for n in APART if n >= ranks], default=ranks)
+
+
+def test_killed() -> None:
+    ranks = together(3)
+    with Crew(ranks) as crew:
+        crew.start("gpu_cases:killed", Case(seed(), ranks, num_experts=3 * ranks + 1, top_k=3, hidden=256, max_tokens=32), 1)
+        crew.heard(1)
+        died = crew.kill(1)
+        others = [rank for rank in range(ranks) if rank != 1]
+        for peer, at in crew.collect(60, others):
+            assert peer == 1 and at - died < NOTICED, (peer, at - died)
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize("wire", ["native", "mxfp8"])
+def test_reset(wire: str, tmp_path: Path) -> None:
+    ranks = together(4)
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), ranks, num_experts=2 * ranks + 2, top_k=4, crowd="uneven", wire=wire, in_flight=2)
+    with Crew(ranks) as crew:
+        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
+        for r in crew.collect(120, [rank for rank in range(ranks) if rank not in (0, 2)]):
+            for i in range(2):
+                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
+            assert r["closing"] < CLOSED, r
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+def test_reset_when_nobody_died() -> None:
+    ranks = together(2)
+    with Crew(ranks) as crew:
+        crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks), timeout=120)
+
+
+def test_another_all_to_all_of_the_survivors(tmp_path: Path) -> None:
+    ranks = together(3)
+    with Crew(ranks) as crew:
+        case = Case(seed(), ranks, num_experts=2 * ranks + 2, top_k=3)
+        crew.start("gpu_cases:on_gpu", "failure_cases:anew_after_death", case, 1, str(tmp_path / "died"))
+        crew.collect(60, [rank for rank in range(ranks) if rank != 1])
+        crew.leave()
+
+
+def test_a_graph_of_before_a_reset(crew: Crews) -> None:
+    crew.run("gpu_cases:old_graph", Case(seed(), crew.world_size, num_experts=8, top_k=2, hidden=256, max_tokens=16), timeout=120)
+
+
+@pytest.mark.parametrize("what", ["all_to_all", "communicator"])
+def test_a_rank_that_leaves(what: str) -> None:
+    ranks = together(3)
+    with Crew(ranks) as crew:
+        results = crew.run("gpu_cases:on_gpu", "failure_cases:leaves", Case(seed(), ranks), 2, what, timeout=120)
+        left = results[2]["at"]
+        for r in results[:2] + results[3:]:
+            assert r.get("is_peer") and not r["is_timeout"] and r["peer"] == 2 and "closed" in r["message"], r
+            assert r["at"] - left < 3.0 and r["closing"] < CLOSED, r
+
+
+def test_leaving_after_the_last_step_is_no_failure() -> None:
+    ranks = together(3)
+    with Crew(ranks) as crew:
+        case = Case(seed(), ranks, max_tokens=32, hidden=1024)
+        crew.run("gpu_cases:on_gpu", "failure_cases:leave_at_once", case, 12, timeout=200)
+
+
+@pytest.mark.parametrize("kind", ["release", "weights", "no_weights", "tail", "no_tail"])
+def test_ranks_that_end_a_step_differently(kind: str) -> None:
+    ranks = together(3)
+    with Crew(ranks) as crew:
+        results: list[Any] = crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), ranks), kind, timeout=120)
+        for r in results:
+            assert r.get("is_peer") and not r["is_timeout"] and r["closing"] < CLOSED, r
+        assert any(kind.removeprefix("no_") in r["message"] for r in results), results
+
+
+# ---- several ranks on one GPU
+
+
+def test_many_steps_of_ranks_that_share_a_gpu(sharing: Crews) -> None:
+    case = Case(seed(), 2, num_experts=16, top_k=4, hidden=512, max_tokens=32, first_step=2**32 - 100)
+    assert sharing.run("gpu_cases:soak", case, 250, timeout=200) == [0] * 2
+    assert sharing.run("gpu_cases:soak", replace(case, wire="mxfp8"), 250, timeout=200) == [0] * 2
 
 
 def test_ranks_that_share_a_gpu(sharing: Crews) -> None:

@@ -31,7 +31,7 @@ class Broken(Exception):
     """The tools failed, not a mutant."""
 
 
-def copy_sources() -> None:
+def copy_sources(to: Path = SOURCES) -> None:
     """Files that did not change keep their times, so that nothing is built for them."""
     wanted: set[Path] = set()
     for name in COPIED:
@@ -39,19 +39,19 @@ def copy_sources() -> None:
         for source in [root] if root.is_file() else sorted(root.rglob("*")):
             if not source.is_file() or "__pycache__" in source.parts:
                 continue
-            target = SOURCES / source.relative_to(ROOT)
+            target = to / source.relative_to(ROOT)
             wanted.add(target)
             if not target.exists() or target.read_bytes() != source.read_bytes():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-    for old in [path for path in SOURCES.rglob("*") if path.is_file() and path not in wanted]:
+    for old in [path for path in to.rglob("*") if path.is_file() and path not in wanted]:
         old.unlink()
 
 
-def check_list(mutants: list[Mutant]) -> list[str]:
-    problems = [f"{m.name}: there is no catcher {m.catch!r}" for m in mutants if m.catch not in CATCHERS]
+def check_list(mutants: list[Mutant], sources: Path = SOURCES, catchers: dict[str, Catcher] | None = CATCHERS) -> list[str]:
+    problems = [f"{m.name}: there is no catcher {m.catch!r}" for m in mutants if catchers is not None and m.catch not in catchers]
     for m in mutants:
-        found = (SOURCES / m.file).read_text().count(m.old) if (SOURCES / m.file).is_file() else 0
+        found = (sources / m.file).read_text().count(m.old) if (sources / m.file).is_file() else 0
         if found != 1:
             problems.append(f"{m.name}: its old text stands in {m.file} {found} times, must be once")
     names = [m.name for m in mutants]

@@ -1,0 +1,65 @@
+"""Steps with delays from a seed before every publish, after every acquire and between the stores of rows.
+
+python -m pytest tests/gpu/test_fuzz.py          # builds pplx_comm._cuda with PPLX_CUDA_FUZZ in build/gpu-fuzz first, for this GPU
+
+PPLX_TEST_CUDA names a module that is built already: tests/mutants/run_cuda.py gives its mutants so.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mutants"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from crew import Crew, seed
+from rank_cases import Case, random_case
+from run_cuda import build_module, nvcc
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = torch.cuda.device_count()
+RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def module() -> str:
+    """A fuzz build of pplx_comm._cuda."""
+    given = os.environ.get("PPLX_TEST_CUDA")
+    if given:
+        return given
+    if nvcc() is None or shutil.which("cmake") is None:
+        pytest.skip("no nvcc or cmake to make a fuzz build with")
+    try:
+        return str(build_module(ROOT, ROOT / "build" / "gpu-fuzz"))
+    except subprocess.CalledProcessError as problem:
+        pytest.fail(problem.output[-4000:])
+
+
+@pytest.fixture
+def crew(module: str) -> Iterator[Crew]:
+    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed())}) as crew:
+        yield crew
+
+
+def test_random_shapes(crew: Crew) -> None:
+    for number in range(20):
+        crew.run("gpu_cases:exchange", random_case(seed() * 100_000 + number, RANKS, ("mapped",)), timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("wire", "hidden", "tokens", "steps"),
+    [("native", 512, 32, 10_000), ("fp8", 512, 32, 5_000), ("mxfp8", 256, 8, 5_000), ("native", 7168, 128, 500)],
+)
+def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> None:
+    """20,000 small steps and some large ones, whose rows fill the links."""
+    case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
+    assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS

@@ -1,0 +1,152 @@
+"""Bugs of the CUDA kernels, one each, that tests/gpu/test_fuzz.py must catch. Builds and runs them, on a machine with GPUs.
+
+    python tests/mutants/run_cuda.py                    all
+    python tests/mutants/run_cuda.py release            those whose names have one of these words
+
+Works on a copy of the sources in build/gpu-mutants. Exit code 1 if one survives, or no longer applies, or if the tests fail without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import run
+from mutants import Mutant
+
+ROOT = run.ROOT
+WORK = ROOT / "build" / "gpu-mutants"
+RUN_LIMIT = 900.0  # seconds
+TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
+
+WORDS = "src/cuda/words.cuh"
+DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
+
+MUTANTS = [
+    Mutant(
+        "the release is relaxed",
+        WORDS,
+        "st.release.sys.global.u64",
+        "st.relaxed.sys.global.u64",
+        "an arrival word overtakes the row that it announces: they take different ways through the caches and links",
+    ),
+    Mutant(
+        "the acquire is a plain load",
+        WORDS,
+        "ld.acquire.sys.global.u64",
+        "ld.global.u64",
+        "a plain load may be served from L1, which never hears of what a peer wrote",
+    ),
+    Mutant(
+        "a row is read before its word",
+        DISPATCH_RECV,
+        """    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+    if (!__all_sync(~0u, good)) return;
+    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
+""",
+        """    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
+    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+    if (!__all_sync(~0u, good)) return;
+""",
+        "what a load that is not ordered behind its word may see: the row of an earlier step",
+    ),
+    Mutant(
+        "the step of a row is not looked at",
+        WORDS,
+        "match == Match::Exact ? word == arrival_word(k.generation, step)",
+        "match == Match::Exact ? word != 0",
+        "a row of an earlier step is taken for this one's",
+    ),
+    Mutant(
+        "the step of a count is not looked at",
+        WORDS,
+        "if (match == Match::Count) return is_count(word, k.generation, step);",
+        "if (match == Match::Count) return word != 0;",
+        "rows are placed by the counts of an earlier step",
+    ),
+]
+
+
+def nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def build_module(sources: Path, build: Path, architectures: str = "native") -> Path:
+    """pplx_comm._cuda of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
+    options = {
+        "PPLX_CUDA": "ON",
+        "PPLX_CUDA_FUZZ": "ON",
+        "PPLX_IN_PLACE": "OFF",
+        "PPLX_PYTHON_INTERPRETER": sys.executable,
+        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("PPLX_TEST_ARCHITECTURES", architectures),
+    }
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    configure = [
+        "cmake",
+        "-S",
+        str(sources),
+        "-B",
+        str(build),
+        *generator,
+        *(f"-D{name}={value}" for name, value in options.items()),
+    ]
+    for command in (configure, ["cmake", "--build", str(build), "--target", "_cuda", "-j", "4"]):
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    (module,) = build.glob("_cuda*.so")
+    return module
+
+
+def verdict(module: Path) -> tuple[bool, str]:
+    """Whether the tests pass, and in which words they do not."""
+    os.environ["PPLX_TEST_CUDA"] = str(module)
+    code, output = run.call([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS)], RUN_LIMIT)
+    if code is None:
+        return False, f"hangs for {RUN_LIMIT:.0f} s"
+    telling = [line.strip() for line in output.splitlines() if "Error" in line or "Timeout" in line or "differs" in line]
+    if code not in (0, 1) or "skipped" in output.splitlines()[-1]:
+        raise run.Broken(f"pytest did not run the tests:\n{output[-2000:]}")
+    return code == 0, telling[-1] if telling else f"exit code {code}"
+
+
+def main(words: list[str]) -> int:
+    mutants = [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
+    sources, build = WORK / "sources", WORK / "build"
+    run.copy_sources(sources)
+    problems = run.check_list(MUTANTS, sources, catchers=None)
+    if problems:
+        print("\n".join(problems))
+        return 1
+    passes, said = verdict(build_module(sources, build))
+    print(f"{'passes' if passes else 'FAILS':9} test_fuzz.py on the tree as it is{'' if passes else ': ' + said}", flush=True)
+    if not passes:
+        return 1
+    survivors = 0
+    for mutant in mutants:
+        begun = time.monotonic()
+        file = sources / mutant.file
+        before = file.read_text()
+        file.write_text(before.replace(mutant.old, mutant.new))
+        try:
+            passes, said = verdict(build_module(sources, build))
+        finally:
+            file.write_text(before)
+        survivors += passes
+        outcome = f"test_fuzz.py passes, though {mutant.why}" if passes else said[:120]
+        print(f"{'SURVIVES' if passes else 'caught':9} {mutant.name} ({time.monotonic() - begun:.0f} s): {outcome}", flush=True)
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except subprocess.CalledProcessError as problem:
+        print(problem.output[-4000:])
+        sys.exit(2)
+    except run.Broken as problem:
+        print(problem)
+        sys.exit(2)
