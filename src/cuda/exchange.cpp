@@ -188,8 +188,13 @@ void Exchange::mark_send(cudaStream_t stream) {
 
 // Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
 bool Exchange::ended(double seconds) const {
+  std::vector<cudaStream_t> streams;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);  // not while waiting: fail() wants it
+    streams = streams_;
+  }
   const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  for (const cudaStream_t stream : streams_)
+  for (const cudaStream_t stream : streams)
     while (cudaStreamQuery(stream) == cudaErrorNotReady) {
       if (std::chrono::steady_clock::now() > until) return false;
       std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -330,9 +335,11 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
 void Exchange::peer_left(std::uint32_t peer) { __atomic_fetch_or(&common_.report->left, 1ull << peer, __ATOMIC_RELEASE); }
 
 void Exchange::drain(cudaStream_t current, double seconds) {
-  const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
-  follow(current, false);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    follow(current, false);
+  }
   store_if_zero(&common_.report->abort, abort_word({AbortReason::User, Phase::None, config().rank, config().rank, 0}));
   if (!ended(seconds))
     throw Misuse("reset: the streams that this AllToAll was used on are still at work; what they wait for must end first");
