@@ -86,8 +86,8 @@ class CarriedCombining:
 
 
 class Carried:
-    """An AllToAll on a GPU that takes and returns CPU tensors. `checked`: each call waits for what it launched, and raises what went
-    wrong with it, as the calls of the CPU device do."""
+    """An AllToAll on a GPU that takes and returns CPU tensors. `checked`: each call waits for what it launched, and raises what
+    went wrong with it, as the calls of the CPU device do."""
 
     def __init__(self, inner: pc.AllToAll, checked: bool = False) -> None:
         self.inner, self.checked = inner, checked

@@ -27,15 +27,15 @@ inline constexpr std::uint32_t kMostTokensOfUnit = 8;  // of a send unit of disp
 inline constexpr std::uint32_t kMostExperts = 8192;  // of all ranks: shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
-// Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then: their
-// launches find no unit and a failure, so they send nothing and wait for nothing.
+// Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then:
+// their launches find no unit and a failure, so they send nothing and wait for nothing.
 struct Control {
   unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
   std::uint32_t combine;  // send units claimed of the running combine
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
 };
-inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of the dispatch of a Control that is retired: more than there are
+inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retired Control's dispatch: more than there are
 
 // Pinned host memory: how kernels and host tell each other what went wrong, without a call that could synchronise.
 struct Report {

@@ -37,7 +37,8 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
              : kNone;
 }
 
-// The floats that came behind a token's n rows, those of choices that went nowhere 0. Each lane of the first n has a row and its rank.
+// The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
+// rank.
 __device__ inline void read_tail(const CombineArguments& a, std::uint32_t token, std::uint32_t n, const char* row,
                                  std::uint32_t rank) {
   const Common& k = a.common;
@@ -48,8 +49,8 @@ __device__ inline void read_tail(const CombineArguments& a, std::uint32_t token,
   std::uint32_t value = 0;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, rank, i);
-    const auto* tail = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i)) + k.combine.tail_at;
-    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(tail) + lane);
+    const auto* its_row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[at] = value;
 }

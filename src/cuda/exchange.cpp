@@ -27,7 +27,8 @@ bool is_capturing(cudaStream_t stream) {
 std::string difference_text(std::uint32_t mine, std::uint32_t theirs) {
   const std::uint32_t differ = mine ^ theirs;
   if ((differ & kReleased) != 0)
-    return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines" : "a combine of a step that this rank released";
+    return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines"
+                                     : "a combine of a step that this rank released";
   const std::string argument = (differ & kHasTail) != 0 ? "tail=" : "weights=";
   return (theirs & differ) != 0 ? "a combine with " + argument + ", which this rank did not pass"
                                 : "a combine without " + argument + ", which this rank passed";
@@ -415,8 +416,8 @@ void Exchange::raise_notice() {
     text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) +
            ", nor -1: they counted as -1";
   else if (r.bad_scales != 0)
-    text = "x_scale of an earlier dispatch had scales that are no powers of two, which those of wire 'fp8_ue8m0' are: they were sent "
-           "as they are";
+    text = "x_scale of an earlier dispatch had scales that are no powers of two, which those of wire 'fp8_ue8m0' are: they were "
+           "sent as they are";
   else if (r.overflowed != 0)
     text = "the output buffer of " + rank_text(r.overflowed - 1) +
            " was too small in an earlier step: rows that did not fit counted as zero. " + "Give the layout a larger " +

@@ -1,6 +1,6 @@
-// A build for tests (PPLX_CUDA_FUZZ) lets time pass where others could come in between: before every publish, after every acquire and
-// between the stores of rows. How much follows from the seed (PPLX_COMM_CUDA_FUZZ), the thread, and what happens. In any other build
-// there is nothing here.
+// A build for tests (PPLX_CUDA_FUZZ) lets time pass where others could come in between: before every publish, after every acquire
+// and between the stores of rows. How much follows from the seed (PPLX_COMM_CUDA_FUZZ), the thread, and what happens. In any other
+// build there is nothing here.
 #pragma once
 
 #include "arguments.h"

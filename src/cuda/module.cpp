@@ -111,8 +111,9 @@ void bind_exchange(py::module_& m) {
           "halves: 1 sends, 2 receives, 3 is both in one launch.")
       .def("combine",
            [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride,
-              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, bool has_tail, Address tail, std::uint64_t tail_rows,
-              Address y, std::uint64_t y_stride, bool accumulate, Address tail_out, Address plan, Address buffer) {
+              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, bool has_tail, Address tail,
+              std::uint64_t tail_rows, Address y, std::uint64_t y_stride, bool accumulate, Address tail_out, Address plan,
+              Address buffer) {
              Exchange::Outputs o;
              o.expert_out = pointer<const char>(expert_out);
              o.stride = stride;

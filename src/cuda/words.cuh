@@ -85,7 +85,8 @@ __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_
 // What was seen, as an arrival word: counts have their generation elsewhere.
 template <Match match>
 __device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
-  return match == Match::Count && seen != 0 ? arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen)) : seen;
+  if (match != Match::Count || seen == 0) return seen;
+  return arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen));
 }
 
 template <Match match>

@@ -3,7 +3,8 @@
     python tests/mutants/run_cuda.py                    all
     python tests/mutants/run_cuda.py release            those whose names have one of these words
 
-Works on a copy of the sources in build/gpu-mutants. Exit code 1 if one survives, or no longer applies, or if the tests fail without.
+Works on a copy of the sources in build/gpu-mutants. Exit code 1 if one survives, or no longer applies, or if the tests fail
+without.
 """
 
 from __future__ import annotations
