@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import _core
+from ._halves import RECV
 from .errors import Error
 from .handles import Combining, Dispatched, Plan
 from .layouts import Compact, Padded
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from . import _cuda
     from .all_to_all import AllToAll
 
-SEND, RECV = 1, 2
-BOTH = SEND | RECV
 _ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
 
 
@@ -200,22 +199,19 @@ class Gpu:
         x_scale: torch.Tensor | None,
         plan: Plan | None,
     ) -> Dispatched:
-        owner = self._owner
-        owner._check_usable("dispatch", notices=True)
-        tokens = owner._check_tokens(x, x_scale)
+        owner, checks = self._owner, self._owner._checks
+        tokens = checks.tokens(x, x_scale)
         ids, wide = 0, False
         if plan is None:
-            if topk_ids is None:
-                raise Error("dispatch: give topk_ids, or plan= of an earlier dispatch")
-            topk_ids = owner._check_ids(topk_ids, tokens)
+            topk_ids = checks.ids(topk_ids, tokens)
             ids, wide = topk_ids.data_ptr(), topk_ids.dtype == torch.int64
-            weights = owner._check_weights("topk_weights", topk_weights, tokens)
+            weights = checks.weights("topk_weights", topk_weights, tokens)
             buffer = torch.empty(self._plan_bytes(self._config, tokens), dtype=torch.uint8, device=self._device)
             if tokens == 0:
                 ids = buffer.data_ptr()  # an address, to say that the plan is to be made
             plan = Plan(owner, DevicePlan(tokens, buffer, self._rows_at), weights, self._core.generation)
         else:
-            plan = owner._check_plan(plan, topk_ids, topk_weights, tokens)
+            plan = checks.plan(plan, self._core.generation, topk_ids, topk_weights, tokens)
         x, stride = self._rows_of(x)
         weights = plan.topk_weights
         size = owner.wire.scale_dtype.itemsize
@@ -227,16 +223,14 @@ class Gpu:
         )  # fmt: skip
         return DeviceDispatched(owner, self, plan, step, buffer, self._core if halves & RECV else None)
 
-    def dispatch_recv(self, d: Dispatched) -> Dispatched:
+    def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
-        if d._received is None:
-            self._check_generation("dispatch_recv", d)
-            plan = d.plan._core
-            self._core.dispatch(
-                self._stream(), RECV, plan.tokens, 0, 0, 0, False, 0, 0, 0, 0, plan.buffer.data_ptr(), d._buffer.data_ptr()
-            )
-            d._received = self._core
-        return d
+        self._check_generation("dispatch_recv", d)
+        plan = d.plan._core
+        self._core.dispatch(
+            self._stream(), RECV, plan.tokens, 0, 0, 0, False, 0, 0, 0, 0, plan.buffer.data_ptr(), d._buffer.data_ptr()
+        )
+        d._received = self._core
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
@@ -251,22 +245,20 @@ class Gpu:
         out: torch.Tensor | None,
         accumulate: bool,
     ) -> Combining:
-        owner = self._owner
-        d._require_received("combine")
-        if d._used:
-            raise Error("combine: this dispatch was combined or released already; a step is combined once")
+        owner, checks = self._owner, self._owner._checks
+        checks.received(d)
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine", d)
         tokens = d.plan.tokens
-        owner._check_expert_rows(expert_out)
+        checks.expert_rows(expert_out)
         rows = expert_out.reshape(-1, owner.hidden) if isinstance(owner.layout, Padded) else expert_out
         rows, stride = self._rows_of(rows)
-        weights = owner._check_combine_weights(weights, weighted, tokens)
-        tail = owner._check_tail_shape(tail)
+        weights = checks.combine_weights(weights, weighted, tokens)
+        tail = checks.tail(tail)
         tail_out = None if tail is None else torch.empty((tokens, owner.top_k), dtype=torch.float32, device=self._device)
-        if out is None and not accumulate:
+        out = checks.out(out, accumulate, tokens)
+        if out is None:
             out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
-        out = owner._check_out(out, accumulate, tokens)
         y, y_stride = self._rows_of(out)
         c = DeviceCombining(owner, d, out, accumulate, tail_out)
         c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
@@ -284,23 +276,20 @@ class Gpu:
     def _tail_rows(self, tail: torch.Tensor) -> int:
         return tail.numel() // self._owner.top_k if isinstance(self._owner.layout, Compact) else tail.numel()
 
-    def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def combine_recv(self, c: Combining) -> None:
         assert isinstance(c, DeviceCombining)
-        if not c._done:
-            d = c._dispatched
-            assert isinstance(d, DeviceDispatched)
-            self._check_generation("combine_recv", d)
-            self._core.combine(
-                self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._tail is not None, 0, 0,
-                c._y.data_ptr(), c._y_stride, c._accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
-            )  # fmt: skip
-            c._finish()
-        return c._result
+        d = c._dispatched
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("combine_recv", d)
+        self._core.combine(
+            self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._tail is not None, 0, 0,
+            c._y.data_ptr(), c._y_stride, c._accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+        )  # fmt: skip
+        c._finish()
 
     def release(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("release", d)
-        self.dispatch_recv(d)
         d._used = True
         self._core.release(self._stream(), d.plan.tokens, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr())
 

@@ -19,10 +19,11 @@ import torch
 
 from . import _core, _libfabric, _memory
 from ._carriers import named_nics
+from ._config import make_config
 from ._machine import machine, versions
 from ._setup import threads_of_a_rank
 from ._version import __version__
-from .all_to_all import AllToAll, _config
+from .all_to_all import AllToAll
 from .bench.options import DTYPES, add_layer_arguments, layout_of
 from .errors import Error
 from .layouts import Padded
@@ -264,7 +265,7 @@ def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         }  # fmt: skip
         row: dict[str, Any] = {"max_tokens_per_rank": tokens, "error": None}
         try:
-            c = _config(arguments.ranks, 0, scale_layout="row", **layer)
+            c = make_config(arguments.ranks, 0, scale_layout="row", **layer)
             out_rows = c.local_experts * c.max_per_expert if isinstance(layout, Padded) else c.max_rows
             row["output_at_most"] = out_rows * (c.payload_bytes + c.scale_bytes)
             for name, remote in (("mapped", 0), ("proxy", arguments.ranks - 1)):

@@ -119,7 +119,7 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
             runner.steps[n].late_weights = [t.effective_weights for t in runner.steps[n].tokens]
         hold("in_weights")
         hold("in_combine_recv")
-        inside("in_weights", "combine_send")
+        inside("in_weights", "combine")
         c = runner.combine_send(n, d)
         at("after_combine_send")
         inside("in_combine_recv", "combine_recv")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from .. import _core
-from ..all_to_all import _config
+from .._config import make_config
 from ..layouts import Compact, Padded
 from ..wire import Wire
 from .options import Options
@@ -45,7 +45,7 @@ class Shape:
     @cached_property
     def config(self) -> _core.Config:
         o = self.options
-        return _config(
+        return make_config(
             self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden,
             max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1,
             scale_layout="row",
