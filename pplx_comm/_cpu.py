@@ -9,7 +9,9 @@ import torch
 from . import _core
 from ._failing import Failing
 from ._halves import RECV
+from ._held import Held
 from ._outputs import Outputs
+from ._parts import Links
 from .errors import Error
 from .handles import Combining, Dispatched, Plan
 
@@ -22,6 +24,7 @@ class Cpu:
 
     def __init__(self, owner: AllToAll) -> None:
         self._owner = owner
+        self._held = Held()
         self._outputs = Outputs(owner._config, owner.layout, owner.dtype, owner.wire)
 
     def close(self) -> None:
@@ -37,7 +40,10 @@ class Cpu:
         topk_weights: torch.Tensor | None,
         x_scale: torch.Tensor | None,
         plan: Plan | None,
+        *,
+        zeroed: bool = False,
     ) -> Dispatched:
+        """zeroed: rows of d.x and d.weights that no token fills are zero."""
         owner = self._owner
         checks, core = owner._checks, owner._core
         tokens = checks.tokens(x, x_scale)
@@ -55,6 +61,7 @@ class Cpu:
                 0 if weights is None else weights.data_ptr(), bool(halves & RECV),
             )  # fmt: skip
         d = Dispatched(owner, plan, step, (x, weights))
+        d._zeroed = zeroed
         return owner.dispatch_recv(d) if halves & RECV else d
 
     def _make_plan(self, ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> Plan:
@@ -63,7 +70,7 @@ class Cpu:
         return Plan(owner, core, weights, owner._core.generation)
 
     def dispatch_recv(self, d: Dispatched) -> None:
-        arguments = self._outputs.allocate(d)
+        arguments = self._outputs.allocate(d, d._zeroed)
         with Failing(self._owner, "dispatch_recv"):
             d._received = self._owner._core.dispatch_recv(d.step, **arguments)
         d._inputs = ()
@@ -120,3 +127,32 @@ class Cpu:
         d._used = True
         with Failing(self._owner, "release"):
             self._owner._core.release(d.step)
+
+    # ---- as tensors, for _ops.py -----------------------------------------------------------------------------------------
+
+    def links(self) -> Links:
+        outputs = self._outputs
+        rows = outputs.parts["topk_weights" if "topk_weights" in outputs.parts else "weights"].shape
+        return Links(outputs.x_shape, outputs.parts, rows, outputs.small_bytes // 4, (torch.int64, 1), outputs.scale_like())
+
+    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        """x, scale, weights and link."""
+        weights = d.topk_weights if d.weights is None else d.weights
+        assert weights is not None
+        scale = torch.empty(0) if d.scale is None else d.scale
+        bare = Dispatched(self._owner, d.plan, d.step, ())  # a link keeps no rows
+        bare._received = d._received
+        return d.x, scale, weights.clone(), self._held.keep(bare, d._small).view(torch.float32)
+
+    def plan_link(self, plan: Plan) -> torch.Tensor:
+        return self._held.keep(plan, torch.empty(1, dtype=torch.int64))
+
+    def of_plan_link(self, link: torch.Tensor, tokens: int) -> Plan:
+        plan = self._held.of(link)
+        assert isinstance(plan, Plan)
+        return plan
+
+    def of_link(self, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        d = self._held.of(link)
+        assert isinstance(d, Dispatched)
+        return d

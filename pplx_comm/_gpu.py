@@ -10,6 +10,7 @@ import torch
 
 from . import _core
 from ._halves import RECV
+from ._parts import Links, Part
 from .errors import Error
 from .handles import Combining, Dispatched, Plan
 from .layouts import Compact, Padded
@@ -90,17 +91,9 @@ class DeviceDispatched(Dispatched):
         gpu = self.__dict__.get("_gpu")
         if gpu is None or name not in gpu.parts:
             raise AttributeError(name)
-        view = gpu.view(self._buffer, name)
+        view = gpu.parts[name].of(self._buffer)
         self.__dict__[name] = view
         return view
-
-
-@dataclass(frozen=True)
-class _Part:
-    at: int  # bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
 
 
 class Gpu:
@@ -114,7 +107,7 @@ class Gpu:
         self._config = config
         layout = cuda_module().buffer_layout(config)
         self._buffer_bytes: int = layout["bytes"]
-        self._plan_bytes = cuda_module().plan_bytes
+        self._plan_bytes: int = cuda_module().plan_bytes(config, config.max_tokens)
         self._rows_at = -(-config.num_experts // 4) * 4
         self._rows: int = layout["rows"]
         self.parts = self._parts(layout)
@@ -136,7 +129,7 @@ class Gpu:
         if d._generation != self.generation:
             raise Error(f"{call}: this dispatch is from before reset()")
 
-    def _parts(self, layout: dict[str, int]) -> dict[str, _Part]:
+    def _parts(self, layout: dict[str, int]) -> dict[str, Part]:
         config, owner = self._config, self._owner
         experts, top_k, scales = config.local_experts, owner.top_k, config.scales_per_row
         padded = isinstance(owner.layout, Padded)
@@ -156,7 +149,7 @@ class Gpu:
         parts = {}
         for name, (dtype, shape) in shapes.items():
             if name in layout:
-                parts[name] = _Part(layout[name], dtype, shape, torch.empty(shape, device="meta").stride())
+                parts[name] = Part.contiguous(layout[name], dtype, shape)
         if "scale" in layout:
             dtype = owner.wire.scale_dtype
             aligned = _ROW_ALIGN // dtype.itemsize
@@ -164,13 +157,8 @@ class Gpu:
             strides = (1, columns) if config.scale_tma else (scales, 1)
             if padded:
                 strides = ((columns if config.scale_tma else rows[-1]) * scales, *strides)
-            parts["scale"] = _Part(layout["scale"], dtype, (*rows, scales), strides)
+            parts["scale"] = Part(layout["scale"], dtype, (*rows, scales), strides)
         return parts
-
-    def view(self, buffer: torch.Tensor, name: str) -> torch.Tensor:
-        part = self.parts[name]
-        typed = buffer.view(part.dtype)
-        return typed.as_strided(part.shape, part.strides, part.at // part.dtype.itemsize)
 
     def _stream(self) -> int:
         # torch.cuda.current_stream() makes an object, ten times as slow.
@@ -198,7 +186,10 @@ class Gpu:
         topk_weights: torch.Tensor | None,
         x_scale: torch.Tensor | None,
         plan: Plan | None,
+        *,
+        zeroed: bool = False,
     ) -> Dispatched:
+        """zeroed: rows of d.x and d.weights that no token fills are zero."""
         owner, checks = self._owner, self._owner._checks
         tokens = checks.tokens(x, x_scale)
         ids, wide = 0, False
@@ -206,7 +197,7 @@ class Gpu:
             topk_ids = checks.ids(topk_ids, tokens)
             ids, wide = topk_ids.data_ptr(), topk_ids.dtype == torch.int64
             weights = checks.weights("topk_weights", topk_weights, tokens)
-            buffer = torch.empty(self._plan_bytes(self._config, tokens), dtype=torch.uint8, device=self._device)
+            buffer = torch.empty(self._plan_bytes, dtype=torch.uint8, device=self._device)
             if tokens == 0:
                 ids = buffer.data_ptr()  # an address, to say that the plan is to be made
             plan = Plan(owner, DevicePlan(tokens, buffer, self._rows_at), weights, self._core.generation)
@@ -216,7 +207,8 @@ class Gpu:
         weights = plan.topk_weights
         size = owner.wire.scale_dtype.itemsize
         scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
-        buffer = torch.empty(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        make = torch.zeros if zeroed else torch.empty
+        buffer = make(self._buffer_bytes, dtype=torch.uint8, device=self._device)
         step = self._core.dispatch(
             self._stream(), halves, tokens, x.data_ptr(), stride, ids, wide, 0 if weights is None else weights.data_ptr(),
             *scales, plan._core.buffer.data_ptr(), buffer.data_ptr(),
@@ -292,6 +284,39 @@ class Gpu:
         self._check_generation("release", d)
         d._used = True
         self._core.release(self._stream(), d.plan.tokens, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr())
+
+    # ---- as tensors, for _ops.py -----------------------------------------------------------------------------------------
+
+    def links(self) -> Links:
+        rows = self.parts["topk_weights" if "topk_weights" in self.parts else "weights"].shape
+        words, plan = self._buffer_bytes // 4, (torch.uint8, self._plan_bytes)
+        return Links(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
+
+    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        """x, scale, weights and link: one memory, but what autograd counts as changed in one is not in the others."""
+        assert isinstance(d, DeviceDispatched)
+        storage = d._buffer.untyped_storage()
+
+        def tensor(name: str) -> torch.Tensor:
+            if name not in self.parts:
+                return torch.empty(0, device=self._device)
+            part = self.parts[name]
+            empty = torch.empty(0, dtype=part.dtype, device=self._device)
+            return empty.set_(storage, part.at // part.dtype.itemsize, part.shape, part.strides)
+
+        weights = "topk_weights" if "topk_weights" in self.parts else "weights"
+        return tensor("x"), tensor("scale"), tensor(weights), d._buffer.view(torch.float32)
+
+    def plan_link(self, plan: Plan) -> torch.Tensor:
+        buffer = plan._core.buffer
+        assert isinstance(buffer, torch.Tensor)
+        return buffer
+
+    def of_plan_link(self, link: torch.Tensor, tokens: int) -> Plan:
+        return Plan(self._owner, DevicePlan(tokens, link, self._rows_at), None, self._core.generation)
+
+    def of_link(self, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        return DeviceDispatched(self._owner, self, self.of_plan_link(plan, tokens), -1, link.view(torch.uint8), self._core)
 
 
 class DeviceCombining(Combining):

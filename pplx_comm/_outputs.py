@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from . import _core
+from ._parts import Part
 from .handles import Dispatched
 from .layouts import Compact, Padded, Ragged
 from .wire import Wire
@@ -34,6 +36,8 @@ class Outputs:
         self._group = config.max_per_expert if padded else 0
         self._rows = self._experts * self._group if padded else config.max_rows
         self._shape = (self._experts, self._group) if padded else (self._rows,)
+        self.x_shape = (*self._shape, self._hidden)
+        self.parts = self._small_parts()
         self._pool = _core.OutputPool()
 
     def close(self) -> None:
@@ -61,34 +65,49 @@ class Outputs:
             return whole.transpose(1, 2)[:, : self._group], (size, size * rows, size * rows * n)
         return self.tensor((n, rows), dtype).t()[: self._rows], (size, size * rows, 0)
 
-    def allocate(self, d: Dispatched) -> dict[str, Any]:
-        """Gives d its tensors; returns the addresses, as the core wants them."""
-        d.x = self.tensor((*self._shape, self._hidden), self._dtype)
+    def scale_like(self) -> Part | None:
+        if not self._scales:
+            return None
+        scale, _ = self._scale()
+        return Part(0, scale.dtype, tuple(scale.shape), scale.stride())
+
+    def _small_parts(self) -> dict[str, Part]:
+        """All that is small lies in one buffer, behind a line that is the handle's own."""
+        rows, experts = self._shape, self._experts
+        shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+            "counts": (torch.int32, (experts,)),
+            "src_rank": (torch.int32, rows),
+            "src_token": (torch.int32, rows),
+        }
+        if isinstance(self._layout, Ragged):
+            shapes["offsets"] = torch.int32, (experts + 1,)
+        if isinstance(self._layout, Compact):
+            shapes["topk_ids"] = torch.int32, (*rows, self._top_k)
+            shapes["topk_weights"] = torch.float32, (*rows, self._top_k)
+            shapes["num_rows"] = torch.int32, (1,)
+        else:
+            shapes["weights"] = torch.float32, rows
+        parts, at = {}, _ALIGN
+        for name, (dtype, shape) in shapes.items():
+            parts[name] = Part.contiguous(at, dtype, shape)
+            at += _round_up(4 * math.prod(shape), _ALIGN)
+        self.small_bytes = at
+        return parts
+
+    def allocate(self, d: Dispatched, zeroed: bool) -> dict[str, Any]:
+        """Gives d its tensors; returns the addresses, as the core wants them. zeroed: rows that nothing fills are zero."""
+        d.x = self.tensor(self.x_shape, self._dtype)
         arguments: dict[str, Any] = {"x": d.x.data_ptr()}
         if self._scales:
             d.scale, strides = self._scale()
             arguments.update(scales=d.scale.data_ptr())
             arguments.update(zip(("scale_row_stride", "scale_stride", "scale_group_stride"), strides, strict=True))
-        names = ["src_rank", "src_token", *([] if isinstance(self._layout, Compact) else ["weights"])]
-        small = [(name, self._shape) for name in names]
-        small.append(("counts", (self._experts,)))
-        if isinstance(self._layout, Ragged):
-            small.append(("offsets", (self._experts + 1,)))
-        if isinstance(self._layout, Compact):
-            small += [
-                ("topk_ids", (self._rows, self._top_k)),
-                ("topk_weights", (self._rows, self._top_k)),
-                ("num_rows", (1,)),
-            ]
-        sizes = [torch.Size(shape).numel() for _, shape in small]
-        # One buffer for all that is small.
-        whole = self.tensor((sum(_round_up(4 * size, _ALIGN) for size in sizes) // 4,), torch.int32)
-        at = 0
-        for (name, shape), size in zip(small, sizes, strict=True):
-            tensor = whole[at : at + size].view(shape)
-            if name in ("weights", "topk_weights"):
-                tensor = tensor.view(torch.float32)
-            setattr(d, name, tensor)
-            arguments[name] = tensor.data_ptr()
-            at += _round_up(4 * size, _ALIGN) // 4
+        d._small = small = self.tensor((self.small_bytes // 4,), torch.int32)
+        if zeroed:
+            d.x.zero_()
+            small.zero_()
+        begin = small.data_ptr()
+        for name, part in self.parts.items():
+            setattr(d, name, part.of(small))
+            arguments[name] = begin + part.at
         return arguments

@@ -18,6 +18,7 @@ from ._cpu import Cpu
 from ._failing import Failing
 from ._failure import Failure
 from ._gpu import Gpu
+from ._graph import Graph, GraphDispatched, GraphPlan
 from ._halves import BOTH, SEND
 from ._reset import reset
 from ._setup import wire_up
@@ -102,6 +103,7 @@ class AllToAll:
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self._checks = Checks(self)
         self._phases: Cpu | Gpu = Cpu(self) if gpu is None else Gpu(self, self._core, self.device)
+        self._graph = Graph(self)
         self._alive = [bool(alive) for alive in comm._peek_alive]
         _live(comm).add(self)
         self._forget_failures = comm._on_failure(self._on_failure)
@@ -144,6 +146,10 @@ class AllToAll:
         plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as a backward pass needs it.
         async_op: returns after the send half; d.wait() is the receive half.
         """
+        if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
+            if async_op:
+                self._graph.refuse("dispatch")
+            return self._graph.dispatch(x, topk_ids, topk_weights, x_scale, plan)
         self._check_usable("dispatch", notices=True)
         return self._phases.dispatch(SEND if async_op else BOTH, x, topk_ids, topk_weights, x_scale, plan)
 
@@ -157,6 +163,8 @@ class AllToAll:
         plan: Plan | None = None,
     ) -> Dispatched:
         """The send half of dispatch. When it returns, x may be overwritten."""
+        if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
+            self._graph.refuse("dispatch_send")
         self._check_usable("dispatch", notices=True)
         return self._phases.dispatch(SEND, x, topk_ids, topk_weights, x_scale, plan)
 
@@ -198,8 +206,11 @@ class AllToAll:
             g = dispatch(dY, plan=d.plan); d_out = g.weights[:, None] * g.x; dw = (g.x * out).sum(1); dX = experts' backward(d_out)
             dx, dw = combine(dX, g, weighted=False, tail=dw)
         """
-        self._check_combine(d)
-        c = self._phases.combine(SEND if async_op else BOTH, expert_out, d, weights, weighted, tail, out, accumulate)
+        if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
+            if async_op:
+                self._graph.refuse("combine")
+            return self._graph.combine(expert_out, d, weights, weighted, tail, out, accumulate)
+        c = self._combine(SEND if async_op else BOTH, expert_out, d, weights, weighted, tail, out, accumulate)
         return c if async_op else c._result
 
     def combine_send(
@@ -214,8 +225,24 @@ class AllToAll:
         accumulate: bool = False,
     ) -> Combining:
         """The send half of combine. When it returns, expert_out may be overwritten."""
-        self._check_combine(d)
-        return self._phases.combine(SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+        if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
+            self._graph.refuse("combine_send")
+        return self._combine(SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+
+    def _combine(
+        self,
+        halves: int,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        weights: torch.Tensor | None,
+        weighted: bool,
+        tail: torch.Tensor | None,
+        out: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Combining:
+        self._checks.handle("combine", d, Dispatched)
+        self._check_usable("combine")
+        return self._phases.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
 
     def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The receive half of combine."""
@@ -227,16 +254,15 @@ class AllToAll:
         return c._result
 
     def _release(self, d: Dispatched) -> None:
+        if isinstance(d, GraphDispatched):
+            self._graph.release(d)
+            return
         self._checks.handle("release", d, Dispatched)
         if d._used:
             raise Error("release: this dispatch was combined or released already")
         self.dispatch_recv(d)
         self._check_usable("release")
         self._phases.release(d)
-
-    def _check_combine(self, d: Dispatched) -> None:
-        self._checks.handle("combine", d, Dispatched)
-        self._check_usable("combine")
 
     def _check_usable(self, call: str, notices: bool = False) -> None:
         if self._closed:

@@ -68,6 +68,8 @@ class Dispatched:
         self._inputs: tuple[Any, ...] = inputs  # must live until the step's rows are placed
         self._received: _core.Received | None = None
         self._used = False
+        self._zeroed = False
+        self._small: torch.Tensor  # on the CPU: the memory of all but x and scale
         for name in ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows"):
             setattr(self, name, None)
 

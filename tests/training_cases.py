@@ -109,13 +109,53 @@ def gradients(me: Any, case: Case) -> dict[str, float]:
                 back[rows] = dx
         dx, dw = a2a.combine(back, g, weighted=False, tail=tail)
 
+    assert y.shape == all_x[me.rank].shape
+    return _errors(me, case, dx, dw, d_up, d_down)
+
+
+def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]:
+    """The same step with autograd through the library. through: "all", or "experts": tokens and weights need no gradient."""
+    all_x, all_ids, all_weights, all_dy, up, down = _layer(case)
+    mine, compact = case.shape.experts_of(me.rank), case.layout == "compact"
+    with open_all_to_all(me, case) as a2a:
+        x, w = all_x[me.rank].clone(), all_weights[me.rank].clone()
+        if through == "all":
+            x.requires_grad_(), w.requires_grad_()
+        d = a2a.dispatch(x, all_ids[me.rank], w)
+        ups, downs = ([part[e].clone().requires_grad_() for e in mine] for part in (up, down))
+        answer, weights = torch.zeros(d.x.shape), d.topk_weights if compact else d.weights
+        for e, rows, numbers in _choices(case, d):
+            out = _expert(d.x[rows], ups[e], downs[e])
+            if compact:
+                answer = answer.index_add(0, rows, out * weights[numbers][:, None])
+            else:
+                answer = answer.index_put((torch.arange(answer.shape[0])[rows],) if case.layout == "ragged" else (
+                    torch.full((len(out),), e), torch.arange(len(out))), out)  # fmt: skip
+        y = a2a.combine(answer, d)
+        y.backward(all_dy[me.rank])
+        assert a2a.stats()["open_steps"] == 0
+        zeros = [torch.zeros_like(t) for t in (x, w)]
+        dx, dw = (zero if t.grad is None else t.grad for t, zero in zip((x, w), zeros, strict=True))
+        errors = _errors(
+            me, case, dx, dw, *([t.grad if t.grad is not None else torch.zeros_like(t) for t in part] for part in (ups, downs))
+        )
+    if through == "experts":
+        assert x.grad is None and w.grad is None
+        del errors["dx"], errors["dw"]
+    return errors
+
+
+def _errors(
+    me: Any, case: Case, dx: torch.Tensor, dw: torch.Tensor, d_up: list[torch.Tensor], d_down: list[torch.Tensor]
+) -> dict[str, float]:
+    """How far this rank's gradients are from those of one process, relative to their length."""
+    mine = case.shape.experts_of(me.rank)
     wanted_dx, wanted_dw, wanted_up, wanted_down = _by_autograd(case)
 
     def error(seen: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
         a, b = (torch.cat([t.double().reshape(-1) for t in part]) if part else torch.zeros(0) for part in (seen, wanted))
         return float((a - b).norm() / max(float(b.norm()), 1e-30)) if len(b) and b.any() else float(a.norm()) if len(a) else 0.0
 
-    assert y.shape == all_x[me.rank].shape
     return {
         "dx": error([dx], [wanted_dx[me.rank]]),
         "dw": error([dw], [wanted_dw[me.rank]]),

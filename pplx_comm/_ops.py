@@ -1,0 +1,260 @@
+"""dispatch and combine as torch's operators, for torch.compile and autograd. torch sees tensors in and tensors out:
+
+spec   which AllToAll, and all that the shapes of the outputs follow from: they are functions of the arguments alone
+order  a tensor without elements that every operator of an AllToAll takes from the one before it, since nothing else tells the
+       compiler that steps have an order, or that one whose result nobody reads is needed by other ranks
+link   what a dispatch leaves for its combine, in memory that is the handle's; float32, so that it has a gradient, for the backward
+       pass is a step too: the gradient of a link is the link of the backward step, which combine's backward opens and dispatch's
+       backward closes. A link is combined once, so nothing is ever added to it.
+plan   the routing, for further dispatches
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ._halves import BOTH
+from .errors import Error
+
+if TYPE_CHECKING:
+    from .all_to_all import AllToAll
+
+Optional = torch.Tensor | None
+
+_library = torch.library.Library("pplx_comm", "DEF")
+_library.define(
+    "dispatch(str spec, Tensor order, Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? x_scale, Tensor? plan, "
+    "bool zeroed, bool closed) -> (Tensor order, Tensor x, Tensor scale, Tensor weights, Tensor link, Tensor plan)"
+)
+_library.define(
+    "combine(str spec, Tensor order, Tensor expert_out, Tensor row_weights, Tensor link, Tensor plan, SymInt tokens, "
+    "Tensor? weights, bool weighted, Tensor? tail) -> (Tensor order, Tensor y, Tensor tail)"
+)
+_library.define(
+    "combine_into(str spec, Tensor order, Tensor expert_out, Tensor link, Tensor plan, Tensor? weights, bool weighted, "
+    "Tensor? tail, Tensor(a!) out, bool accumulate) -> (Tensor order, Tensor tail)"
+)
+_library.define("release(str spec, Tensor order, Tensor link, Tensor plan, SymInt tokens) -> Tensor")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an operator knows of its AllToAll, as text: also a compiler's cache on disk must tell two AllToAlls apart by it."""
+
+    number: int
+    """Of the AllToAll in this process."""
+    hidden: int
+    top_k: int
+    dtype: str
+    x_dtype: str
+    x_shape: list[int]
+    scale: tuple[str, list[int], list[int]] | None
+    """dtype, shape and strides."""
+    weights_shape: list[int]
+    """Of the rows' weights; Compact: of topk_weights."""
+    link_words: int
+    plan: tuple[str, int]
+    """dtype and elements."""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @functools.cache
+    def of(text: str) -> Spec:
+        return Spec(**json.loads(text))
+
+
+_of_number: weakref.WeakValueDictionary[int, AllToAll] = weakref.WeakValueDictionary()
+_next_number = 0
+
+
+def enroll(a2a: AllToAll) -> int:
+    global _next_number
+    _next_number += 1
+    _of_number[_next_number] = a2a
+    return _next_number
+
+
+def _owner(spec: str) -> AllToAll:
+    a2a = _of_number.get(Spec.of(spec).number)
+    if a2a is None:
+        raise Error("the AllToAll that this code was compiled with is gone")
+    return a2a
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _nothing(like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device=like.device)
+
+
+# ---- what runs -------------------------------------------------------------------------------------------------------------
+
+
+def _dispatch(
+    spec: str, order: torch.Tensor, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
+    zeroed: bool, closed: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    a2a = _owner(spec)
+    a2a._check_usable("dispatch", notices=True)
+    known = None if plan is None else a2a._phases.of_plan_link(plan, x.shape[0])
+    d = a2a._phases.dispatch(BOTH, x, topk_ids, topk_weights, x_scale, known, zeroed=zeroed)
+    outputs = a2a._phases.linked(d)
+    if closed:
+        a2a._release(d)
+    return _nothing(order), *outputs, _nothing(order) if plan is not None else a2a._phases.plan_link(d.plan)
+
+
+def _combine(
+    spec: str, order: torch.Tensor, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor,
+    tokens: int, weights: Optional, weighted: bool, tail: Optional,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    a2a = _owner(spec)
+    d = a2a._phases.of_link(link, plan, tokens)
+    result = a2a._combine(BOTH, expert_out, d, weights, weighted, tail, None, False)._result
+    y, back = result if isinstance(result, tuple) else (result, _nothing(order, torch.float32))
+    return _nothing(order), y, back
+
+
+def _combine_into(
+    spec: str, order: torch.Tensor, expert_out: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, weights: Optional,
+    weighted: bool, tail: Optional, out: torch.Tensor, accumulate: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    a2a = _owner(spec)
+    d = a2a._phases.of_link(link, plan, out.shape[0])
+    result = a2a._combine(BOTH, expert_out, d, weights, weighted, tail, out, accumulate)._result
+    return _nothing(order), result[1] if isinstance(result, tuple) else _nothing(order, torch.float32)
+
+
+def _release(spec: str, order: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> torch.Tensor:
+    a2a = _owner(spec)
+    a2a._release(a2a._phases.of_link(link, plan, tokens))
+    return _nothing(order)
+
+
+# ---- what a compiler is told -------------------------------------------------------------------------------------------------
+
+
+def _dispatch_shapes(
+    spec: str, order: torch.Tensor, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
+    zeroed: bool, closed: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    s = Spec.of(spec)
+
+    def tensor(dtype: str, shape: list[int]) -> torch.Tensor:
+        return torch.empty(shape, dtype=_dtype(dtype), device=x.device)
+
+    scale = _nothing(x, torch.float32)
+    if s.scale is not None:
+        dtype, shape, strides = s.scale
+        scale = torch.empty_strided(shape, strides, dtype=_dtype(dtype), device=x.device)
+    plan_dtype, elements = s.plan
+    return (
+        _nothing(x), tensor(s.x_dtype, s.x_shape), scale, tensor("float32", s.weights_shape), tensor("float32", [s.link_words]),
+        tensor(plan_dtype, [elements]) if plan is None else _nothing(x),
+    )  # fmt: skip
+
+
+def _tail_shape(s: Spec, tail: Optional, tokens: Any, like: torch.Tensor) -> torch.Tensor:
+    shape = (0,) if tail is None else (tokens, s.top_k)
+    return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def _combine_shapes(
+    spec: str, order: torch.Tensor, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor,
+    tokens: Any, weights: Optional, weighted: bool, tail: Optional,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    s = Spec.of(spec)
+    y = torch.empty((tokens, s.hidden), dtype=_dtype(s.dtype), device=expert_out.device)
+    return _nothing(order), y, _tail_shape(s, tail, tokens, y)
+
+
+def _combine_into_shapes(
+    spec: str, order: torch.Tensor, expert_out: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, weights: Optional,
+    weighted: bool, tail: Optional, out: torch.Tensor, accumulate: bool,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    return _nothing(order), _tail_shape(Spec.of(spec), tail, out.shape[0], out)
+
+
+def _release_shapes(spec: str, order: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: Any) -> torch.Tensor:
+    return _nothing(order)
+
+
+# ---- backward ----------------------------------------------------------------------------------------------------------------
+
+
+def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.spec, _, x, _, _, _, plan, _, _ = inputs
+    ctx.tokens = x.shape[0]
+    ctx.save_for_backward(output[5] if plan is None else plan)
+    ctx.set_materialize_grads(False)
+
+
+def _dispatch_backward(ctx: Any, _: Any, rows: Optional, __: Any, weights: Optional, link: Optional, ___: Any) -> tuple[Any, ...]:
+    """A combine, on the step that combine's backward has opened."""
+    (plan,) = ctx.saved_tensors
+    s, ops = Spec.of(ctx.spec), torch.ops.pplx_comm
+    order, dtype, device = _nothing(plan), _dtype(s.dtype), plan.device
+    if link is None:  # what was dispatched was used, but not combined
+        nothing = torch.zeros((ctx.tokens, s.hidden), dtype=dtype, device=device)
+        order, _, _, _, link, _ = ops.dispatch(ctx.spec, order, nothing, None, None, None, plan, False, False)
+    if rows is None:
+        rows = torch.zeros(s.x_shape, dtype=dtype, device=device)
+    tail = None
+    if ctx.needs_input_grad[4]:
+        tail = torch.zeros(s.weights_shape, dtype=torch.float32, device=device) if weights is None else weights
+    unweighted = _nothing(plan, torch.float32)
+    _, dx, dw = ops.combine(ctx.spec, order, rows.contiguous(), unweighted, link, plan, ctx.tokens, None, False, tail)
+    return None, None, dx if ctx.needs_input_grad[2] else None, None, None if tail is None else dw, None, None, None, None
+
+
+def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    ctx.spec, _, expert_out, row_weights, _, plan, _, weights, ctx.weighted, _ = inputs
+    ctx.save_for_backward(expert_out, row_weights, plan, weights)
+    ctx.y_shape = output[1].shape
+    ctx.set_materialize_grads(False)
+
+
+def _combine_backward(ctx: Any, _: Any, dy: Optional, __: Any) -> tuple[Any, ...]:
+    """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x."""
+    expert_out, row_weights, plan, weights = ctx.saved_tensors
+    s = Spec.of(ctx.spec)
+    wants_weights, wants_link = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+    if dy is None:
+        dy = torch.zeros(ctx.y_shape, dtype=_dtype(s.dtype), device=plan.device)
+    _, rows, _, late_weights, link, _ = torch.ops.pplx_comm.dispatch(
+        ctx.spec, _nothing(plan), dy.contiguous(), None, weights, None, plan, True, not wants_link
+    )
+    rows = rows[: expert_out.shape[0]]  # the caller may leave out unused rows at the end
+    d_out, d_weights = rows, None
+    if ctx.weighted:
+        used = row_weights if weights is None else late_weights
+        d_out = (rows.float() * used[: rows.shape[0], ..., None]).to(rows.dtype)
+        if wants_weights:
+            d_weights = torch.zeros_like(row_weights)
+            d_weights[: rows.shape[0]] = (rows.float() * expert_out.float()).sum(-1)
+    return None, None, d_out, d_weights, link if wants_link else None, None, None, None, None, None
+
+
+for _name, _run, _shapes in (
+    ("dispatch", _dispatch, _dispatch_shapes),
+    ("combine", _combine, _combine_shapes),
+    ("combine_into", _combine_into, _combine_into_shapes),
+    ("release", _release, _release_shapes),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _key)
+    torch.library.register_fake(f"pplx_comm::{_name}", _shapes, lib=_library)
+torch.library.register_autograd("pplx_comm::dispatch", _dispatch_backward, setup_context=_keep_of_dispatch, lib=_library)
+torch.library.register_autograd("pplx_comm::combine", _combine_backward, setup_context=_keep_of_combine, lib=_library)

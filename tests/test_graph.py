@@ -1,0 +1,58 @@
+"""dispatch and combine under torch.compile and autograd, on the CPU device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from crew import Crews, seed
+from rank_cases import Case
+
+CASE = Case(7, 2, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", align=8)
+LAYOUTS = ["ragged", "padded", "compact"]
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} ranks")
+def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
+    cache = tmp_path_factory.mktemp("inductor")
+    crews = Crews(request.param, {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"})
+    yield crews
+    crews.close()
+
+
+def backends() -> list[object]:
+    """Inductor compiles for half a minute on a machine where everything is busy."""
+    return ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_model(crew: Crews, layout: str, backend: str) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
+    for r in crew.run("graph_cases:compiled", case, backend, 12, timeout=250):
+        assert r["worst"] < 1e-5, r
+        assert r["steps"] == 12 * 2 * 2 and r["open"] == 0, r
+
+
+def test_a_compiled_model_on_a_quantised_wire(crew: Crews) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, hidden=256, wire="fp8", scale_layout="tma", dtype="bfloat16")
+    for r in crew.run("graph_cases:compiled", case, "aot_eager", 4, timeout=250):
+        assert r["worst"] < 1e-2, r
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_training(crew: Crews, layout: str, backend: str) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
+    for r in crew.run("graph_cases:compiled_training", case, backend, 6, timeout=250):
+        assert r["worst"] < 1e-4, r
+        assert r["steps"] == 6 * 2 * 2 * 2 and r["open"] == 0, r  # two layers, twice, forward and backward
+
+
+@pytest.mark.parametrize("through", ["all", "experts"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autograd_as_in_one_process(crew: Crews, layout: str, through: str) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
+    for errors in crew.run("training_cases:gradients_of_autograd", case, through):
+        assert max(errors.values()) < 1e-5, errors
