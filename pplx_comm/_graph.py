@@ -132,27 +132,27 @@ class Graph:
         out: Optional,
         accumulate: bool,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        owner = self._owner
-        d = self._adopt(d)
-        if d._owner is not owner:
+        given, d = d, self._adopt(d)
+        if d._owner is not self._owner:
             raise Error("combine: this handle belongs to another AllToAll")
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
+        if accumulate and out is None:
+            raise Error("combine: accumulate=True needs out=")
         if torch.is_grad_enabled():
             self._check_gradients(expert_out, d, weights, tail, out)
-        d._used = True
         weighted = weighted and not self._compact  # which are weighted already
         ops, plan = torch.ops.pplx_comm, d.plan
-        if out is not None:
+        if out is None:
+            self._order, y, back = ops.combine(
+                self._spec, self._order, expert_out, d._row_weights, d._link, plan._link, plan._tokens, weights, weighted, tail
+            )
+        else:
             self._order, back = ops.combine_into(
                 self._spec, self._order, expert_out, d._link, plan._link, weights, weighted, tail, out, accumulate
             )
-            return out if tail is None else (out, back)
-        if accumulate:
-            raise Error("combine: accumulate=True needs out=")
-        self._order, y, back = ops.combine(
-            self._spec, self._order, expert_out, d._row_weights, d._link, plan._link, plan._tokens, weights, weighted, tail
-        )
+            y = out
+        d._used = given._used = True
         return y if tail is None else (y, back)
 
     def _check_gradients(
@@ -169,8 +169,8 @@ class Graph:
     def release(self, d: GraphDispatched) -> None:
         if d._used:
             raise Error("release: this dispatch was combined or released already")
-        d._used = True
         self._order = torch.ops.pplx_comm.release(self._spec, self._order, d._link, d.plan._link, d.plan._tokens)
+        d._used = True
 
     # ---- handles of calls that were not here -----------------------------------------------------------------------------
 
@@ -185,7 +185,6 @@ class Graph:
         phases = self._owner._phases
         self._owner._checks.received(d)
         _, _, weights, link = phases.linked(d)
-        d._used = True
         return GraphDispatched(self._owner, self._linked_plan(d.plan), link, weights)
 
     @torch.compiler.disable

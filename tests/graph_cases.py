@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import rank_cases
 import torch
 from rank_cases import Case, open_all_to_all
 
@@ -111,3 +112,161 @@ def compiled_training(me: Any, case: Case, backend: str, steps: int) -> dict[str
             ours, eager = _gradients(model, fast, x), _gradients(model, model, x)
             worst = max(worst, *(_close(a, b) for a, b in zip(ours, eager, strict=True)))
         return {"worst": worst, "steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
+
+
+def rules(me: Any, case: Case) -> None:
+    """What must hold of single calls. Raises what does not."""
+    g = torch.Generator().manual_seed(case.seed * 64 + me.rank)
+    n = case.max_tokens
+    x = torch.randn(n, case.hidden, generator=g).to(getattr(torch, case.dtype))
+    ids = torch.rand(n, case.num_experts, generator=g).topk(case.top_k).indices
+    weights = torch.rand(n, case.top_k, generator=g)
+    late = torch.rand(n, case.top_k, generator=g)
+    with open_all_to_all(me, case) as a2a:
+
+        def pair(x: torch.Tensor, given: torch.Tensor, **options: Any) -> torch.Tensor:
+            d = a2a.dispatch(x, ids, given)
+            y = a2a.combine(d.x * 2, d, **options)
+            assert isinstance(y, torch.Tensor)
+            return y
+
+        expected = pair(x, weights)
+        leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+        # The same bits as without gradients, and a plan that takes tensors of both kinds.
+        d = a2a.dispatch(leaf, ids, leaf_weights)
+        plain = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights)) if case.in_flight > 1 else None
+        assert torch.equal(a2a.combine(d.x * 2, d), expected)  # type: ignore[arg-type]
+        if plain is not None:
+            used = torch.cat(
+                [
+                    torch.arange(0),
+                    *(torch.arange(b, b + n) for b, n in zip(plain.offsets.tolist(), plain.counts.tolist(), strict=False)),
+                ]
+            )
+            assert torch.equal(d.counts, plain.counts) and torch.equal(d.offsets, plain.offsets)
+            for name in ("x", "weights", "src_rank", "src_token"):
+                assert torch.equal(getattr(d, name)[used], getattr(plain, name)[used]), name
+            plain.release()
+        for tensor in (x, leaf):
+            again = a2a.dispatch(tensor, plan=d.plan)
+            assert torch.equal(a2a.combine(again.x * 2, again), expected)  # type: ignore[arg-type]
+        rows = sum(d.plan.rows(rank) for rank in range(case.world_size))
+        assert n <= rows <= n * min(case.top_k, case.world_size), rows
+
+        # Weights that are known late have no gradient, but the tokens have theirs; unweighted sums too; part of d.x is enough.
+        y = pair(leaf, leaf_weights, weights=late)
+        (dx,) = torch.autograd.grad(y.sum(), leaf)
+        assert torch.allclose(dx, (2 * late.sum(1, keepdim=True)).expand_as(dx), rtol=1e-4)
+        (dx,) = torch.autograd.grad(pair(leaf, leaf_weights, weighted=False).sum(), leaf)
+        assert torch.equal(dx, torch.full_like(dx, 2 * case.top_k))
+        d = a2a.dispatch(leaf, ids, leaf_weights)
+        assert d.offsets is not None
+        y = a2a.combine(d.x[: int(d.offsets[-1])] * 2, d)
+        dx, dw = torch.autograd.grad(y.sum(), (leaf, leaf_weights))  # type: ignore[union-attr]
+        assert torch.allclose(dx, (2 * weights.sum(1, keepdim=True)).expand_as(dx), rtol=1e-4)
+        assert torch.allclose(dw, (2 * x.sum(1, keepdim=True)).expand_as(dw), rtol=1e-3, atol=1e-4)
+
+        # A step that was released: what was dispatched has a gradient all the same.
+        d = a2a.dispatch(leaf, ids, leaf_weights)
+        d.release()
+        (dx,) = torch.autograd.grad(d.x.sum(), leaf)
+        ranks = (ids // -(-case.num_experts // case.world_size))[:, :, None] == torch.arange(case.world_size)
+        assert torch.equal(dx, ranks.sum((1, 2))[:, None].to(dx.dtype).expand_as(dx))
+        assert a2a.stats()["open_steps"] == 0
+
+        # What cannot be says so, and takes no step.
+        steps = a2a.stats()["steps"]
+        d = a2a.dispatch(leaf, ids, leaf_weights)
+        for wrong, says in (
+            (lambda: a2a.dispatch(leaf, ids, async_op=True), "halves"),
+            (lambda: a2a.dispatch_send(leaf, ids), "halves"),
+            (lambda: a2a.combine_send(d.x, d), "halves"),
+            (lambda: a2a.combine(d.x, d, weights=leaf_weights), "weights= has no gradient"),
+            (lambda: a2a.combine(d.x, d, out=torch.empty_like(x)), "with out= there is no gradient"),
+            (lambda: a2a.combine(d.x, d, accumulate=True), "accumulate=True needs out="),
+            (lambda: a2a.dispatch(leaf[:, :-16], ids), "has shape"),
+            (lambda: a2a.dispatch(leaf, ids, plan=d.plan), "plan= replaces topk_ids"),
+        ):
+            raised = rank_cases.raised(wrong)
+            assert says in raised["message"], (says, raised)
+        with torch.no_grad():
+            out = torch.ones_like(x)
+            assert a2a.combine(d.x * 2, d, out=out, accumulate=True) is out
+            assert torch.allclose(out, expected + 1, atol=1e-5)
+        assert "combined once" in rank_cases.raised(lambda: a2a.combine(d.x, d))["message"]
+        assert a2a.stats()["steps"] == steps + 1 and a2a.stats()["open_steps"] == 0
+
+
+def quantised(me: Any, case: Case) -> list[str]:
+    """Codes have no gradient."""
+    said = []
+    with open_all_to_all(me, case) as a2a:
+        x, ids = torch.randn(4, case.hidden).to(a2a.dtype), torch.zeros(4, case.top_k, dtype=torch.int64)
+        try:
+            a2a.dispatch(x.clone().requires_grad_(), ids)
+        except pc.Error as problem:
+            said.append(str(problem))
+        d = a2a.dispatch(x, ids)
+        try:
+            a2a.combine(torch.zeros(d.x.shape, dtype=a2a.dtype, requires_grad=True), d)
+        except pc.Error as problem:
+            said.append(str(problem))
+        d.release()
+    return said
+
+
+def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
+    """Steps that nothing orders but the program, and one whose result nobody reads: what the core saw, compiled and eagerly."""
+    torch._dynamo.reset()
+    with open_all_to_all(me, case) as a2a, torch.no_grad():
+        seen: list[int] = []
+        run = type(a2a._phases).dispatch
+
+        def watched(phases: Any, halves: int, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
+            seen.append(int(x[0, 0]))
+            return run(phases, halves, x, *rest, **options)
+
+        def steps(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            first, second = a2a.dispatch(x * 0 + 1, ids), a2a.dispatch(x * 0 + 2, ids)
+            a2a.combine(second.x, second)  # nobody reads it, but the others wait for it
+            y = a2a.combine(first.x, first)
+            a2a.dispatch(x * 0 + 3, ids).release()
+            again = a2a.dispatch(x * 0 + 3, ids), a2a.dispatch(x * 0 + 3, ids)  # alike, and still two steps
+            for d in again:
+                a2a.combine(d.x, d)
+            assert isinstance(y, torch.Tensor)
+            return y
+
+        x, ids = torch.ones(4, case.hidden), torch.zeros(4, case.top_k, dtype=torch.int64)
+        orders = []
+        type(a2a._phases).dispatch = watched  # type: ignore[method-assign,assignment]
+        try:
+            for call in (steps, torch.compile(steps, fullgraph=True, backend=backend)):
+                seen.clear()
+                assert torch.equal(call(x, ids), x * case.top_k)
+                orders.append(list(seen))
+        finally:
+            type(a2a._phases).dispatch = run  # type: ignore[method-assign]
+        assert a2a.stats()["open_steps"] == 0
+        return orders
+
+
+def operators(me: Any, case: Case) -> None:
+    """torch's own checks of an operator, as far as calls may be repeated, and as two calls of the same need not bring the same links."""
+    with open_all_to_all(me, case) as a2a, torch.no_grad():
+        x, ids = torch.randn(4, case.hidden).to(a2a.dtype), torch.zeros(4, case.top_k, dtype=torch.int64)
+        graph, ops = a2a._graph, torch.ops.pplx_comm
+        arguments = (graph._spec, graph._order, x, ids, None, None, None, False, True)  # a dispatch that closes its step
+        for utility in ("test_schema", "test_faketensor", "test_autograd_registration"):
+            torch.library.opcheck(ops.dispatch.default, arguments, test_utils=utility)
+        torch.library.opcheck(ops.combine.default, _combine_arguments(a2a, x, ids), test_utils="test_schema")
+        torch.library.opcheck(ops.combine.default, _combine_arguments(a2a, x, ids), test_utils="test_faketensor")
+
+
+def _combine_arguments(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
+    graph = a2a._graph
+    order, rows, _, weights, link, plan = torch.ops.pplx_comm.dispatch(
+        graph._spec, graph._order, x, ids, None, None, None, False, False
+    )
+    return graph._spec, order, rows, weights, link, plan, x.shape[0], None, True, None

@@ -56,3 +56,26 @@ def test_autograd_as_in_one_process(crew: Crews, layout: str, through: str) -> N
     case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
     for errors in crew.run("training_cases:gradients_of_autograd", case, through):
         assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_rules_of_single_calls(crew: Crews, in_flight: int) -> None:
+    crew.run("graph_cases:rules", replace(CASE, seed=seed(), world_size=crew.world_size, in_flight=in_flight))
+
+
+def test_codes_have_no_gradient(crew: Crews) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, hidden=128, wire="fp8", dtype="bfloat16")
+    for said in crew.run("graph_cases:quantised", case):
+        assert [text.partition(":")[0] for text in said] == ["dispatch", "combine"]
+        assert all("torch.no_grad()" in text for text in said)
+
+
+@pytest.mark.parametrize("backend", backends())
+def test_a_compiler_keeps_the_order_of_steps(crew: Crews, backend: str) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size, in_flight=2)
+    for eager, compiled in crew.run("graph_cases:in_order", case, backend, timeout=250):
+        assert eager == compiled == [1, 2, 3, 3, 3]
+
+
+def test_what_torch_checks_of_operators(crew: Crews) -> None:
+    crew.run("graph_cases:operators", replace(CASE, seed=seed(), world_size=crew.world_size), timeout=120)
