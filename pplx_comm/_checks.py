@@ -83,7 +83,7 @@ class Checks:
             raise Error(f"dispatch: x has {tokens} tokens, the plan is for {plan.tokens}")
         if topk_weights is None:
             return plan
-        return Plan(self._owner, plan._core, self.weights("topk_weights", topk_weights, tokens), plan._generation)
+        return plan._with_weights(self.weights("topk_weights", topk_weights, tokens))
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 

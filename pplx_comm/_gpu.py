@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,17 +20,23 @@ if TYPE_CHECKING:
     from .all_to_all import AllToAll
 
 _ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
+_MOST_KNOWN = 4096  # looks of arguments
 
 
-def cuda_module() -> Any:
+def built() -> Any:
     """pplx_comm._cuda, or an Error that says why there is none."""
     try:
         from . import _cuda
     except ImportError as problem:
         raise Error(f"device='cuda': this build has no CUDA module ({problem}); build with an nvcc at hand") from None
-    if _cuda.device_count() == 0:
-        raise Error("device='cuda': this process sees no GPU")
     return _cuda
+
+
+def cuda_module() -> Any:
+    """The same where there is a GPU."""
+    if built().device_count() == 0:
+        raise Error("device='cuda': this process sees no GPU")
+    return built()
 
 
 def device_index(device: torch.device) -> int:
@@ -64,28 +69,52 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-@dataclass
-class DevicePlan:
-    """A plan in device memory."""
+def _raw_stream(device: int) -> int:
+    """torch.cuda.current_stream() makes an object, ten times as slow."""
+    return torch._C._cuda_getCurrentRawStream(device)
 
-    tokens: int
-    buffer: torch.Tensor
-    rows_at: int  # in 4-byte words
+
+def _looks(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    return (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class DevicePlan(Plan):
+    """A plan in device memory, where the kernel that makes it keeps the weights, too."""
+
+    def __init__(self, gpu: Gpu, buffer: torch.Tensor, tokens: int, weighted: bool, weights: torch.Tensor | None = None) -> None:
+        self._owner, self._gpu, self._generation = gpu._owner, gpu, gpu._core.generation
+        self._buffer, self._tokens, self._weighted, self._weights = buffer, tokens, weighted, weights
+
+    @property
+    def tokens(self) -> int:
+        return self._tokens
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        if self._weights is None and self._weighted:
+            shape = self._tokens, self._owner.top_k
+            self._weights = Part.contiguous(self._gpu.plan_layout["weights"], torch.float32, shape).of(self._buffer)
+        return self._weights
+
+    def _with_weights(self, weights: torch.Tensor | None) -> Plan:
+        assert weights is not None
+        return DevicePlan(self._gpu, self._buffer, self._tokens, True, weights.detach().clone())
 
     def rows(self, rank: int) -> int:
         """Waits for the dispatch that makes the plan."""
-        return int(self.buffer.view(torch.int32)[self.rows_at + rank])
+        return int(self._buffer.view(torch.int32)[self._gpu.plan_layout["rows"] // 4 + rank])
 
 
 class DeviceDispatched(Dispatched):
     """Its tensors are views of one buffer, made when they are asked for."""
 
-    def __init__(self, owner: AllToAll, gpu: Gpu, plan: Plan, step: int, buffer: torch.Tensor, received: Any) -> None:
+    plan: DevicePlan
+
+    def __init__(self, owner: AllToAll, gpu: Gpu, plan: DevicePlan, step: int, buffer: torch.Tensor, received: Any) -> None:
         self.__dict__.update(gpu.absent)  # what this layout and wire do not have
         self._owner, self._gpu, self.plan, self.step = owner, gpu, plan, step
         self._buffer, self._received = buffer, received
         self._inputs, self._used = (), False
-        self._generation = gpu.generation
 
     def __getattr__(self, name: str) -> Any:
         gpu = self.__dict__.get("_gpu")
@@ -105,10 +134,15 @@ class Gpu:
         self._device = device
         config = owner._config
         self._config = config
-        layout = cuda_module().buffer_layout(config)
+        layout = built().buffer_layout(config)
         self._buffer_bytes: int = layout["bytes"]
-        self._plan_bytes: int = cuda_module().plan_bytes(config, config.max_tokens)
-        self._rows_at = -(-config.num_experts // 4) * 4
+        self.plan_layout: dict[str, int] = built().plan_layout(config)
+        self._plan_bytes = self.plan_layout["bytes"]
+        self._index = device.index
+        self._padded = isinstance(owner.layout, Padded)
+        self._y_stride = owner.hidden * owner.dtype.itemsize
+        self._scale_size = owner.wire.scale_dtype.itemsize
+        self._known: dict[Any, Any] = {}
         self._rows: int = layout["rows"]
         self.parts = self._parts(layout)
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
@@ -117,16 +151,12 @@ class Gpu:
     def close(self) -> None:
         del self._core
 
-    @property
-    def generation(self) -> int:
-        return int(self._core.generation)
-
     def drain(self, seconds: float) -> None:
         """Stops the kernels under way, and waits for them; also for graph replays on the current stream."""
-        self._core.drain(self._stream(), seconds)
+        self._core.drain(_raw_stream(self._index), seconds)
 
     def _check_generation(self, call: str, d: DeviceDispatched) -> None:
-        if d._generation != self.generation:
+        if d.plan._generation != self._core.generation:
             raise Error(f"{call}: this dispatch is from before reset()")
 
     def _parts(self, layout: dict[str, int]) -> dict[str, Part]:
@@ -160,10 +190,6 @@ class Gpu:
             parts["scale"] = Part(layout["scale"], dtype, (*rows, scales), strides)
         return parts
 
-    def _stream(self) -> int:
-        # torch.cuda.current_stream() makes an object, ten times as slow.
-        return int(torch._C._cuda_getCurrentRawStream(self._device.index))
-
     @staticmethod
     def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """The tensor, or a copy whose rows start where kernels want them, and its stride in bytes. `tensor` is [rows, columns]."""
@@ -190,37 +216,63 @@ class Gpu:
         zeroed: bool = False,
     ) -> Dispatched:
         """zeroed: rows of d.x and d.weights that no token fills are zero."""
-        owner, checks = self._owner, self._owner._checks
-        tokens = checks.tokens(x, x_scale)
-        ids, wide = 0, False
         if plan is None:
-            topk_ids = checks.ids(topk_ids, tokens)
-            ids, wide = topk_ids.data_ptr(), topk_ids.dtype == torch.int64
-            weights = checks.weights("topk_weights", topk_weights, tokens)
-            buffer = torch.empty(self._plan_bytes, dtype=torch.uint8, device=self._device)
-            if tokens == 0:
-                ids = buffer.data_ptr()  # an address, to say that the plan is to be made
-            plan = Plan(owner, DevicePlan(tokens, buffer, self._rows_at), weights, self._core.generation)
+            x, ids, weights, looks = self._inputs(x, topk_ids, topk_weights, x_scale)
+            tokens, stride, wide = looks
+            device_plan = DevicePlan(
+                self, torch.empty(self._plan_bytes, dtype=torch.uint8, device=self._device), tokens, weights is not None
+            )
+            # Without tokens any address says that the plan is to be made.
+            ids_at = ids.data_ptr() or device_plan._buffer.data_ptr()
         else:
-            plan = checks.plan(plan, self._core.generation, topk_ids, topk_weights, tokens)
-        x, stride = self._rows_of(x)
-        weights = plan.topk_weights
-        size = owner.wire.scale_dtype.itemsize
-        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
+            checks = self._owner._checks
+            tokens, ids_at, wide = checks.tokens(x, x_scale), 0, False
+            known = checks.plan(plan, self._core.generation, topk_ids, topk_weights, tokens)
+            assert isinstance(known, DevicePlan)
+            device_plan, weights = known, known.topk_weights
+            x, stride = self._rows_of(x)
         make = torch.zeros if zeroed else torch.empty
         buffer = make(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        size = self._scale_size
+        scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
         step = self._core.dispatch(
-            self._stream(), halves, tokens, x.data_ptr(), stride, ids, wide, 0 if weights is None else weights.data_ptr(),
-            *scales, plan._core.buffer.data_ptr(), buffer.data_ptr(),
+            _raw_stream(self._index), halves, tokens, x.data_ptr(), stride, ids_at, wide,
+            0 if weights is None else weights.data_ptr(), *scales, device_plan._buffer.data_ptr(), buffer.data_ptr(),
         )  # fmt: skip
-        return DeviceDispatched(owner, self, plan, step, buffer, self._core if halves & RECV else None)
+        return DeviceDispatched(self._owner, self, device_plan, step, buffer, self._core if halves & RECV else None)
+
+    def _inputs(
+        self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, int, bool]]:
+        """What kernels take; tokens, stride of x, and whether ids are wide. Who looks like earlier inputs is not checked again."""
+        try:
+            key: Any = x.shape, x.stride(), x.dtype, x.device, *_looks(topk_ids), *_looks(topk_weights)
+        except AttributeError:
+            key = None  # what is no tensor, the checks will name
+        looks = self._known.get(key) if x_scale is None else None
+        if looks is not None and x.data_ptr() % _ROW_ALIGN == 0:
+            assert topk_ids is not None
+            return x, topk_ids, topk_weights, looks
+        checks = self._owner._checks
+        tokens = checks.tokens(x, x_scale)
+        ids, weights = checks.ids(topk_ids, tokens), checks.weights("topk_weights", topk_weights, tokens)
+        rows, stride = self._rows_of(x)
+        looks = tokens, stride, ids.dtype == torch.int64
+        if x_scale is None and rows is x and ids is topk_ids and weights is topk_weights:
+            self._remember(key, looks)
+        return rows, ids, weights, looks
+
+    def _remember(self, key: Any, looks: Any) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = looks
 
     def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("dispatch_recv", d)
-        plan = d.plan._core
+        plan = d.plan
         self._core.dispatch(
-            self._stream(), RECV, plan.tokens, 0, 0, 0, False, 0, 0, 0, 0, plan.buffer.data_ptr(), d._buffer.data_ptr()
+            _raw_stream(self._index), RECV, plan._tokens, 0, 0, 0, False, 0, 0, 0, 0, plan._buffer.data_ptr(), d._buffer.data_ptr()
         )
         d._received = self._core
 
@@ -241,25 +293,40 @@ class Gpu:
         checks.received(d)
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine", d)
-        tokens = d.plan.tokens
-        checks.expert_rows(expert_out)
-        rows = expert_out.reshape(-1, owner.hidden) if isinstance(owner.layout, Padded) else expert_out
-        rows, stride = self._rows_of(rows)
-        weights = checks.combine_weights(weights, weighted, tokens)
-        tail = checks.tail(tail)
-        tail_out = None if tail is None else torch.empty((tokens, owner.top_k), dtype=torch.float32, device=self._device)
-        out = checks.out(out, accumulate, tokens)
+        plan = d.plan
+        tokens = plan._tokens
+        key = _looks(expert_out) if isinstance(expert_out, torch.Tensor) else None
+        stride = self._known.get(key)
+        if stride is not None and expert_out.data_ptr() % _ROW_ALIGN == 0:
+            rows, count = expert_out, self._rows if self._padded else expert_out.shape[0]
+        else:
+            checks.expert_rows(expert_out)
+            rows, stride = self._rows_of(expert_out.reshape(-1, owner.hidden) if self._padded else expert_out)
+            count = rows.shape[0]
+            if rows.data_ptr() == expert_out.data_ptr():
+                self._remember(key, stride)
+        if weights is not None:
+            weights = checks.combine_weights(weights, weighted, tokens)
+        tail_out = None
+        if tail is not None:
+            tail = checks.tail(tail)
+            tail_out = torch.empty((tokens, owner.top_k), dtype=torch.float32, device=self._device)
         if out is None:
-            out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
-        y, y_stride = self._rows_of(out)
+            if accumulate:
+                raise Error("combine: accumulate=True needs out=")
+            y = out = torch.empty((tokens, owner.hidden), dtype=owner.dtype, device=self._device)
+            y_stride = self._y_stride
+        else:
+            checks.out(out, accumulate, tokens)
+            y, y_stride = self._rows_of(out)
         c = DeviceCombining(owner, d, out, accumulate, tail_out)
         c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
         d._used = True
         self._core.combine(
-            self._stream(), halves, tokens, rows.data_ptr(), stride, rows.shape[0], weighted, weights is not None,
+            _raw_stream(self._index), halves, tokens, rows.data_ptr(), stride, count, weighted, weights is not None,
             0 if weights is None else weights.data_ptr(),
             *((False, 0, 0) if tail is None else (True, tail.data_ptr(), self._tail_rows(tail))),
-            y.data_ptr(), y_stride, accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+            y.data_ptr(), y_stride, accumulate, c._tail_address, plan._buffer.data_ptr(), d._buffer.data_ptr(),
         )  # fmt: skip
         if halves & RECV:
             c._finish()
@@ -274,8 +341,8 @@ class Gpu:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine_recv", d)
         self._core.combine(
-            self._stream(), RECV, d.plan.tokens, 0, 0, 0, True, c._uses_weights, 0, c._tail is not None, 0, 0,
-            c._y.data_ptr(), c._y_stride, c._accumulate, c._tail_address, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr(),
+            _raw_stream(self._index), RECV, d.plan._tokens, 0, 0, 0, True, c._uses_weights, 0, c._tail is not None, 0, 0,
+            c._y.data_ptr(), c._y_stride, c._accumulate, c._tail_address, d.plan._buffer.data_ptr(), d._buffer.data_ptr(),
         )  # fmt: skip
         c._finish()
 
@@ -283,7 +350,7 @@ class Gpu:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("release", d)
         d._used = True
-        self._core.release(self._stream(), d.plan.tokens, d.plan._core.buffer.data_ptr(), d._buffer.data_ptr())
+        self._core.release(_raw_stream(self._index), d.plan.tokens, d.plan._buffer.data_ptr(), d._buffer.data_ptr())
 
     # ---- as tensors, for _ops.py -----------------------------------------------------------------------------------------
 
@@ -308,12 +375,11 @@ class Gpu:
         return tensor("x"), tensor("scale"), tensor(weights), d._buffer.view(torch.float32)
 
     def plan_link(self, plan: Plan) -> torch.Tensor:
-        buffer = plan._core.buffer
-        assert isinstance(buffer, torch.Tensor)
-        return buffer
+        assert isinstance(plan, DevicePlan)
+        return plan._buffer
 
-    def of_plan_link(self, link: torch.Tensor, tokens: int) -> Plan:
-        return Plan(self._owner, DevicePlan(tokens, link, self._rows_at), None, self._core.generation)
+    def of_plan_link(self, link: torch.Tensor, tokens: int) -> DevicePlan:
+        return DevicePlan(self, link, tokens, False)
 
     def of_link(self, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
         return DeviceDispatched(self._owner, self, self.of_plan_link(plan, tokens), -1, link.view(torch.uint8), self._core)

@@ -25,7 +25,7 @@ class GraphPlan(Plan):
         self._owner = owner
         self._link = link
         self._tokens = tokens
-        self.topk_weights = weights
+        self._weights = weights
 
     @property
     def tokens(self) -> int:

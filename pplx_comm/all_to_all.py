@@ -101,7 +101,7 @@ class AllToAll:
         self.num_local_experts: int = self._config.local_experts
         gpu = self._request.gpu
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
-        self._checks = Checks(self)
+        self._checks, self._checking = Checks(self), Failing(self, "check")
         self._phases: Cpu | Gpu = Cpu(self) if gpu is None else Gpu(self, self._core, self.device)
         self._graph = Graph(self)
         self._alive = [bool(alive) for alive in comm._peek_alive]
@@ -270,12 +270,8 @@ class AllToAll:
         if os.getpid() != self._pid:
             raise Error(f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here")
         if notices:
-            self._raise_failure()
-            self._core.raise_notice()
-
-    def _raise_failure(self) -> None:
-        with Failing(self, "check"):
-            self._core.raise_failure()
+            with self._checking:
+                self._core.raise_trouble()
 
     # ---- failure -----------------------------------------------------------------------------------------------------
 

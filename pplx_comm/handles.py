@@ -20,8 +20,15 @@ class Plan:
         self._owner = owner
         self._core = core
         self._generation = generation
-        self.topk_weights = None if weights is None else weights.detach().clone()
+        self._weights = None if weights is None else weights.detach().clone()
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
         """float32 [tokens, top_k], or None where all are one."""
+        return self._weights
+
+    def _with_weights(self, weights: torch.Tensor | None) -> Plan:
+        return Plan(self._owner, self._core, weights, self._generation)
 
     @property
     def tokens(self) -> int:

@@ -252,8 +252,10 @@ void bind_life(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cls)
          },
          py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("peer_left", [](SharedExchange& e, std::uint32_t peer) { e.exchange.peer_left(peer); }, py::arg("peer"))
-      .def("raise_failure", [](SharedExchange& e) { e.exchange.raise_failure(); })
-      .def("raise_notice", [](SharedExchange& e) { e.exchange.raise_notice(); })
+      .def("raise_trouble", [](SharedExchange& e) {
+        e.exchange.raise_failure();
+        e.exchange.raise_notice();
+      })
       .def("reset", [](SharedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },
            py::arg("generation"), py::arg("alive"))
       .def_property_readonly("generation", [](const SharedExchange& e) { return e.exchange.generation(); })

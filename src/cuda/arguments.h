@@ -88,12 +88,15 @@ struct Common {
 struct PlanView {
   std::uint32_t* counts = nullptr;  // [num_experts]
   std::uint32_t* rows = nullptr;  // [world]
+  float* weights = nullptr;  // [tokens, top_k], where the dispatch was given any: for further ones
   std::int32_t* ids = nullptr;  // [tokens, top_k], -1 where the choice goes nowhere
   std::uint32_t* index = nullptr;  // [tokens, top_k]: of this choice among those that go to its expert
   std::uint32_t* token_rows = nullptr;  // [tokens, top_k]: rank << 20 | row, ranks ascending, then kNone
 };
+constexpr std::uint64_t plan_rows_at(const Config& c) { return 4 * align_up(c.num_experts, 4); }
+constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
 constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
-  return 4 * (align_up(c.num_experts, 4) + align_up(c.world, 4) + 3 * align_up(tokens * c.top_k, 4));
+  return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.

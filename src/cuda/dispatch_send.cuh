@@ -238,6 +238,7 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t fir
         index = experts[s.ids[tid]];
         for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == s.ids[tid];
       }
+      if (a.weights != nullptr) a.plan.weights[at + tid] = mine.weight;
       a.plan.ids[at + tid] = s.ids[tid];
       a.plan.index[at + tid] = index;
     }

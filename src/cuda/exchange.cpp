@@ -226,8 +226,9 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
   PlanView p;
   const std::uint64_t choices = 4 * align_up(tokens * c.top_k, 4);
   p.counts = reinterpret_cast<std::uint32_t*>(plan);
-  p.rows = p.counts + align_up(c.num_experts, 4);
-  char* at = reinterpret_cast<char*>(p.rows + align_up(c.world, 4));
+  p.rows = reinterpret_cast<std::uint32_t*>(plan + plan_rows_at(c));
+  p.weights = reinterpret_cast<float*>(plan + plan_weights_at(c));
+  char* at = plan + plan_weights_at(c) + choices;
   p.ids = reinterpret_cast<std::int32_t*>(at);
   p.index = reinterpret_cast<std::uint32_t*>(at + choices);
   p.token_rows = reinterpret_cast<std::uint32_t*>(at + 2 * choices);

@@ -158,8 +158,10 @@ void bind_exchange(py::module_& m) {
           "drain", [](Exchange& e, Address stream, double seconds) { e.drain(pointer<CUstream_st>(stream), seconds); },
           py::arg("stream"), py::arg("seconds"), Unlocked())
       .def("reset", &Exchange::reset, py::arg("generation"), py::arg("alive"), Unlocked())
-      .def("raise_failure", &Exchange::raise_failure)
-      .def("raise_notice", &Exchange::raise_notice)
+      .def("raise_trouble", [](Exchange& e) {
+        e.raise_failure();
+        e.raise_notice();
+      })
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def_property_readonly("steps", &Exchange::steps);
@@ -167,8 +169,15 @@ void bind_exchange(py::module_& m) {
       "buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
       "Where the parts of what a dispatch returns lie in its buffer.");
   m.def(
-      "plan_bytes", [](const Config& config, std::uint64_t tokens) { return plan_bytes(config, tokens); }, py::arg("config"),
-      py::arg("tokens"));
+      "plan_layout",
+      [](const Config& config) {
+        py::dict d;
+        d["rows"] = plan_rows_at(config);
+        d["weights"] = plan_weights_at(config);
+        d["bytes"] = plan_bytes(config, config.max_tokens);
+        return d;
+      },
+      py::arg("config"), "Where the parts of a plan lie that Python reads, and its bytes, for any number of tokens.");
 }
 
 }  // namespace

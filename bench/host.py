@@ -1,0 +1,81 @@
+"""What a CUDA dispatch + combine costs the calling thread in Python, up to the launches: no GPU is needed.
+
+    python bench/host.py [--profile]
+
+Tensors are on the CPU, and the launches do nothing, so what is left is the library's own: checks, allocations, handles.
+Microseconds per pair, the best of several rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import pstats
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import pplx_comm as pc
+from pplx_comm import _gpu
+
+
+class NoLaunches:
+    """In the place of _cuda.Exchange."""
+
+    generation = 1
+
+    def dispatch(self, *arguments: Any) -> int:
+        return 1
+
+    def combine(self, *arguments: Any) -> None: ...
+
+    def raise_trouble(self) -> None: ...
+
+
+@contextlib.contextmanager
+def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
+    """Gives a CPU AllToAll the host path of a CUDA one."""
+    real = a2a._core, a2a._phases, _gpu._raw_stream
+    a2a._core, a2a._phases = core, _gpu.Gpu(a2a, core, torch.device("cpu"))
+    setattr(_gpu, "_raw_stream", lambda device: 0)  # noqa: B010
+    try:
+        yield
+    finally:
+        a2a._core, a2a._phases = real[:2]
+        setattr(_gpu, "_raw_stream", real[2])  # noqa: B010
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="where the time goes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    comm = pc.Communicator.from_env()
+    a2a = pc.AllToAll(comm, num_experts=32, top_k=8, hidden=7168, max_tokens_per_rank=128, wire="fp8")
+    x, ids = torch.zeros(128, 7168, dtype=torch.bfloat16), torch.zeros(128, 8, dtype=torch.int64)
+    weights = torch.zeros(128, 8)
+    out = torch.zeros(a2a._config.max_rows, 7168, dtype=torch.bfloat16)
+
+    def pairs(n: int) -> None:
+        for _ in range(n):
+            a2a.combine(out, a2a.dispatch(x, ids, weights))
+
+    with without_launches(a2a, NoLaunches()), torch.no_grad():
+        pairs(100)
+        if arguments.profile:
+            profile = cProfile.Profile()
+            profile.runcall(pairs, 2000)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+        best = float("inf")
+        for _ in range(20):
+            begun = time.perf_counter()
+            pairs(500)
+            best = min(best, (time.perf_counter() - begun) / 500 * 1e6)
+    print(f"{best:.1f} us per dispatch + combine")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""The host path of device="cuda" up to its launches, on CPU tensors: what would be launched, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rank_cases import raised
+
+import pplx_comm as pc
+from bench.host import NoLaunches, without_launches
+
+TOKENS, HIDDEN, TOP_K = 8, 64, 2
+
+
+class Recorded(NoLaunches):
+    """Keeps the arguments of the last launches."""
+
+    def dispatch(self, *arguments: Any) -> int:
+        names = "stream halves tokens x stride ids wide weights scales scale_row scale plan buffer"
+        self.dispatched = dict(zip(names.split(), arguments, strict=True))
+        return 1
+
+    def combine(self, *arguments: Any) -> None:
+        names = "stream halves tokens rows stride count weighted late weights y y_stride accumulate plan buffer"
+        self.combined = dict(zip(names.split(), arguments, strict=True))
+
+
+def launches(me: Any, layout: str) -> None:
+    kind = {"ragged": pc.Ragged(align=8), "padded": pc.Padded(), "compact": pc.Compact()}[layout]
+    a2a = pc.AllToAll(me.comm, num_experts=4, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, layout=kind)
+    checks, core = a2a._checks, Recorded()
+    with without_launches(a2a, core), torch.no_grad():
+        x, weights = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.rand(TOKENS, TOP_K)
+        ids = torch.zeros(TOKENS, TOP_K, dtype=torch.int64)
+        for turn in range(2):  # the second time they are known
+            d = a2a.dispatch(x, ids, weights)
+            seen = core.dispatched
+            assert (seen["halves"], seen["tokens"], seen["stride"], seen["wide"]) == (3, TOKENS, 2 * HIDDEN, True), turn
+            assert [seen[name] for name in ("x", "ids", "weights")] == [t.data_ptr() for t in (x, ids, weights)]
+            assert seen["plan"] == d.plan._buffer.data_ptr() and seen["buffer"] == d._buffer.data_ptr() != seen["plan"]
+            rows = torch.zeros(d.x.shape, dtype=torch.bfloat16)
+            y = a2a.combine(rows, d)
+            done = core.combined
+            assert (done["rows"], done["stride"], done["count"]) == (rows.data_ptr(), 2 * HIDDEN, rows.numel() // HIDDEN)
+            assert (done["y"], done["y_stride"], done["accumulate"]) == (y.data_ptr(), 2 * HIDDEN, False)
+            assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
+        if layout == "ragged":
+            _others(a2a, core, x, ids, weights)
+        _refused(a2a, x, ids, weights)
+        # Bad input after good: as before anything was known.
+        assert checks is a2a._checks
+    a2a.close()
+
+
+def _others(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def given(*arguments: Any, **options: Any) -> dict[str, Any]:
+        d = a2a.dispatch(*arguments, **options)
+        d._used = True
+        return {**core.dispatched, "d": d}
+
+    assert given(x, ids.int())["wide"] is False
+    assert given(x, ids)["weights"] == 0
+    # Rows apart, rows that start where no vector may, ids by column: copied where kernels cannot take them.
+    apart = torch.zeros(TOKENS, 2 * HIDDEN, dtype=torch.bfloat16)[:, :HIDDEN]
+    for _ in range(2):
+        assert given(apart, ids)["x"] == apart.data_ptr() and core.dispatched["stride"] == 4 * HIDDEN
+        odd = torch.zeros(TOKENS * HIDDEN + 1, dtype=torch.bfloat16)[1:].view(TOKENS, HIDDEN)
+        assert given(odd, ids)["x"] not in (0, odd.data_ptr()) and core.dispatched["x"] % 16 == 0
+        by_column = torch.zeros(TOP_K, TOKENS, dtype=torch.int64).t()
+        assert given(x, by_column)["ids"] != by_column.data_ptr()
+    # A plan, and its weights, which the kernel would have written: at their place in it.
+    first = given(x, ids, weights)["d"]
+    again = given(x, plan=first.plan)
+    at = first.plan._buffer.data_ptr() + a2a._phases.plan_layout["weights"]
+    assert (again["ids"], again["plan"], again["weights"]) == (0, first.plan._buffer.data_ptr(), at)
+    assert given(x, plan=given(x, ids)["d"].plan)["weights"] == 0
+    other = given(x, None, weights + 1, plan=first.plan)
+    assert other["weights"] not in (0, at, weights.data_ptr()) and torch.equal(other["d"].plan.topk_weights, weights + 1)
+    # No tokens are tokens, too.
+    nothing = given(x[:0], ids[:0], weights[:0])
+    assert nothing["tokens"] == 0 and nothing["ids"] != 0
+
+
+def _refused(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    many = torch.zeros(TOKENS + 1, HIDDEN, dtype=torch.bfloat16)
+    d = a2a.dispatch(x, ids, weights)
+    rows = torch.zeros(d.x.shape, dtype=torch.bfloat16)
+    wrong: list[tuple[Any, str]] = [
+        (lambda: a2a.dispatch(x), "give topk_ids"),
+        (lambda: a2a.dispatch([1], ids), "x must be a tensor"),
+        (lambda: a2a.dispatch(x, [1]), "topk_ids must be int32 or int64"),
+        (lambda: a2a.dispatch(x, ids, [1]), "topk_weights must be a float32 tensor"),
+        (lambda: a2a.dispatch(x.float(), ids), "torch.float32"),
+        (lambda: a2a.dispatch(x[:, :32], ids), "has shape"),
+        (lambda: a2a.dispatch(many, ids), "more than max_tokens_per_rank"),
+        (lambda: a2a.dispatch(x, ids[:-1]), "topk_ids has shape"),
+        (lambda: a2a.dispatch(x, ids.float()), "topk_ids must be int32 or int64"),
+        (lambda: a2a.dispatch(x, ids, weights.double()), "float32"),
+        (lambda: a2a.dispatch(x.to("meta"), ids), "is on meta"),
+        (lambda: a2a.dispatch(x, ids.to("meta")), "is on meta"),
+        (lambda: a2a.dispatch(x.t().contiguous().t(), ids), "contiguous in its last dimension"),
+        (lambda: a2a.combine(None, d), "expert_out must be a tensor"),
+        (lambda: a2a.combine(rows.float(), d), "must be torch.bfloat16"),
+        (lambda: a2a.combine(rows[..., :32], d), "has shape"),
+        (lambda: a2a.combine(rows.to("meta"), d), "is on meta"),
+        (lambda: a2a.combine(rows, d, accumulate=True), "needs out="),
+        (lambda: a2a.combine(rows, d, out=x[:-1]), "out has shape"),
+        (lambda: a2a.combine(rows, d, weights=weights, weighted=False), "contradict"),
+    ]
+    for call, says in wrong:
+        problem = raised(call)
+        assert problem.get("is_error") and says in problem["message"], (says, problem)
+    a2a.combine(rows, d)
+    assert "combined once" in raised(lambda: a2a.combine(rows, d))["message"]
