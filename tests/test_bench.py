@@ -233,3 +233,49 @@ def test_no_rank_is_left_behind(end: str) -> None:
             assert not [name for name in os.listdir("/dev/shm") if any(f".{rank}." in name for rank in ranks)]
     finally:
         launcher.kill()
+
+
+def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
+    written, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
+    arguments = ["--device", "cuda", "--tokens", "1,5", "--wire", "fp8", "--pairs", "4", "--replays", "3", "--hidden", "256"]
+    arguments += ["--json", str(written), "--plot", str(picture), "--timeout", "30", "--experts", "8", "--top-k", "2"]
+    statuses, said = ranks_of("bench_on_cpu.py", *arguments)
+    assert statuses == [0, 0], said
+    record = json.loads(written.read_text())
+    assert record["options"]["device"] == "cuda" and record["options"]["pairs"] == 4
+    assert [(p["transport"], p["tokens"]) for p in record["points"]] == [("mapped", 1), ("mapped", 5)]
+    for point in record["points"]:
+        phases = point["phases"]
+        assert set(phases) == PHASES | {"wall", "halves", "eager", "host"}
+        assert phases["dispatch"]["p50"] == 3.0 and phases["combine"]["p50"] == 5.0 and phases["round trip"]["p50"] == 8.0
+        assert phases["dispatch"]["n"] == 3 * 4 and phases["combine"]["n"] == 3 * 3  # the last combine has nothing after it
+        assert phases["wall"]["n"] == 3
+        assert set(point["floor"]) == PHASES
+        assert point["floor"]["round trip"]["p50"] == pytest.approx(sum(point["floor"][p]["p50"] for p in ("dispatch", "combine")))
+        assert point["bytes_per_rank"]["combine"] > point["bytes_per_rank"]["dispatch"] > 0
+    assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [("nccl", 1), ("nccl", 5)]
+    assert set(record["peers_off"]) == {"symm_mem", "deep_ep"}
+    assert "deep_ep" in record["peers_off"]["deep_ep"]
+    for words in ("of its kernels", "in halves", "eagerly", "symm_mem off:", "of kernels, of the slowest rank"):
+        assert words in said, said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_wrong_result_fails_the_gpu_benchmark() -> None:
+    arguments = ["--device", "cuda", "--tokens", "2", "--peers", "none", "--pairs", "2", "--replays", "1", *TINY]
+    statuses, said = ranks_of("bench_planted.py", "gpu", *arguments)
+    assert statuses == [1, 1], said
+    assert "wrong results" in said and "combine: y[0, 0]" in said, said
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = bench("--device", "cuda", "--tokens", "1", ranks=1)
+    assert done.returncode == 1 and "sees no GPU" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"), [(["--peer", "nosuch"], "deep_ep"), (["--pairs", "1"], "at least 2"), (["--device", "tpu"], "cuda")]
+)
+def test_arguments_that_cannot_be(arguments: list[str], says: str) -> None:
+    done = bench(*arguments, ranks=1)
+    assert done.returncode == 2 and says in done.stderr, done.stderr

@@ -9,7 +9,8 @@ import traceback
 from collections.abc import Sequence
 
 from ..errors import Error
-from . import report
+from . import gpu, report
+from .device import local_rank
 from .options import Options, parse
 from .reference import Wrong
 from .run import run
@@ -29,7 +30,7 @@ def measure(options: Options, arguments: Sequence[str]) -> int:
     world: World | None = None
     try:
         world = World(options, mpi)
-        results = run(options, world)
+        results = run(options, world) if options.device == "cpu" else gpu.run(options, world, gpu.opened(local_rank()))
         if world.rank == 0:
             print(report.table(options, results, world), flush=True)
             if options.json:

@@ -14,7 +14,8 @@ from ..layouts import Compact, Layout, Padded, Ragged
 from ..wire import Wire
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-PEERS = ("gloo", "mpi")
+PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "symm_mem", "deep_ep")}
+"""By device, those to compare with."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Options:
+    device: str
     tokens: tuple[int, ...]
     hidden: int
     experts: int
@@ -45,6 +47,9 @@ class Options:
     warmup: int
     check: bool
     threads: int | None
+    pairs: int
+    replays: int
+    num_sms: int | None
     timeout: float
     json: str | None
     plot: str | None
@@ -65,6 +70,13 @@ def _positive(text: str) -> int:
     return value
 
 
+def _pairs(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: a time is from one launch to the next")
+    return value
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(_positive(part) for part in text.split(","))
 
@@ -75,9 +87,14 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _peers(text: str) -> tuple[str, ...]:
     names = () if text == "none" else _names(text)
-    if unknown := set(names) - set(PEERS):
-        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(PEERS)} and none")
+    known = [name for of_device in PEERS.values() for name in of_device]
+    if unknown := set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)} and none")
     return names
+
+
+def _peers_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return PEERS[arguments.device] if arguments.peers is None else tuple(p for p in arguments.peers if p in PEERS[arguments.device])
 
 
 def _wire(text: str) -> str:
@@ -110,6 +127,7 @@ def layout_of(arguments: argparse.Namespace) -> Layout:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     what = parser.add_argument_group("what is measured")
+    what.add_argument("--device", choices=tuple(PEERS), default="cpu", help="where the tensors are (cpu)")
     what.add_argument(
         "--transport", type=_names, default=("auto",), metavar="T,T,...",
         help="mapped; proxy:PROVIDER, every peer through the proxy (shm, tcp, efa, verbs, ...); proxy, over the best "
@@ -117,7 +135,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
     what.add_argument("--node-size", type=_positive, help="auto: pretend that so many ranks share a node; the rest goes by proxy")
-    what.add_argument("--peers", type=_peers, default=PEERS, metavar="P,P", help="compare with gloo, mpi, or none (gloo,mpi)")
+    what.add_argument(
+        "--peers", "--peer", type=_peers, metavar="P,P",
+        help="compare with gloo, mpi; on cuda nccl, symm_mem, deep_ep; or none (all that the device has)",
+    )  # fmt: skip
     what.add_argument(
         "--routing",
         choices=("uniform", "zipf", "one-hot"),
@@ -134,6 +155,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--no-check", action="store_true", help="do not compare results with the reference")
     how.add_argument("--timeout", type=float, default=60.0, help="seconds after which a silent rank fails the run (60)")
 
+    cuda = parser.add_argument_group("with --device cuda, in place of --seconds and --iters")
+    cuda.add_argument("--pairs", type=_pairs, default=32, help="dispatches and combines of a graph, on as many inputs (32)")
+    cuda.add_argument("--replays", type=_positive, default=10, help="of each graph (10)")
+    cuda.add_argument("--num-sms", type=_positive, help="bounds the grid of the kernels")
+
     out = parser.add_argument_group("where to")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
     out.add_argument("--plot", metavar="FILE.png", help="latency against tokens (needs matplotlib)")
@@ -148,6 +174,7 @@ def _transport(name: str, arguments: argparse.Namespace) -> Transport:
 
 def from_arguments(arguments: argparse.Namespace) -> Options:
     return Options(
+        device=arguments.device,
         tokens=tuple(sorted(set(arguments.tokens))),
         hidden=arguments.hidden,
         experts=arguments.experts,
@@ -158,12 +185,15 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         transports=tuple(_transport(name, arguments) for name in dict.fromkeys(arguments.transport)),
         routing=arguments.routing,
         seed=arguments.seed,
-        peers=arguments.peers,
+        peers=_peers_of(arguments),
         seconds=arguments.seconds,
         iters=arguments.iters,
         warmup=arguments.warmup,
         check=not arguments.no_check,
         threads=arguments.threads,
+        pairs=arguments.pairs,
+        replays=arguments.replays,
+        num_sms=arguments.num_sms,
         timeout=arguments.timeout,
         json=arguments.json,
         plot=arguments.plot,

@@ -81,14 +81,15 @@ class Mpi:
 def _inverse(permutation: torch.Tensor) -> torch.Tensor:
     """Gathering by it is four times as fast as scattering by the permutation."""
     inverse = torch.empty_like(permutation)
-    inverse[permutation] = torch.arange(len(permutation))
+    inverse[permutation] = torch.arange(len(permutation), device=permutation.device)
     return inverse
 
 
 class Peer:
     """Dispatch and combine over a collective. Every buffer that a user could keep is kept."""
 
-    def __init__(self, world: World, shape: Shape, collective: Collective) -> None:
+    def __init__(self, world: World, shape: Shape, collective: Collective, device: torch.device | None = None) -> None:
+        self._device = torch.device("cpu") if device is None else device
         self.name = collective.name
         self._all_to_all = collective
         self._shape = shape
@@ -96,21 +97,21 @@ class Peer:
         self._world, self._local = shape.world, c.experts_per_rank
         choices = shape.tokens * o.top_k
         self._width = shape.payload_bytes + shape.scale_bytes
-        self._packed = torch.empty(shape.tokens, self._width, dtype=torch.uint8)
-        self._send = torch.empty(choices, self._width, dtype=torch.uint8)
+        self._packed = torch.empty(shape.tokens, self._width, dtype=torch.uint8, device=self._device)
+        self._send = torch.empty(choices, self._width, dtype=torch.uint8, device=self._device)
         self._recv, self._sorted = self._room(0), self._room(0)
-        self._back_send = torch.empty(0, o.hidden, dtype=o.dtype)
-        self._back = torch.empty(choices, o.hidden, dtype=o.dtype)
+        self._back_send = torch.empty(0, o.hidden, dtype=o.dtype, device=self._device)
+        self._back = torch.empty(choices, o.hidden, dtype=o.dtype, device=self._device)
         self._by_choice = torch.empty_like(self._back)
-        self._y = torch.empty(shape.tokens, 1, o.hidden, dtype=o.dtype)
+        self._y = torch.empty(shape.tokens, 1, o.hidden, dtype=o.dtype, device=self._device)
         block = shape.wire.scale_block
-        self._wide = torch.zeros(shape.tokens, -(-o.hidden // block), block)
+        self._wide = torch.zeros(shape.tokens, -(-o.hidden // block), block, device=self._device)
         self._magnitude = torch.empty_like(self._wide)
-        self._local_experts = torch.arange(self._local).repeat(self._world)
+        self._local_experts = torch.arange(self._local, device=self._device).repeat(self._world)
         self.traffic = Traffic()
 
     def _room(self, rows: int) -> torch.Tensor:
-        return torch.empty(rows, self._width, dtype=torch.uint8)
+        return torch.empty(rows, self._width, dtype=torch.uint8, device=self._device)
 
     def _quantise(self, x: torch.Tensor) -> None:
         """Codes and scales of each token into its packed row."""
@@ -140,7 +141,7 @@ class Peer:
         total = sum(self._rows)
         if len(self._recv) < total:
             self._recv, self._sorted = self._room(total), self._room(total)
-            self._back_send = torch.empty(total, x.shape[1], dtype=x.dtype)
+            self._back_send = torch.empty(total, x.shape[1], dtype=x.dtype, device=x.device)
         torch.index_select(rows, 0, order // ids.shape[1], out=self._send)
         self._all_to_all.rows(self._recv[:total], self._send, self._rows, self._my_rows)
         # From (source, expert) order to (expert, source).

@@ -6,7 +6,13 @@ from typing import Any
 
 PHASES = ("dispatch", "combine", "round trip")
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
-PEER_STYLES = {"gloo": ("#555555", "s"), "mpi": ("#999999", "^")}
+PEER_STYLES = {
+    "gloo": ("#555555", "s"),
+    "mpi": ("#999999", "^"),
+    "nccl": ("#555555", "s"),
+    "symm_mem": ("#999999", "^"),
+    "deep_ep": ("#333333", "d"),
+}
 
 
 def _label(value: float) -> str:
@@ -56,7 +62,7 @@ def plot(record: dict[str, Any], path: str) -> None:
                 marker=marker,
                 linestyle="--",
                 linewidth=1.4,
-                label=f"{name} + permutes",
+                label=name if name == "deep_ep" else f"{name} + permutes",
             )
 
         axis.set_title(phase)

@@ -57,8 +57,14 @@ def _point_rows(point: Point, results: Results, peers: list[str]) -> list[list[s
     return rows
 
 
-def _halves(point: Point) -> str:
+def _besides(point: Point) -> str:
     p50 = {phase: _number(figure.p50) for phase, figure in point.phases.items()}
+    if "wall" in p50:
+        ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
+        return (
+            f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
+            f"of which the host {p50['host']}"
+        )
     return (
         f"halves: dispatch {p50['dispatch_send']} send + {p50['dispatch_recv']} recv, "
         f"combine {p50['combine_send']} send + {p50['combine_recv']} recv"
@@ -89,7 +95,7 @@ def table(options: Options, results: Results, world: World) -> str:
         f"pplx_comm {__version__}: {world.size} ranks, {world.threads} thread(s) each, {_machine_line()}",
         f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, {str(o.dtype).removeprefix('torch.')}, wire {o.wire}, "
         f"{_layout(o.layout)}, {o.routing} routing",
-        f"microseconds {_what_time_is(world)}; KiB that a rank sends",
+        f"microseconds {_what_time_is(options, world)}; KiB that a rank sends",
         "",
     ]
     indent = sum(widths[:3]) + 6
@@ -100,18 +106,25 @@ def table(options: Options, results: Results, world: World) -> str:
                 lines.append(f"{name}  {point.tokens} tokens off: {point.off}")
                 continue
             lines += [line(row) for row in rows[id(point)]]
-            lines.append(" " * indent + _halves(point))
+            lines.append(" " * indent + _besides(point))
             if point.floor_off:
                 lines.append(" " * indent + f"floor off: {point.floor_off}")
         lines.append("")
-    empty = ", ".join(f"{_number(figure.p50)} at {tokens}" for tokens, figure in results.nothing.items())
-    lines.append(f"an empty call, measured the same way: p50 {empty} tokens")
+    if results.nothing:
+        lines.append(_empty_call(results))
     lines += [f"{name} off: {reason}" for name, reason in results.peers_off.items()]
     return "\n".join(lines).rstrip()
 
 
-def _what_time_is(world: World) -> str:
-    """See Clock.collect."""
+def _empty_call(results: Results) -> str:
+    empty = ", ".join(f"{_number(figure.p50)} at {tokens}" for tokens, figure in results.nothing.items())
+    return f"an empty call, measured the same way: p50 {empty} tokens"
+
+
+def _what_time_is(options: Options, world: World) -> str:
+    """See Clock.collect and gpu.py."""
+    if options.device == "cuda":
+        return "of kernels, of the slowest rank; of peers from the first event to the last"
     return "from the first rank's entry to the last one's exit" if world.together else "of the slowest rank"
 
 

@@ -1,0 +1,65 @@
+"""The GPU of a rank, as the benchmark needs it: every call to CUDA is here, so that all the rest runs without one."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Replay = Callable[[], None]
+
+
+class Cuda:
+    def __init__(self, local_rank: int) -> None:
+        index = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name()
+
+    def capture(self, steps: Callable[[], None]) -> Replay:
+        """A graph of everything that `steps` launches."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            steps()
+        return graph.replay
+
+    def time(self, run: Replay) -> float:
+        """Microseconds between events before and after it."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(begin.elapsed_time(end)) * 1000
+
+    def time_host(self, run: Replay) -> tuple[float, float]:
+        """Microseconds until the calls are back, and until the device is done."""
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        back = time.perf_counter()
+        torch.cuda.synchronize()
+        return (back - begun) * 1e6, (time.perf_counter() - begun) * 1e6
+
+    def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
+        """int64 [steps, 2], nanoseconds: launches from now on note there when they begin."""
+        stamps = torch.zeros(steps, 2, dtype=torch.int64, device=self.device)
+        a2a._core.stamp(stamps.data_ptr(), steps)
+        return stamps
+
+    def no_stamps(self, a2a: Any) -> None:
+        a2a._core.stamp(0, 0)
+
+    def push(self, a2a: Any, bytes_to: list[int]) -> None:
+        """Bare stores of so many bytes to each rank. Ends the use of this AllToAll."""
+        a2a._core.push(torch.cuda.current_stream().cuda_stream, bytes_to)
+
+
+def local_rank() -> int:
+    for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMIX_LOCAL_RANK", "SLURM_LOCALID", "LOCAL_RANK", "PMI_RANK"):
+        if os.environ.get(name, "").isdigit():
+            return int(os.environ[name])
+    return 0

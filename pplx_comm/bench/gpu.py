@@ -1,0 +1,227 @@
+"""device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
+
+A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with the
+GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..all_to_all import AllToAll
+from ..errors import Error
+from .batch import Batch, Shape, Source
+from .clock import Figure, Times
+from .gpu_peers import PEERS, GpuPeer
+from .options import Options
+from .progress import Progress
+from .reference import Checks, Wrong
+from .run import PeerPoint, Point, Results
+from .world import Off, World
+
+WARMING = 2
+"""Replays that do not count."""
+
+EXPERT_OUTPUTS = 8
+PUSHES = 50
+EAGER_ROUNDS = 5
+_TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
+
+
+def run(options: Options, world: World, device: Any) -> Results:
+    results, notes = Results(), []
+    peers: list[GpuPeer] = []
+    for name in options.peers:
+        try:
+            peers.append(world.all_or_none(lambda name=name: PEERS[name](world, options, device), f"peer {name}"))  # type: ignore[misc]
+        except Off as off:
+            results.peers_off[name] = str(off)
+    progress = Progress(options.tokens, quiet=world.rank != 0)
+    try:
+        with torch.no_grad():
+            for tokens in options.tokens:
+                progress.show(tokens, "measuring", 0.0)
+                results.points.append(_Size(options, world, device, tokens, notes).measure(peers, results))
+    finally:
+        progress.close()
+    for peer in peers:
+        peer.close()
+    said = [note for of_rank in world.gather(notes, "wrong results") for note in of_rank]
+    if said:
+        raise Wrong("\n  ".join(["wrong results:", *said[:8]]))
+    return results
+
+
+class _Size:
+    """Everything at one number of tokens."""
+
+    def __init__(self, options: Options, world: World, device: Any, tokens: int, notes: list[str]) -> None:
+        self._options, self._world, self._device, self._notes = options, world, device, notes
+        self._shape = Shape(options, tokens, world.rank, world.size)
+        source = Source(self._shape)
+        self._source, self._batches = source, [source.batch(i) for i in range(options.pairs)]
+        at = device.device
+        # Tokens that are the same still lie in memory of their own.
+        self.x = [batch.x.to(at, copy=True) for batch in self._batches]
+        self.ids = [batch.topk_ids.to(at) for batch in self._batches]
+        self.weights = [batch.topk_weights.to(at) for batch in self._batches]
+        self._batches[0].run_experts()
+        first = self._batches[0].expert_out
+        self._outputs = [first.to(at, copy=True)]
+        generator = torch.Generator().manual_seed(options.seed)
+        for _ in range(min(EXPERT_OUTPUTS, options.pairs) - 1):
+            self._outputs.append(
+                torch.randn(first.shape[-1:], generator=generator).to(first.dtype).to(at).expand(first.shape).clone()
+            )
+
+    def _open(self) -> AllToAll:
+        o = self._options
+        return AllToAll(
+            self._world.comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
+            dtype=o.dtype, wire=o.wire, layout=o.layout, device=self._device.device, timeout=o.timeout, num_sms=o.num_sms,
+        )  # fmt: skip
+
+    def measure(self, peers: list[GpuPeer], results: Results) -> Point:
+        tokens, world = self._shape.tokens, self._world
+        point = Point("mapped", tokens)
+        with self._open() as a2a:
+            if self._options.check:
+                self._check(a2a)
+            self._kernels(a2a, point)
+            self._eager(a2a, point)
+            point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(("dispatch", "combine"))}
+            for op, phase in ((1, "combine"), (0, "dispatch")):
+                point.floor[phase] = self._floor(a2a, op)
+        both = point.floor["dispatch"], point.floor["combine"]
+        point.floor["round trip"] = Figure(
+            both[0].n, *(getattr(both[0], f) + getattr(both[1], f) for f in ("p50", "p90", "p99", "least"))
+        )
+        for peer in peers:
+            phases = self._peer(peer)
+            results.peers.append(PeerPoint(peer.name, tokens, phases, {}))
+        ids = np.ascontiguousarray(self._batches[0].ids)
+        results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
+        world.barrier()
+        return point
+
+    def _pair(self, a2a: AllToAll, i: int) -> None:
+        d = a2a.dispatch(self.x[i], self.ids[i], self.weights[i])
+        a2a.combine(self._outputs[i % len(self._outputs)], d)
+
+    def _pair_in_halves(self, a2a: AllToAll, i: int) -> None:
+        d = a2a.dispatch_recv(a2a.dispatch_send(self.x[i], self.ids[i], self.weights[i]))
+        a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
+
+    def _check(self, a2a: AllToAll) -> None:
+        batch: Batch = self._batches[0]
+        checks = Checks(batch, self._source.table, self._notes)
+        d = a2a.dispatch(self.x[0], self.ids[0], self.weights[0])
+        y = a2a.combine(self._outputs[0], d)
+        assert isinstance(y, torch.Tensor)
+        here = {name: None if (t := getattr(d, name)) is None else t.cpu() for name in _TENSORS}
+        checks.dispatched("mapped", SimpleNamespace(**here))  # type: ignore[arg-type]
+        checks.combined("mapped", y.cpu())
+
+    # ---- replays -----------------------------------------------------------------------------------------------------
+
+    def _replay(self, steps: Callable[[], None], each: int, note: Callable[[], None] = lambda: None) -> list[float]:
+        """Microseconds of each of the graph's steps, by replay, all ranks at once. note: after each replay that counts."""
+        replay, times = self._device.capture(steps), []
+        for turn in range(self._options.replays + WARMING):
+            self._world.barrier()
+            took = self._device.time(replay)
+            if turn >= WARMING:
+                times.append(took / each)
+                note()
+        return times
+
+    def _slowest(self, mine: list[float], what: str) -> Times:
+        return np.array(self._world.gather(mine, what), dtype=np.float64).max(axis=0)
+
+    def _kernels(self, a2a: AllToAll, point: Point) -> None:
+        pairs = self._options.pairs
+
+        def all_pairs(pair: Callable[[AllToAll, int], None]) -> Callable[[], None]:
+            return lambda: [pair(a2a, i) for i in range(pairs)] and None
+
+        dispatch: list[float] = []
+        combine: list[float] = []
+        stamps = self._device.stamps(a2a, pairs)
+
+        def split() -> None:
+            a2a.check()
+            gaps = [(b - a) / 1000 for a, b in itertools.pairwise(sorted(stamps.flatten().tolist()))]
+            dispatch.extend(gaps[0::2])
+            combine.extend(gaps[1::2])
+
+        wall = self._replay(all_pairs(self._pair), pairs, split)
+        self._device.no_stamps(a2a)
+        halves = self._replay(all_pairs(self._pair_in_halves), pairs)
+        a2a.check()
+        slowest = {name: self._slowest(mine, name) for name, mine in (("dispatch", dispatch), ("combine", combine))}
+        point.phases = {name: Figure.of(times) for name, times in slowest.items()}
+        # The last combine of a graph has no launch after it.
+        both = [slowest["dispatch"].reshape(len(wall), -1)[:, :-1].ravel(), slowest["combine"]]
+        point.phases["round trip"] = Figure.of(both[0] + both[1])
+        point.phases["wall"] = Figure.of(self._slowest(wall, "wall"))
+        point.phases["halves"] = Figure.of(self._slowest(halves, "halves"))
+
+    def _eager(self, a2a: AllToAll, point: Point) -> None:
+        pairs = self._options.pairs
+        back, done = [], []
+        for _ in range(EAGER_ROUNDS):
+            self._world.barrier()
+            took = self._device.time_host(lambda: [self._pair(a2a, i) for i in range(pairs)] and None)
+            back.append(took[0] / pairs)
+            done.append(took[1] / pairs)
+        a2a.check()
+        point.phases["host"] = Figure.of(self._slowest(back, "host"))
+        point.phases["eager"] = Figure.of(self._slowest(done, "eager"))
+
+    # ---- beside ------------------------------------------------------------------------------------------------------
+
+    def _bytes_to(self, op: int) -> list[int]:
+        """Of a step to each other rank, on average over the inputs, as the blocks have them."""
+        me, pairs = self._world.rank, len(self._batches)
+        rows = sum(batch.rows[me] if op == 0 else batch.rows[:, me] for batch in self._batches) / pairs
+        return [0 if peer == me else int(n * self._shape.config.row_bytes(op)) // 16 * 16 for peer, n in enumerate(rows)]
+
+    def _floor(self, a2a: AllToAll, op: int) -> Figure:
+        bytes_to = self._bytes_to(op)
+        times = self._replay(lambda: [self._device.push(a2a, bytes_to) for _ in range(PUSHES)] and None, PUSHES)
+        return Figure.of(self._slowest(times, "floor"))
+
+    def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
+        """A call is from the first event to the last on the stream, with whatever its host code waits for."""
+        peer.prepare(self._shape)
+        times: dict[str, list[float]] = {"dispatch": [], "combine": [], "round trip": []}
+        for turn in range(self._options.replays + WARMING):
+            i = turn % self._options.pairs
+            for phases in (("dispatch", "combine"), ("round trip",)):
+                calls: dict[str, Callable[[], None]] = {
+                    "dispatch": lambda i=i: peer.dispatch(self.x[i], self.ids[i], self.weights[i]),  # type: ignore[misc]
+                    "combine": lambda i=i: peer.combine(self.weights[i]),  # type: ignore[misc]
+                }
+                calls["round trip"] = lambda calls=calls: (calls["dispatch"](), calls["combine"]()) and None  # type: ignore[misc]
+                for phase in phases:
+                    self._world.barrier()
+                    took = self._device.time(calls[phase])
+                    if turn >= WARMING:
+                        times[phase].append(took)
+        return {phase: Figure.of(self._slowest(mine, f"{peer.name}: {phase}")) for phase, mine in times.items()}
+
+
+def opened(local_rank: int) -> Any:
+    """The GPU of this rank."""
+    from .device import Cuda
+
+    if not torch.cuda.is_available():
+        raise Error("--device cuda: this process sees no GPU")
+    return Cuda(local_rank)

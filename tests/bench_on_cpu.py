@@ -1,0 +1,49 @@
+"""One rank of `bench --device cuda` without a GPU: a device that runs what it would capture, and an AllToAll on the CPU.
+
+What is measured means nothing. That every step is taken, what is checked, and what is written, does.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pplx_comm.bench import gpu
+from pplx_comm.bench.main import leave, main
+
+
+class Cpu:
+    device = torch.device("cpu")
+    name = "no GPU"
+
+    def __init__(self) -> None:
+        self.pushed: list[int] = []
+
+    def capture(self, steps: Any) -> Any:
+        return steps
+
+    def time(self, run: Any) -> float:
+        return self.time_host(run)[1]
+
+    def time_host(self, run: Any) -> tuple[float, float]:
+        begun = time.perf_counter()
+        run()
+        took = (time.perf_counter() - begun) * 1e6
+        return took, took
+
+    def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
+        """As kernels of 3 and 5 us, one after the other, would stamp."""
+        return torch.arange(steps)[:, None] * 8000 + torch.tensor([1000, 4000])
+
+    def no_stamps(self, a2a: Any) -> None: ...
+
+    def push(self, a2a: Any, bytes_to: list[int]) -> None:
+        assert bytes_to[a2a._comm.rank] == 0 and all(n % 16 == 0 for n in bytes_to) and sum(bytes_to) > 0
+        self.pushed.append(sum(bytes_to))
+
+
+if __name__ == "__main__":
+    setattr(gpu, "opened", lambda rank: Cpu())  # noqa: B010
+    leave(main())
