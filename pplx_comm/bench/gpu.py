@@ -1,7 +1,7 @@
 """device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
 
-A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with the
-GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
+A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with
+the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,11 +37,12 @@ _TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token
 
 
 def run(options: Options, world: World, device: Any) -> Results:
-    results, notes = Results(), []
+    results = Results()
+    notes: list[str] = []
     peers: list[GpuPeer] = []
     for name in options.peers:
         try:
-            peers.append(world.all_or_none(lambda name=name: PEERS[name](world, options, device), f"peer {name}"))  # type: ignore[misc]
+            peers.append(world.all_or_none(partial(PEERS[name], world, options, device), f"peer {name}"))
         except Off as off:
             results.peers_off[name] = str(off)
     progress = Progress(options.tokens, quiet=world.rank != 0)
@@ -77,9 +79,8 @@ class _Size:
         self._outputs = [first.to(at, copy=True)]
         generator = torch.Generator().manual_seed(options.seed)
         for _ in range(min(EXPERT_OUTPUTS, options.pairs) - 1):
-            self._outputs.append(
-                torch.randn(first.shape[-1:], generator=generator).to(first.dtype).to(at).expand(first.shape).clone()
-            )
+            row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
+            self._outputs.append(row.expand(first.shape).clone())
 
     def _open(self) -> AllToAll:
         o = self._options
@@ -99,10 +100,8 @@ class _Size:
             point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(("dispatch", "combine"))}
             for op, phase in ((1, "combine"), (0, "dispatch")):
                 point.floor[phase] = self._floor(a2a, op)
-        both = point.floor["dispatch"], point.floor["combine"]
-        point.floor["round trip"] = Figure(
-            both[0].n, *(getattr(both[0], f) + getattr(both[1], f) for f in ("p50", "p90", "p99", "least"))
-        )
+        a, b = point.floor["dispatch"], point.floor["combine"]
+        point.floor["round trip"] = Figure(a.n, a.p50 + b.p50, a.p90 + b.p90, a.p99 + b.p99, a.least + b.least)
         for peer in peers:
             phases = self._peer(peer)
             results.peers.append(PeerPoint(peer.name, tokens, phases, {}))
@@ -111,13 +110,15 @@ class _Size:
         world.barrier()
         return point
 
-    def _pair(self, a2a: AllToAll, i: int) -> None:
-        d = a2a.dispatch(self.x[i], self.ids[i], self.weights[i])
-        a2a.combine(self._outputs[i % len(self._outputs)], d)
+    def _pairs(self, a2a: AllToAll) -> None:
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch(x, ids, weights)
+            a2a.combine(self._outputs[i % len(self._outputs)], d)
 
-    def _pair_in_halves(self, a2a: AllToAll, i: int) -> None:
-        d = a2a.dispatch_recv(a2a.dispatch_send(self.x[i], self.ids[i], self.weights[i]))
-        a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
+    def _pairs_in_halves(self, a2a: AllToAll) -> None:
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights))
+            a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
 
     def _check(self, a2a: AllToAll) -> None:
         batch: Batch = self._batches[0]
@@ -148,9 +149,6 @@ class _Size:
     def _kernels(self, a2a: AllToAll, point: Point) -> None:
         pairs = self._options.pairs
 
-        def all_pairs(pair: Callable[[AllToAll, int], None]) -> Callable[[], None]:
-            return lambda: [pair(a2a, i) for i in range(pairs)] and None
-
         dispatch: list[float] = []
         combine: list[float] = []
         stamps = self._device.stamps(a2a, pairs)
@@ -161,9 +159,9 @@ class _Size:
             dispatch.extend(gaps[0::2])
             combine.extend(gaps[1::2])
 
-        wall = self._replay(all_pairs(self._pair), pairs, split)
+        wall = self._replay(lambda: self._pairs(a2a), pairs, split)
         self._device.no_stamps(a2a)
-        halves = self._replay(all_pairs(self._pair_in_halves), pairs)
+        halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
         a2a.check()
         slowest = {name: self._slowest(mine, name) for name, mine in (("dispatch", dispatch), ("combine", combine))}
         point.phases = {name: Figure.of(times) for name, times in slowest.items()}
@@ -178,7 +176,7 @@ class _Size:
         back, done = [], []
         for _ in range(EAGER_ROUNDS):
             self._world.barrier()
-            took = self._device.time_host(lambda: [self._pair(a2a, i) for i in range(pairs)] and None)
+            took = self._device.time_host(lambda: self._pairs(a2a))
             back.append(took[0] / pairs)
             done.append(took[1] / pairs)
         a2a.check()
@@ -190,12 +188,17 @@ class _Size:
     def _bytes_to(self, op: int) -> list[int]:
         """Of a step to each other rank, on average over the inputs, as the blocks have them."""
         me, pairs = self._world.rank, len(self._batches)
-        rows = sum(batch.rows[me] if op == 0 else batch.rows[:, me] for batch in self._batches) / pairs
+        rows = np.sum([batch.rows[me] if op == 0 else batch.rows[:, me] for batch in self._batches], axis=0) / pairs
         return [0 if peer == me else int(n * self._shape.config.row_bytes(op)) // 16 * 16 for peer, n in enumerate(rows)]
 
     def _floor(self, a2a: AllToAll, op: int) -> Figure:
         bytes_to = self._bytes_to(op)
-        times = self._replay(lambda: [self._device.push(a2a, bytes_to) for _ in range(PUSHES)] and None, PUSHES)
+
+        def pushes() -> None:
+            for _ in range(PUSHES):
+                self._device.push(a2a, bytes_to)
+
+        times = self._replay(pushes, PUSHES)
         return Figure.of(self._slowest(times, "floor"))
 
     def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
@@ -204,17 +207,18 @@ class _Size:
         times: dict[str, list[float]] = {"dispatch": [], "combine": [], "round trip": []}
         for turn in range(self._options.replays + WARMING):
             i = turn % self._options.pairs
-            for phases in (("dispatch", "combine"), ("round trip",)):
-                calls: dict[str, Callable[[], None]] = {
-                    "dispatch": lambda i=i: peer.dispatch(self.x[i], self.ids[i], self.weights[i]),  # type: ignore[misc]
-                    "combine": lambda i=i: peer.combine(self.weights[i]),  # type: ignore[misc]
-                }
-                calls["round trip"] = lambda calls=calls: (calls["dispatch"](), calls["combine"]()) and None  # type: ignore[misc]
-                for phase in phases:
-                    self._world.barrier()
-                    took = self._device.time(calls[phase])
-                    if turn >= WARMING:
-                        times[phase].append(took)
+            dispatch = partial(peer.dispatch, self.x[i], self.ids[i], self.weights[i])
+            combine = partial(peer.combine, self.weights[i])
+
+            def round_trip(dispatch: Callable[[], None] = dispatch, combine: Callable[[], None] = combine) -> None:
+                dispatch()
+                combine()
+
+            for phase, call in (("dispatch", dispatch), ("combine", combine), ("round trip", round_trip)):
+                self._world.barrier()
+                took = self._device.time(call)
+                if turn >= WARMING:
+                    times[phase].append(took)
         return {phase: Figure.of(self._slowest(mine, f"{peer.name}: {phase}")) for phase, mine in times.items()}
 
 

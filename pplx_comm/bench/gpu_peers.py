@@ -60,10 +60,11 @@ class Collective:
 
     def prepare(self, shape: Shape) -> None:
         self._peer = Peer(self._world, shape, self, self._device)
+        self._answers = torch.empty(0, device=self._device)
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         rows = self._peer.dispatch(x, ids)
-        if not hasattr(self, "_answers") or self._answers.shape[1] != x.shape[1] or len(self._answers) < len(rows):
+        if len(self._answers) < len(rows):
             self._answers = torch.randn(2 * len(rows) + 1, x.shape[1], device=x.device).to(x.dtype)
         self._received = len(rows)
 

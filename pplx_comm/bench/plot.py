@@ -7,12 +7,9 @@ from typing import Any
 PHASES = ("dispatch", "combine", "round trip")
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 PEER_STYLES = {
-    "gloo": ("#555555", "s"),
-    "mpi": ("#999999", "^"),
-    "nccl": ("#555555", "s"),
-    "symm_mem": ("#999999", "^"),
-    "deep_ep": ("#333333", "d"),
-}
+    "gloo": ("#555555", "s"), "mpi": ("#999999", "^"),
+    "nccl": ("#555555", "s"), "symm_mem": ("#999999", "^"), "deep_ep": ("#333333", "d"),
+}  # fmt: skip
 
 
 def _label(value: float) -> str:
