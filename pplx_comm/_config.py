@@ -166,7 +166,8 @@ class Arguments:
             raise Error(f"device={str(self.device)!r} must be 'cpu' or 'cuda'")
         if where.type == "cuda":
             where = torch.device("cuda", device_index(where))
-        return where
+            return where
+        return torch.device("cpu")  # "cpu:0" has an index, which is no GPU's
 
     def _check_the_rest(self, world_size: int) -> None:
         if self.transport == "nvshmem":

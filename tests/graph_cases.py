@@ -75,20 +75,28 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
 
 
+def _device(me: Any, gpu: bool) -> str:
+    if not gpu:
+        return "cpu"
+    from gpu_cases import gpu_of
+
+    return str(gpu_of(me))
+
+
 def _model(me: Any, a2a: pc.AllToAll, case: Case) -> torch.nn.Module:
     """Two layers that share one AllToAll."""
-    return torch.nn.Sequential(Layer(a2a, case, me.rank), Layer(a2a, case, me.rank))
+    return torch.nn.Sequential(Layer(a2a, case, me.rank), Layer(a2a, case, me.rank)).to(a2a.device)
 
 
-def compiled(me: Any, case: Case, backend: str, steps: int) -> dict[str, Any]:
+def compiled(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
     """Steps of a compiled model beside the same eagerly; the largest relative difference."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case) as a2a, torch.no_grad():
+    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a, torch.no_grad():
         model = _model(me, a2a, case)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
         for step in range(steps):
-            x = _inputs(me, case, step)
+            x = _inputs(me, case, step).to(a2a.device)
             worst = max(worst, _close(fast(x), model(x)))
         return {"worst": worst, "steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
 
@@ -102,18 +110,19 @@ def _gradients(model: torch.nn.Module, run: Any, x: torch.Tensor) -> list[torch.
     return [y.detach(), leaf.grad, *(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())]
 
 
-def compiled_training(me: Any, case: Case, backend: str, steps: int) -> dict[str, Any]:
+def compiled_training(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
     """The same with gradients."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case) as a2a:
+    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a:
         model = _model(me, a2a, case)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
-        outputs = a2a._phases._outputs
         for step in range(steps):
-            x = _inputs(me, case, step)
-            poison = [outputs.tensor(outputs.x_shape, a2a.dtype).fill_(torch.nan) for _ in range(8)]
-            del poison  # the next dispatches get this memory
+            x = _inputs(me, case, step).to(a2a.device)
+            if not gpu:
+                outputs = a2a._phases._outputs
+                poison = [outputs.tensor(outputs.x_shape, a2a.dtype).fill_(torch.nan) for _ in range(8)]
+                del poison  # the next dispatches get this memory
             ours, eager = _gradients(model, fast, x), _gradients(model, model, x)
             worst = max(worst, *(_close(a, b) for a, b in zip(ours, eager, strict=True)))
         return {"worst": worst, "steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}

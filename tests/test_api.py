@@ -160,6 +160,11 @@ def test_one_rank_fails_to_construct(crew: Crews) -> None:
         assert "PPLX_COMM_FIRST_STEP" in r["message"], r
 
 
+def test_the_cpu_by_number(crew: Crews) -> None:
+    """torch's index of a CPU is no GPU's."""
+    assert not any(r.get("is_error") for r in crew.run("misuse_cases:construct", {"device": "cpu:0"}, {}, {}))
+
+
 def test_another_version(crew: Crews) -> None:
     for r in crew.run("misuse_cases:other_version", 1):
         assert r.get("is_error"), r

@@ -100,6 +100,15 @@ def test_graph_replay(crew: Crews) -> None:
     assert crew.run("gpu_cases:replay", case, 1000, timeout=120) == [0] * crew.world_size
 
 
+@pytest.mark.parametrize("run", ["compiled", "compiled_training"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
+    """As on the CPU: tests/test_graph.py."""
+    case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, dtype="float32", layout=layout, align=8)
+    for r in crew.run(f"graph_cases:{run}", case, "inductor", 6, gpu=True, timeout=250):
+        assert r["worst"] < 1e-4 and r["open"] == 0, r
+
+
 @pytest.mark.skipif(GPUS < 2, reason="nobody to lose")
 def test_lost_peer() -> None:
     ranks = APART[-1]
