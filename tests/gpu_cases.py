@@ -105,7 +105,7 @@ class Carried:
     def ended(self) -> None:
         if self.checked:
             torch.cuda.synchronize()
-            self.inner._raise_failure()
+            self.inner.check()
 
     def back(self, result: Any, out: torch.Tensor | None) -> Any:
         y, *tail = result if isinstance(result, tuple) else (result,)

@@ -22,7 +22,10 @@ class Recorded(NoLaunches):
         return 1
 
     def combine(self, *arguments: Any) -> None:
-        names = "stream halves tokens rows stride count weighted late weights y y_stride accumulate plan buffer"
+        names = (
+            "stream halves tokens rows stride count weighted late weights has_tail tail tail_rows y y_stride accumulate tail_out "
+            "plan buffer"
+        )
         self.combined = dict(zip(names.split(), arguments, strict=True))
 
 
@@ -45,12 +48,25 @@ def launches(me: Any, layout: str) -> None:
             assert (done["rows"], done["stride"], done["count"]) == (rows.data_ptr(), 2 * HIDDEN, rows.numel() // HIDDEN)
             assert (done["y"], done["y_stride"], done["accumulate"]) == (y.data_ptr(), 2 * HIDDEN, False)
             assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
+            assert (done["has_tail"], done["tail"], done["tail_out"]) == (False, 0, 0)
+        _tailed(a2a, core, a2a.dispatch(x, ids, weights), rows)
         if layout == "ragged":
             _others(a2a, core, x, ids, weights)
         _refused(a2a, x, ids, weights)
         # Bad input after good: as before anything was known.
         assert checks is a2a._checks
     a2a.close()
+
+
+def _tailed(a2a: pc.AllToAll, core: Recorded, d: pc.Dispatched, rows: torch.Tensor) -> None:
+    numbers = d.topk_weights if d.weights is None else d.weights
+    assert numbers is not None
+    tail = torch.zeros(numbers.shape)
+    y, back = a2a.combine(rows, d, weighted=False, tail=tail)
+    done = core.combined
+    assert (done["weighted"], done["has_tail"], done["tail"]) == (False, True, tail.data_ptr())
+    assert (done["tail_rows"], done["y"], done["tail_out"]) == (rows.numel() // HIDDEN, y.data_ptr(), back.data_ptr())
+    assert back.shape == (TOKENS, TOP_K)
 
 
 def _others(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
@@ -107,6 +123,8 @@ def _refused(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torc
         (lambda: a2a.combine(rows, d, accumulate=True), "needs out="),
         (lambda: a2a.combine(rows, d, out=x[:-1]), "out has shape"),
         (lambda: a2a.combine(rows, d, weights=weights, weighted=False), "contradict"),
+        (lambda: a2a.combine(rows, d, tail=[1.0]), "tail must be a float32 tensor"),
+        (lambda: a2a.combine(rows, d, tail=torch.zeros(1, 1, 1)), "tail has shape"),
     ]
     for call, says in wrong:
         problem = raised(call)
