@@ -20,6 +20,7 @@ import torch
 
 import pplx_comm as pc
 from pplx_comm import _gpu
+from pplx_comm._graph import Graph
 
 
 class NoLaunches:
@@ -38,14 +39,15 @@ class NoLaunches:
 @contextlib.contextmanager
 def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
     """Gives a CPU AllToAll the host path of a CUDA one."""
-    real = a2a._core, a2a._phases, _gpu._raw_stream
+    real = a2a._core, a2a._phases, a2a._graph, _gpu._raw_stream
     a2a._core, a2a._phases = core, _gpu.Gpu(a2a, core, torch.device("cpu"))
+    a2a._graph = Graph(a2a)
     setattr(_gpu, "_raw_stream", lambda device: 0)  # noqa: B010
     try:
         yield
     finally:
-        a2a._core, a2a._phases = real[:2]
-        setattr(_gpu, "_raw_stream", real[2])  # noqa: B010
+        a2a._core, a2a._phases, a2a._graph = real[:3]
+        setattr(_gpu, "_raw_stream", real[3])  # noqa: B010
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ class GraphPlan(Plan):
         self._link = link
         self._tokens = tokens
         self._weights = weights
+        self._spec = owner._graph._spec
 
     @property
     def tokens(self) -> int:
@@ -55,12 +57,14 @@ class Graph:
         self._owner = owner
         links: Links = owner._phases.links()
         scale = links.scale
-        self._spec = _ops.Spec(
-            number=_ops.enroll(owner), hidden=owner.hidden, top_k=owner.top_k, dtype=_name(owner.dtype),
-            x_dtype=_name(torch.float8_e4m3fn if owner.wire.quantised else owner.dtype), x_shape=list(links.x_shape),
+        spec = _ops.Spec(
+            number=_ops.enroll(owner), generation=owner._core.generation, hidden=owner.hidden, top_k=owner.top_k,
+            dtype=_name(owner.dtype), x_dtype=_name(torch.float8_e4m3fn if owner.wire.quantised else owner.dtype),
+            x_shape=list(links.x_shape),
             scale=None if scale is None else (_name(scale.dtype), list(scale.shape), list(scale.strides)),
             weights_shape=list(links.weights_shape), link_words=links.words, plan=(_name(links.plan[0]), links.plan[1]),
-        ).text()  # fmt: skip
+        )  # fmt: skip
+        self._spec = spec.text()
         self._compact = isinstance(owner.layout, Compact)
         self._weights = "topk_weights" if self._compact else "weights"
         self._parts = [
@@ -71,6 +75,14 @@ class Graph:
             if name not in links.parts
         ]  # fmt: skip
         self._order = torch.empty(0, dtype=torch.uint8, device=owner.device)
+
+    def renew(self) -> None:
+        """After a reset(). Compiled code has the spec as a constant, and is compiled again."""
+        self._spec = replace(_ops.Spec.of(self._spec), generation=self._owner._core.generation).text()
+
+    def check_current(self, what: str, spec: str) -> None:
+        if spec != self._spec:
+            raise Error(f"{what} is from before reset()")
 
     # ---- whether ---------------------------------------------------------------------------------------------------------
 
@@ -98,8 +110,11 @@ class Graph:
         owner = self._owner
         if plan is not None:
             plan = self._adopt_plan(plan)
+            self.check_current("dispatch: this plan", plan._spec)
             if topk_ids is not None:
                 raise Error("dispatch: plan= replaces topk_ids; give one of them")
+            if x.shape[0] != plan._tokens:
+                raise Error(f"dispatch: x has {x.shape[0]} tokens, the plan is for {plan._tokens}")
             if topk_weights is None:
                 topk_weights = plan.topk_weights
         zeroed = torch.is_grad_enabled() and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
@@ -137,6 +152,7 @@ class Graph:
             raise Error("combine: this handle belongs to another AllToAll")
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
+        self.check_current("combine: this dispatch", d.plan._spec)
         if accumulate and out is None:
             raise Error("combine: accumulate=True needs out=")
         if torch.is_grad_enabled():
@@ -169,6 +185,7 @@ class Graph:
     def release(self, d: GraphDispatched) -> None:
         if d._used:
             raise Error("release: this dispatch was combined or released already")
+        self.check_current("release: this dispatch", d.plan._spec)
         self._order = torch.ops.pplx_comm.release(self._spec, self._order, d._link, d.plan._link, d.plan._tokens)
         d._used = True
 
@@ -193,6 +210,8 @@ class Graph:
             raise Error(f"dispatch: plan= takes d.plan of an earlier dispatch, not {type(plan).__name__}")
         if plan._owner is not self._owner:
             raise Error("dispatch: this plan belongs to another AllToAll")
+        if plan._generation != self._owner._core.generation:
+            raise Error("dispatch: this plan is from before reset()")
         return GraphPlan(self._owner, self._owner._phases.plan_link(plan), plan.topk_weights, plan.tokens)
 
 

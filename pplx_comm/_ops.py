@@ -49,6 +49,8 @@ class Spec:
 
     number: int
     """Of the AllToAll in this process."""
+    generation: int
+    """Of its reset()s: tensors that hold a step or a plan of an earlier one say nothing of that themselves."""
     hidden: int
     top_k: int
     dtype: str
@@ -86,6 +88,7 @@ def _owner(spec: str) -> AllToAll:
     a2a = _of_number.get(Spec.of(spec).number)
     if a2a is None:
         raise Error("the AllToAll that this code was compiled with is gone")
+    a2a._graph.check_current("this backward pass, or compiled code,", spec)
     return a2a
 
 

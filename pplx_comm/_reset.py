@@ -22,6 +22,7 @@ def reset(a2a: AllToAll, timeout: float | None) -> list[int]:
     with a2a._failure_lock:
         # No survivor runs a phase now, so nobody stores into this rank's memory.
         a2a._core.reset(a2a._core.generation + 1, a2a._alive)
+        a2a._graph.renew()
         a2a._failed = None
     try:
         rewire(comm, a2a._request, a2a._wiring, survivors)

@@ -201,6 +201,7 @@ def rules(me: Any, case: Case) -> None:
             (lambda: a2a.combine(d.x, d, accumulate=True), "accumulate=True needs out="),
             (lambda: a2a.dispatch(leaf[:, :-16], ids), "has shape"),
             (lambda: a2a.dispatch(leaf, ids, plan=d.plan), "plan= replaces topk_ids"),
+            (lambda: a2a.dispatch(leaf[1:], plan=d.plan), "the plan is for"),
         ):
             raised = rank_cases.raised(wrong)
             assert says in raised["message"], (says, raised)
@@ -210,6 +211,42 @@ def rules(me: Any, case: Case) -> None:
             assert torch.allclose(out, expected + 1, atol=1e-5)
         assert "combined once" in rank_cases.raised(lambda: a2a.combine(d.x, d))["message"]
         assert a2a.stats()["steps"] == steps + 1 and a2a.stats()["open_steps"] == 0
+
+
+def old_tensors(me: Any, case: Case, gpu: bool = False) -> None:
+    """Of what was dispatched before a reset() nothing goes on: not its combine, its plan, nor its backward pass. Compiled code does."""
+    torch._dynamo.reset()
+    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a:
+        x = torch.ones(case.max_tokens, case.hidden, dtype=a2a.dtype, device=a2a.device)
+        ids = (torch.arange(case.max_tokens * case.top_k, device=a2a.device) % case.num_experts).view(-1, case.top_k)
+
+        def pair(x: torch.Tensor) -> torch.Tensor:
+            d = a2a.dispatch(x, ids)
+            y = a2a.combine(d.x, d)
+            assert isinstance(y, torch.Tensor)
+            return y
+
+        fast = torch.compile(pair, fullgraph=True, backend="aot_eager")
+        leaf = x.clone().requires_grad_()
+        y = fast(leaf)
+        assert torch.equal(y, pair(x))
+        eager, d, plain = pair(leaf), a2a.dispatch(leaf, ids), a2a.dispatch(x, ids)
+        a2a.reset()
+        for wrong in (
+            lambda: y.sum().backward(),
+            lambda: eager.sum().backward(),
+            lambda: a2a.combine(d.x, d),
+            lambda: a2a.combine(d.x, plain),
+            lambda: a2a.combine(plain.x, plain),
+            lambda: d.release(),
+            lambda: a2a.dispatch(x, plan=d.plan),
+            lambda: a2a.dispatch(leaf, plan=plain.plan),
+        ):
+            raised = rank_cases.raised(wrong)
+            assert "before reset()" in raised["message"], raised
+        assert a2a.stats()["open_steps"] == 0
+        assert torch.equal(fast(leaf), pair(x))
+        a2a.check()
 
 
 def quantised(me: Any, case: Case) -> list[str]:

@@ -50,6 +50,7 @@ def launches(me: Any, layout: str) -> None:
             assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
             assert (done["has_tail"], done["tail"], done["tail_out"]) == (False, 0, 0)
         _tailed(a2a, core, a2a.dispatch(x, ids, weights), rows)
+        _with_gradients(a2a, core, x, ids, weights)
         if layout == "ragged":
             _others(a2a, core, x, ids, weights)
         _refused(a2a, x, ids, weights)
@@ -67,6 +68,45 @@ def _tailed(a2a: pc.AllToAll, core: Recorded, d: pc.Dispatched, rows: torch.Tens
     assert (done["weighted"], done["has_tail"], done["tail"]) == (False, True, tail.data_ptr())
     assert (done["tail_rows"], done["y"], done["tail_out"]) == (rows.numel() // HIDDEN, y.data_ptr(), back.data_ptr())
     assert back.shape == (TOKENS, TOP_K)
+
+
+def _with_gradients(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Autograd launches the same, its backward pass a dispatch on the plan and a combine with a tail. A reset() ends what was begun."""
+    leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+
+    def forward() -> torch.Tensor:
+        d = a2a.dispatch(leaf, ids, leaf_weights)
+        y = a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype) + 0 * d.x, d)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    with torch.enable_grad():
+        y = forward()
+        forth = core.dispatched
+        y.sum().backward()
+        back, done = core.dispatched, core.combined
+        assert (back["ids"], back["plan"]) == (0, forth["plan"]) and forth["ids"] != 0 and back["buffer"] != forth["buffer"]
+        assert (done["weighted"], done["has_tail"], done["buffer"]) == (False, True, back["buffer"]) and done["tail_out"] != 0
+        y = forward()
+        open_d, plain = a2a.dispatch(leaf, ids, leaf_weights), a2a.dispatch(x, ids, weights)
+        core.generation = 2
+        a2a._graph.renew()
+        for wrong in (
+            lambda: y.sum().backward(),
+            lambda: a2a.combine(open_d.x, open_d),
+            lambda: a2a.combine(plain.x.detach(), plain),
+            lambda: a2a.combine(open_d.x, plain),
+            lambda: open_d.release(),
+            lambda: plain.release(),
+            lambda: a2a.dispatch(leaf, plan=open_d.plan),
+            lambda: a2a.dispatch(x, plan=plain.plan),
+            lambda: a2a.dispatch(leaf, plan=plain.plan),
+        ):
+            problem = raised(wrong)
+            assert problem.get("is_error") and "before reset()" in problem["message"], problem
+        forward().sum().backward()
+    core.generation = 1
+    a2a._graph.renew()
 
 
 def _others(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

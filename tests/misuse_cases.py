@@ -238,9 +238,11 @@ def numbers_of_tokens(me: Any) -> None:
         y = a2a.combine(d.x.clone(), d)
         must(tuple(y.shape) == (0, 8), "no tokens", y.shape)
         t = torch.zeros(4, 8, dtype=torch.bfloat16, requires_grad=True)
-        d = a2a.dispatch(t, ids.expand(4, 1))
-        y = a2a.combine(d.x.clone(), d)
-        must(not y.requires_grad, "no graph is built")
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                d = a2a.dispatch(t, ids.expand(4, 1))
+                y = a2a.combine(d.x.clone(), d)
+            must(y.requires_grad == recorded, "autograd records where it is on", recorded)
 
 
 def construct(

@@ -63,6 +63,10 @@ def test_rules_of_single_calls(crew: Crews, in_flight: int) -> None:
     crew.run("graph_cases:rules", replace(CASE, seed=seed(), world_size=crew.world_size, in_flight=in_flight))
 
 
+def test_tensors_of_before_a_reset(crew: Crews) -> None:
+    crew.run("graph_cases:old_tensors", replace(CASE, seed=seed(), world_size=crew.world_size, in_flight=2), timeout=120)
+
+
 def test_codes_have_no_gradient(crew: Crews) -> None:
     case = replace(CASE, seed=seed(), world_size=crew.world_size, hidden=128, wire="fp8", dtype="bfloat16")
     for said in crew.run("graph_cases:quantised", case):

@@ -123,7 +123,8 @@ def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]
             x.requires_grad_(), w.requires_grad_()
         d = a2a.dispatch(x, all_ids[me.rank], w)
         ups, downs = ([part[e].clone().requires_grad_() for e in mine] for part in (up, down))
-        answer, weights = torch.zeros(d.x.shape), d.topk_weights if compact else d.weights
+        answer = torch.zeros(d.x.shape, requires_grad=True)  # a rank without experts has a backward pass, too
+        weights = d.topk_weights if compact else d.weights
         for e, rows, numbers in _choices(case, d):
             out = _expert(d.x[rows], ups[e], downs[e])
             if compact:

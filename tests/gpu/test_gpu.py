@@ -109,6 +109,11 @@ def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
         assert r["worst"] < 1e-4 and r["open"] == 0, r
 
 
+def test_tensors_of_before_a_reset(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, align=8, in_flight=2)
+    crew.run("graph_cases:old_tensors", case, gpu=True, timeout=250)
+
+
 @pytest.mark.skipif(GPUS < 2, reason="nobody to lose")
 def test_lost_peer() -> None:
     ranks = APART[-1]
