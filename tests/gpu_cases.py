@@ -16,6 +16,7 @@ from typing import Any
 import failure_cases
 import rank_cases
 import torch
+import training_cases
 from rank_cases import Case, Runner
 from reference import same_bits
 
@@ -172,7 +173,7 @@ def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return Carried(cpu(me, case, **{"device": str(device), **changes}), checked=True)
 
     module, _, function = name.partition(":")
-    users = (rank_cases, failure_cases)
+    users = (rank_cases, failure_cases, training_cases)
     for user in users:
         user.open_all_to_all = opened  # type: ignore[assignment]
     try:

@@ -109,6 +109,14 @@ def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
         assert r["worst"] < 1e-4 and r["open"] == 0, r
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_autograd_as_in_one_process(crew: Crews, layout: str) -> None:
+    n = crew.world_size
+    case = Case(seed(), n, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", layout=layout, align=8)
+    for errors in crew.run("gpu_cases:on_gpu", "training_cases:gradients_of_autograd", case, "all", timeout=120):
+        assert max(errors.values()) < 1e-5, errors
+
+
 def test_tensors_of_before_a_reset(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, align=8, in_flight=2)
     crew.run("graph_cases:old_tensors", case, gpu=True, timeout=250)
