@@ -51,6 +51,7 @@ def make_config(
     layout: Ragged | Padded | Compact,
     in_flight: int,
     scale_layout: str,
+    replicas: int,
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
     c = _core.Config()
@@ -60,6 +61,9 @@ def make_config(
     c.hidden = integer("hidden", hidden, 1, 1 << 20)
     c.max_tokens = integer("max_tokens_per_rank", max_tokens_per_rank, 1, 1 << 20)
     c.in_flight = integer("in_flight", in_flight, 1, 8)
+    c.replicas = integer("replicas", replicas, 1, 1024)
+    if world_size % replicas:
+        raise Error(f"replicas={replicas} must divide the world size, {world_size}: groups of so many ranks hold the same tokens")
     if dtype not in _DTYPES:
         raise Error(f"dtype={dtype} is not supported: torch.bfloat16, torch.float16 and torch.float32 are")
     c.dtype = _DTYPES[dtype]
@@ -81,7 +85,7 @@ def make_config(
 
 def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: int) -> None:
     experts = c.experts_per_rank
-    tokens = c.world * c.max_tokens
+    tokens = c.world // c.replicas * c.max_tokens
     if isinstance(layout, Ragged):
         c.layout = _core.LayoutKind.RAGGED
         c.align, c.zero_pad = layout.align, layout.zero_pad
@@ -135,6 +139,7 @@ class Arguments:
     nics: str | Sequence[str] | None
     node_size: int | None
     in_flight: int
+    replicas: int
     num_sms: int | None
     timeout: float
     scale_layout: str
@@ -151,8 +156,10 @@ class Arguments:
             config = make_config(
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
-                in_flight=self.in_flight, scale_layout=self.scale_layout,
+                in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas,
             )  # fmt: skip
+            if where.type == "cuda" and self.replicas > 1:
+                raise Error("replicas= is not built yet for device='cuda'")
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
@@ -187,7 +194,7 @@ class Arguments:
             "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden,
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
             "transport": self.transport, "device": where.type, "provider": self.provider, "node_size": self.node_size,
-            "in_flight": self.in_flight, "timeout": self.timeout, "scale_layout": self.scale_layout,
+            "in_flight": self.in_flight, "replicas": self.replicas, "timeout": self.timeout, "scale_layout": self.scale_layout,
             "first_step": config.first_step,
         }  # fmt: skip
         return {

@@ -102,13 +102,29 @@ def _node(request: Request, comm: Communicator, rank: int) -> int:
     """Which node a rank belongs to for this AllToAll."""
     if request.node_size is not None:
         return rank // request.node_size
-    return rank if request.transport == "proxy" else comm._node_of[rank]
+    # Replicas share memory also where all other peers are to be reached by the proxy.
+    return rank // request.config.replicas if request.transport == "proxy" else comm._node_of[rank]
+
+
+def _check_replicas(request: Request, comm: Communicator, alive: list[int]) -> None:
+    replicas = request.config.replicas
+    for peer in alive:
+        if peer // replicas != comm.rank // replicas:
+            continue
+        if not comm._same_node(peer):
+            why = "they cannot map each other's memory: they run on different hosts, or in different network or IPC namespaces"
+        elif _node(request, comm, peer) != _node(request, comm, comm.rank):
+            why = f"node_size={request.node_size} puts them on different nodes"
+        else:
+            continue
+        raise Error(f"replicas={replicas} makes ranks {comm.rank} and {peer} hold the same tokens, and {why}")
 
 
 def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list[int], list[int]]:
     """Mapped and remote peers, oneself left out."""
     mapped: list[int] = []
     remote: list[int] = []
+    _check_replicas(request, comm, alive)
     for peer in alive:
         if peer == comm.rank:
             continue

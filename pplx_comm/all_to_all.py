@@ -41,7 +41,7 @@ class AllToAll:
     num_experts: physical experts of all ranks together; expert e lives on rank e // ceil(num_experts / world_size).
     top_k: choices per token, 1 to 16.
     hidden: elements of a token; a row must be a multiple of 16 bytes.
-    max_tokens_per_rank: the most tokens that any rank dispatches in a step.
+    max_tokens_per_rank: the most tokens that any rank dispatches in a step; with replicas, that a group of them holds.
     dtype: what dispatch takes and combine returns: bfloat16, float16 or float32.
     wire: what travels in dispatch: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: what d.x looks like: Ragged(align=128), Padded() or Compact().
@@ -52,6 +52,8 @@ class AllToAll:
         PPLX_COMM_NICS, else the nearest.
     node_size: overrides who shares a node: ranks 0 to node_size - 1 do, and so on.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
+    replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as the lanes of tensor parallelism do. They must pass the same to
+        every call: each sends and adds up a part of the tokens, and gives the others the finished rows. Replicas share a node.
     num_sms: bounds the grid of CUDA kernels; the CPU device has PPLX_COMM_THREADS.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A dead peer is noticed at once.
     scale_layout: of d.scale: "row", or "tma" for column-major scales with 16-byte aligned columns. x_scale may have any strides.
@@ -76,6 +78,7 @@ class AllToAll:
         nics: str | Sequence[str] | None = None,
         node_size: int | None = None,
         in_flight: int = 1,
+        replicas: int = 1,
         num_sms: int | None = None,
         timeout: float = 100.0,
         scale_layout: str = "row",
@@ -89,7 +92,8 @@ class AllToAll:
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
-            node_size=node_size, in_flight=in_flight, num_sms=num_sms, timeout=timeout, scale_layout=scale_layout,
+            node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms, timeout=timeout,
+            scale_layout=scale_layout,
         )  # fmt: skip
         begun = time.monotonic()
         self._request = arguments.request(comm.world_size, comm.rank)
@@ -342,6 +346,7 @@ class AllToAll:
         wire: Wire | str = Wire.NATIVE,
         layout: Ragged | Padded | Compact | None = None,
         in_flight: int = 1,
+        replicas: int = 1,
         remote_peers: int = 0,
     ) -> int:
         """Bytes that a rank reserves at construction; remote_peers of its peers are carried by the proxy."""
@@ -349,6 +354,7 @@ class AllToAll:
             integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
+            replicas=replicas,
         )  # fmt: skip
         c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0

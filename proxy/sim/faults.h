@@ -48,6 +48,8 @@ enum class Fault : std::uint8_t {
   StaleWrite,          // a write of an earlier generation reached memory that is registered no more
   StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was awaited
   WokeTooLate,         // a rank that had vanished went on after the others had reset without it
+  Shared,              // a rank finished rows of the output for its replicas
+  ReplicaLost,         // replicas went on without one of them
   Count
 };
 inline constexpr std::size_t kFaults = static_cast<std::size_t>(Fault::Count);

@@ -109,7 +109,7 @@ void route(const Config& c, Step& step) {
   for (std::uint32_t d = 0; d < c.world; ++d) step.arrivals[d].resize(compact ? 1 : local_experts(c, d));
   for (std::uint32_t s = 0; s < c.world; ++s)
     for (std::uint32_t t = 0; t < step.parts[s].tokens; ++t)
-      for (std::uint32_t k = 0; k < c.top_k; ++k) {
+      for (std::uint32_t k = 0; k < c.top_k && sends(step.parts[s], t); ++k) {
         const std::int32_t id = step.parts[s].ids[std::size_t{t} * c.top_k + k];
         if (id < 0) continue;
         const std::uint32_t d = static_cast<std::uint32_t>(id) / experts_per_rank(c);
@@ -142,6 +142,20 @@ void route(const Config& c, Step& step) {
       }
     }
   }
+  // What had no room is missing from the output of all who hold the token.
+  for (std::uint32_t r = 0; r < c.world; ++r)
+    for (std::uint32_t other = 0; other < c.world; ++other)
+      for (std::uint32_t t = 0; t < step.parts[r].tokens && r / c.replicas == other / c.replicas; ++t)
+        if (sends(step.parts[r], t) && other != r && step.parts[other].tokens > 0)
+          std::copy_n(step.parts[r].fits.begin() + t * c.top_k, c.top_k, step.parts[other].fits.begin() + t * c.top_k);
+}
+
+// Ranks in a row that hold the same tokens; those who live share them out.
+std::vector<std::uint32_t> group_of(const Config& c, const std::vector<bool>& alive, std::uint32_t rank) {
+  std::vector<std::uint32_t> group;
+  for (std::uint32_t r = 0; r < c.world; ++r)
+    if (alive[r] && r / c.replicas == rank / c.replicas) group.push_back(r);
+  return group;
 }
 
 }  // namespace
@@ -189,11 +203,20 @@ std::unique_ptr<Step> make_step(const Config& c, const std::vector<bool>& alive,
   for (std::uint32_t r = 0; r < c.world; ++r) {
     Part& part = step.parts[r];
     if (!alive[r]) continue;
+    const std::vector<std::uint32_t> group = group_of(c, alive, r);
+    const auto lane = static_cast<std::uint32_t>(std::find(group.begin(), group.end(), r) - group.begin());
+    if (lane > 0) {
+      part = step.parts[group[0]];
+      part.lane = lane;
+      continue;
+    }
+    part.lanes = static_cast<std::uint32_t>(group.size());
+    const std::uint32_t most = std::min(c.max_tokens, ceil_div(c.max_tokens, c.replicas) * part.lanes);
     if (step.same_plan) {
       part.tokens = before->parts[r].tokens;
       part.ids = before->parts[r].ids;
     } else {
-      part.tokens = nobody || random.chance(0.15) ? 0 : everybody ? c.max_tokens : random.between(0u, c.max_tokens);
+      part.tokens = nobody || random.chance(0.15) ? 0 : everybody ? most : random.between(0u, most);
       part.ids = draw_ids(c, part.tokens, routing, hot, random);
       for (std::int32_t& id : part.ids)
         if (id >= 0 && !alive[static_cast<std::uint32_t>(id) / experts_per_rank(c)])

@@ -17,6 +17,7 @@ inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8, Wire::FP8_UE8M0, Wire
 // One rank's part of a step.
 struct Part {
   std::uint32_t tokens = 0;
+  std::uint32_t lane = 0, lanes = 1;         // ranks that hold the same tokens: of t tokens this one sends t = lane mod lanes
   std::vector<std::int32_t> ids;             // [tokens, top_k]
   std::vector<float> weights, late_weights;  // [tokens, top_k]
   std::vector<float> tail;                   // [tokens, top_k]: what each choice's expert attaches to its row
@@ -27,6 +28,8 @@ struct Part {
   std::vector<char> before;                  // [tokens, hidden]: what y holds before, when the sum is added to it
   std::vector<std::uint8_t> fits;            // [tokens, top_k]: the choice goes somewhere, and that has room
 };
+
+inline bool sends(const Part& part, std::uint32_t token) { return token % part.lanes == part.lane; }
 
 struct Choice {
   std::uint32_t source = 0, token = 0, k = 0;

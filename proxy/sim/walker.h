@@ -39,6 +39,7 @@ class Walker {
   void check_tail() const;
   void check_combine() const;
   void poison_slots(Op op);
+  void poison_shares();
   [[noreturn]] void wrong(const std::string& what) const;
   std::size_t output_rows() const;
   const char* scale_at(std::uint64_t row, std::uint32_t i) const;

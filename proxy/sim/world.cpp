@@ -46,13 +46,13 @@ std::string World::describe() const {
   return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " +
          std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
          ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
-         std::to_string(c.in_flight) + ", " + std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) +
-         " generation(s)";
+         std::to_string(c.in_flight) + ", " + (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
+         std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) + " generation(s)";
 }
 
 // ---- the beginning -------------------------------------------------------------------------------------------------------------
 
-Config World::draw_config(std::uint32_t object) {
+Config World::draw_config(std::uint32_t object, Random& replicas) {
   const auto world = static_cast<std::uint32_t>(ranks_.size());
   const bool small = world <= 8, large = world > 24;
   Config c;
@@ -75,16 +75,21 @@ Config World::draw_config(std::uint32_t object) {
   const std::uint32_t most = world * c.max_tokens * c.top_k;
   c.max_rows = c.layout == LayoutKind::Compact ? world * c.max_tokens : most + experts_per_rank(c) * c.align;
   c.max_per_expert = most;
+  if (replicas_ > 1 && replicas.chance(0.8)) c.replicas = replicas_;
   if (random_.chance(0.06)) c.max_rows = c.max_per_expert = random_.between(1u, std::max(1u, most / 4));
   return c;
 }
 
 void World::build() {
   const double size = static_cast<double>(random_.below(1000)) / 1000;
-  const std::uint32_t world = size < 0.70    ? random_.between(2u, 6u)
+  // Drawn apart, so that the worlds without replicas stay as they were.
+  Random replicas(mix(seed_ + 2));
+  replicas_ = replicas.chance(0.75) ? 1 : replicas.chance(0.6) ? 2 : replicas.between(3u, 4u);
+  const std::uint32_t drawn = size < 0.70    ? random_.between(2u, 6u)
                               : size < 0.93  ? random_.between(7u, 16u)
                               : size < 0.985 ? random_.between(17u, 32u)
                                              : random_.between(33u, 64u);
+  const auto world = static_cast<std::uint32_t>(align_up(drawn, replicas_));
   ranks_ = std::vector<Rank>(world);
   alive_.assign(world, true);
   objects_ = world <= 16 && random_.chance(0.35) ? random_.between(2u, 3u) : 1;
@@ -101,8 +106,8 @@ void World::build() {
   // Nodes of random size; most worlds have remote peers.
   const bool one_node = random_.chance(0.04);
   std::uint32_t node = 0;
-  for (std::uint32_t r = 0, left = one_node ? world : random_.between(1u, std::max(1u, world / 2)); r < world; ++r, --left) {
-    if (left == 0) {
+  for (std::uint32_t r = 0, left = one_node ? world : random_.between(1u, std::max(1u, world / 2)); r < world; ++r, left -= left > 0) {
+    if (left == 0 && r % replicas_ == 0) {
       ++node;
       left = random_.between(1u, std::max(1u, world / 2));
     }
@@ -117,7 +122,7 @@ void World::build() {
   }
   scripts_.resize(objects_);
   for (std::uint32_t o = 0; o < objects_; ++o) {
-    const Config config = draw_config(o);
+    const Config config = draw_config(o, replicas);
     for (Rank& rank : ranks_) {
       Object& object = rank.objects[o];
       object.config = config;
@@ -697,6 +702,7 @@ void World::reset() {
       object.plan.reset();
       object.begun = object.closed = 0;
       object.exchange->reset(generation_, alive_);
+      totals_.count(Fault::ReplicaLost, object.exchange->replicas().size() + 1 < object.config.replicas);
       // Words are never cleared, so those of the old generation say that everything has arrived.
       const Heap& heap = object.exchange->heap();
       for (std::uint32_t set = 0; set < object.config.in_flight; ++set)

@@ -72,7 +72,7 @@ class World {
     std::vector<std::unique_ptr<std::function<void()>>> actions;
   };
 
-  Config draw_config(std::uint32_t object);
+  Config draw_config(std::uint32_t object, Random& replicas);
   void build();
   void connect();                              // fabrics and proxies of a generation
   void start(Rank& rank);
@@ -120,6 +120,7 @@ class World {
   std::vector<Rank> ranks_;
   std::vector<bool> alive_;
   bool long_ = false;                          // more steps than eight bits can tell apart
+  std::uint32_t replicas_ = 1;                 // of those AllToAlls that have any
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;

@@ -76,6 +76,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("top_k", &Config::top_k)
       .def_readwrite("hidden", &Config::hidden)
       .def_readwrite("max_tokens", &Config::max_tokens)
+      .def_readwrite("replicas", &Config::replicas)
       .def_readwrite("in_flight", &Config::in_flight)
       .def_readwrite("align", &Config::align)
       .def_readwrite("max_rows", &Config::max_rows)

@@ -1,5 +1,6 @@
 // combine_recv: waits for every peer's block, which also says that the peer has read this rank's dispatch; then adds each
-// token's partial sums, ranks ascending.
+// token's partial sums, ranks ascending. Replicas do so for the tokens that they sent, and give each other the rows.
+#include <algorithm>
 #include <cstring>
 
 #include "exchange.h"
@@ -11,34 +12,58 @@ class CombineRecv final : public PhaseRun {
  public:
   CombineRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const CombineOutput& output)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
-        released_(open.released), has_tail_(open.has_tail), out_(output), block_(combine_block(c_)) {}
+        own_(plan_.lane.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
+        block_(combine_block(c_)) {}
 
  private:
-  enum Stages { kBlocks, kTokens };
+  enum Stages { kBlocks, kTokens, kShares };
 
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     switch (stage) {
       case kBlocks: units.assign(e_.peers().size(), 1); return true;
       case kTokens:
-        if (!released_ && plan_.tokens > 0) units.push_back(e_.units_of(plan_.tokens, block_.row_bytes, &tokens_per_unit_));
+        if (!released_ && (own_ > 0 || !e_.replicas().empty()))
+          units.push_back(e_.units_of(own_, block_.row_bytes, &tokens_per_unit_));
+        return true;
+      case kShares:
+        if (released_) return true;
+        for (std::uint32_t replica : e_.replicas())   // a header to read, also where there are no rows
+          units.push_back(std::max(1u, e_.units_of(lane(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
         return true;
       default: return false;
     }
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    return stage == kTokens || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);
+    switch (stage) {
+      case kBlocks: return e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);
+      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);
+      default: return true;
+    }
   }
 
-  Waiting waiting(int, std::uint32_t group) const override {
+  Waiting waiting(int stage, std::uint32_t group) const override {
+    if (stage == kShares)
+      return e_.waiting_for(step_, Signal::Share, e_.replicas()[group], "the finished rows");
     return e_.waiting_for(step_, Signal::Combine, e_.peers()[group], "the combine block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    if (stage == kBlocks)
-      read_header(e_.peers()[group]);
-    else
-      add_tokens(unit);
+    switch (stage) {
+      case kBlocks: read_header(e_.peers()[group]); break;
+      case kTokens: add_tokens(unit); break;
+      default: read_share(e_.replicas()[group], unit);
+    }
+  }
+
+  void finished(int stage, std::uint32_t) override {
+    if (stage != kTokens) return;
+    const BlockHeader header = e_.header(step_, own_, share_flags());
+    for (std::uint32_t replica : e_.replicas()) {
+      std::memcpy(e_.share_at_peer(set_, replica), &header, sizeof header);
+      e_.raise_at_peer(step_, Signal::Share, replica);
+      e_.count_block(replica, own_, block_.bytes(own_), true);
+    }
   }
 
   void read_header(std::uint32_t peer) const {
@@ -62,17 +87,23 @@ class CombineRecv final : public PhaseRun {
   }
 
   void add_tokens(std::uint32_t unit) const {
-    const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
-    const std::size_t first_bytes = std::min<std::size_t>(kAhead, std::size_t{c_.hidden} * dtype_bytes(c_.dtype));
-    for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
-      if (t + 1 < plan_.tokens)
-        for (std::uint32_t i = plan_.token_begin[t + 1]; i < plan_.token_begin[t + 2]; ++i) ask_for(row_of(i), first_bytes);
+    const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
+    const auto first_bytes = std::min<std::size_t>(kAhead, row_bytes());
+    for (std::uint32_t own = unit * tokens_per_unit_; own < end; ++own) {
+      const std::uint32_t t = plan_.lane.token(own), next = plan_.lane.token(own + 1);
+      if (next < plan_.tokens)
+        for (std::uint32_t i = plan_.token_begin[next]; i < plan_.token_begin[next + 1]; ++i) ask_for(row_of(i), first_bytes);
       const void* rows[kMaxTopK];
       std::uint32_t n = 0;
       for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i) rows[n++] = row_of(i);
       char* y = out_.y + t * out_.stride;
       k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
       if (has_tail_ && out_.tail != nullptr) read_tail(t);
+      for (std::uint32_t replica : e_.replicas()) {
+        char* row = e_.share_at_peer(set_, replica) + block_.row_at(own);
+        k_.copy(row, y, row_bytes());
+        if (has_tail_ && out_.tail != nullptr) std::memcpy(row + block_.tail_at, tail_of(t), tail_bytes());
+      }
     }
   }
 
@@ -80,9 +111,36 @@ class CombineRecv final : public PhaseRun {
     return e_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
   }
 
+  void read_share(std::uint32_t replica, std::uint32_t unit) const {
+    const Lane theirs = lane(replica);
+    const std::uint32_t rows = theirs.tokens(plan_.tokens);
+    const char* block = e_.own_share(set_, replica);
+    if (unit == 0) check_share(replica, rows, block);
+    const std::uint32_t end = std::min(rows, (unit + 1) * tokens_per_unit_);
+    for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
+      const char* row = block + block_.row_at(i);
+      k_.copy(out_.y + theirs.token(i) * out_.stride, row, row_bytes());
+      if (has_tail_ && out_.tail != nullptr) std::memcpy(tail_of(theirs.token(i)), row + block_.tail_at, tail_bytes());
+    }
+  }
+
+  void check_share(std::uint32_t replica, std::uint32_t rows, const char* block) const {
+    BlockHeader header;
+    std::memcpy(&header, block, sizeof header);
+    e_.check_header(header, Phase::CombineRecv, step_, Op::Combine, replica);
+    if (header.rows != rows)
+      e_.protocol_error(Phase::CombineRecv, step_, replica,
+                        std::to_string(header.rows) + " finished rows, where its replicas wait for " + std::to_string(rows));
+    if (header.flags != share_flags())
+      e_.protocol_error(Phase::CombineRecv, step_, replica,
+                        out_.accumulate ? "a combine without accumulate=, which this rank passed"
+                                        : "a combine with accumulate=, which this rank did not pass");
+    e_.count_block(replica, rows, block_.bytes(rows), false);
+  }
+
   void read_tail(std::uint32_t token) const {
-    char* to = reinterpret_cast<char*>(out_.tail + std::size_t{token} * c_.top_k);
-    std::memset(to, 0, c_.top_k * sizeof(float));
+    char* to = tail_of(token);
+    std::memset(to, 0, tail_bytes());
     for (std::uint32_t i = plan_.token_begin[token]; i < plan_.token_begin[token + 1]; ++i) {
       const RowRef& from = plan_.token_rows[i];
       const char* tail = e_.own_slot(set_, Op::Combine, from.rank) + block_.row_at(from.row) + block_.tail_at;
@@ -94,11 +152,18 @@ class CombineRecv final : public PhaseRun {
     }
   }
 
+  Lane lane(std::uint32_t replica) const { return lane_of(c_, replica, &e_.alive()); }
+  std::uint32_t share_flags() const { return out_.accumulate ? kAccumulates : 0u; }
+  std::uint64_t row_bytes() const { return std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype); }
+  std::uint64_t tail_bytes() const { return c_.top_k * sizeof(float); }
+  char* tail_of(std::uint32_t token) const { return reinterpret_cast<char*>(out_.tail) + token * tail_bytes(); }
+
   Exchange& e_;
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
   const Plan& plan_;
+  const std::uint32_t own_;   // tokens that this rank sent, and finishes
   const bool released_, has_tail_;
   const CombineOutput out_;
   const BlockLayout block_;

@@ -11,7 +11,7 @@ class DispatchSend final : public PhaseRun {
  public:
   DispatchSend(Exchange& exchange, std::uint32_t step, const Exchange::Open& open)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
-        plan_(*open.input.plan), own_rows_in_x_(open.own_rows_in_x), block_(dispatch_block(c_)),
+        plan_(*open.input.plan), own_(plan_.lane.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x), block_(dispatch_block(c_)),
         quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
 
  private:
@@ -25,8 +25,8 @@ class DispatchSend final : public PhaseRun {
           write_header(peer, e_.slot_at_peer(set_, Op::Dispatch, peer));
           e_.raise_at_peer(step_, Signal::Header, peer);
         }
-        if (quantises_ && plan_.tokens > 0)
-          units.push_back(e_.units_of(plan_.tokens, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
+        if (quantises_ && own_ > 0)
+          units.push_back(e_.units_of(own_, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
         return true;
       case kRows: {
         std::uint64_t packed = 0;   // remote blocks lie back to back
@@ -70,14 +70,17 @@ class DispatchSend final : public PhaseRun {
   }
 
   void write_header(std::uint32_t peer, char* block) const {
-    const BlockHeader header = e_.header(step_, plan_.rows(peer));
+    BlockHeader header = e_.header(step_, plan_.rows(peer));
+    header.tokens = plan_.tokens;
+    header.ids_digest = plan_.ids_digest;
     std::memcpy(block, &header, sizeof header);
     std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));
   }
 
   void quantise(std::uint32_t unit) const {
-    const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
-    for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
+    const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
+    for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
+      const std::uint32_t t = plan_.lane.token(i);
       char* row = e_.staging(set_) + std::uint64_t{t} * block_.route_at;
       k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
                   row + block_.scales_at);
@@ -132,6 +135,7 @@ class DispatchSend final : public PhaseRun {
   const std::uint32_t step_, set_;
   const DispatchInput& in_;
   const Plan& plan_;
+  const std::uint32_t own_;   // tokens that this rank sends
   const bool own_rows_in_x_;
   const BlockLayout block_;
   const bool quantises_;
@@ -158,6 +162,9 @@ void check_scales(const Config& c, const DispatchInput& input) {
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& input, std::uint32_t* step) {
   if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
+  if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
+    throw Misuse("dispatch: " + std::to_string(input.plan->tokens) + " tokens are more than the " + std::to_string(input.plan->lane.of) +
+                 " replicas of this group that are left can send, " + std::to_string(max_rows_of_block(config_)) + " each");
   if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
   if (input.scales != nullptr && config_.wire == Wire::FP8_UE8M0) check_scales(config_, input);
   std::lock_guard<std::mutex> lock(mutex_);

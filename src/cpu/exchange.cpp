@@ -34,6 +34,8 @@ Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double
       staging_(config.in_flight), mailed_(std::size_t{config.in_flight} * kOps * config.world, 0),
       left_at_(config.world) {
   if (const char* what = invalid(config)) throw Misuse(what);
+  for (std::uint32_t r = first_replica(config_, config_.rank), i = 0; i < config_.replicas; ++i)
+    if (!mapped(r + i)) throw Misuse("replicas must share a node, and " + rank_text(r + i) + " is behind the proxy");
   if (quantised(config_.wire)) {
     const std::size_t row = dispatch_block(config_).route_at;
     for (std::vector<char>& staging : staging_) staging.resize(row * config_.max_tokens);
@@ -48,6 +50,9 @@ void Exchange::rebuild_order() {
     const std::uint32_t peer = (config_.rank + i) % config_.world;
     if (alive_[peer]) order_.push_back(peer);
   }
+  replicas_.clear();
+  for (std::uint32_t peer : order_)
+    if (peer != config_.rank && first_replica(config_, peer) == first_replica(config_, config_.rank)) replicas_.push_back(peer);
 }
 
 // ---- what the phases use ---------------------------------------------------------------------------------------------
@@ -120,9 +125,19 @@ void Exchange::check_header(const BlockHeader& h, Phase phase, std::uint32_t ste
   if (h.generation != generation_) differs("generation", h.generation, generation_);
   if (h.source != peer) differs("source", h.source, peer);
   if (h.pieces != 1) differs("pieces", h.pieces, 1);
-  if (h.rows > config_.max_tokens)
+  if (h.rows > max_rows_of_block(config_))
     protocol_error(phase, step, peer, std::to_string(h.rows) + " rows, more than max_tokens_per_rank=" +
-                                          std::to_string(config_.max_tokens));
+                                          std::to_string(config_.max_tokens) +
+                                          (config_.replicas > 1 ? " on " + std::to_string(config_.replicas) + " replicas" : ""));
+}
+
+void Exchange::check_replica(const BlockHeader& h, const Plan& plan, std::uint32_t step, std::uint32_t peer) const {
+  if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;
+  const std::string what = h.tokens == plan.tokens ? rank_text(peer) + " and " + rank_text(config_.rank) + " passed different topk_ids"
+                                                   : rank_text(peer) + " passed " + std::to_string(h.tokens) + " tokens and " +
+                                                         rank_text(config_.rank) + " passed " + std::to_string(plan.tokens);
+  throw PeerFailure(what + " to the dispatch of step " + std::to_string(step) + ": replicas must pass the same tokens",
+                    AbortReason::Protocol, peer, Phase::DispatchRecv, step);
 }
 
 void Exchange::note_overflow(std::uint32_t peer) const {

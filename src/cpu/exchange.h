@@ -152,6 +152,12 @@ class Exchange {
   char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const {
     return memory_.peers[peer] + heap_.slot_at(config_, set, op, config_.rank);
   }
+  char* own_share(std::uint32_t set, std::uint32_t replica) const {
+    return memory_.own + heap_.share_at(config_, set, replica);
+  }
+  char* share_at_peer(std::uint32_t set, std::uint32_t replica) const {
+    return memory_.peers[replica] + heap_.share_at(config_, set, config_.rank);
+  }
   char* send_area(std::uint32_t set, Op op) const { return memory_.own + heap_.send_at(set, op); }
   std::uint64_t arrival(std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return load_acquire(own_word(heap_.arrival_at(config_, set, signal, peer)));
@@ -174,10 +180,14 @@ class Exchange {
   BlockHeader header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags = 0) const;
   // Peers in the order in which all ranks visit them: rank + 1 first, oneself last. Only the living.
   const std::vector<std::uint32_t>& peers() const { return order_; }
+  // The living ranks that hold the same tokens, oneself left out.
+  const std::vector<std::uint32_t>& replicas() const { return replicas_; }
   // Throws unless the header is what this step's block of that peer must have.
   void check_header(const BlockHeader& header, Phase phase, std::uint32_t step, Op op, std::uint32_t peer) const;
   [[noreturn]] void protocol_error(Phase phase, std::uint32_t step, std::uint32_t peer, const std::string& what) const;
   void note_overflow(std::uint32_t peer) const;
+  // A replica whose dispatch header tells of other tokens than this rank has.
+  void check_replica(const BlockHeader& header, const Plan& plan, std::uint32_t step, std::uint32_t peer) const;
   void count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent);
   std::uint32_t units_of(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t* rows_per_unit) const;
   char* staging(std::uint32_t set) { return staging_[set].data(); }
@@ -224,7 +234,7 @@ class Exchange {
   std::uint32_t generation_ = 1;
   std::uint32_t next_step_;
   std::vector<bool> alive_;
-  std::vector<std::uint32_t> order_;
+  std::vector<std::uint32_t> order_, replicas_;
   std::vector<Open> open_;
   std::vector<std::vector<char>> staging_;
   std::vector<std::uint64_t> mailed_;         // the arrival_word that `sent` must reach, by word_index

@@ -5,6 +5,7 @@
 // Dispatch row: payload | scales | route | arrival word.   Combine row: payload | tail | an arrival word per part.
 // A tail is one float per choice of the token, in k order; only those of choices that live on the sender mean anything.
 // Weights row: one float per choice of that dispatch row. Every part starts at a multiple of 16 bytes.
+// Share row, from a replica to the others: like a combine row, but of the output; its tail is the token's.
 #pragma once
 
 #include "route.h"
@@ -24,6 +25,7 @@ enum BlockFlags : std::uint32_t {
   kUsesWeights = 2,    // combine: this rank passed weights=
   kOverflowed = 4,     // combine: this rank's output buffer was too small, its missing rows came back as zero
   kHasTail = 8,        // combine: this rank passed tail=
+  kAccumulates = 16,   // share: this rank passed accumulate=True
 };
 
 struct BlockHeader {
@@ -33,7 +35,9 @@ struct BlockHeader {
   std::uint32_t flags = 0;
   std::uint32_t source = 0;
   std::uint32_t pieces = 1;        // room for steps larger than a slot
-  std::uint32_t reserved[10] = {};
+  std::uint64_t ids_digest = 0;    // dispatch: of what replicas must have in common, with tokens
+  std::uint32_t tokens = 0;
+  std::uint32_t reserved[7] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

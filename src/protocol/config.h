@@ -25,6 +25,7 @@ struct Config {
   std::uint32_t top_k = 1;
   std::uint32_t hidden = 16;           // elements
   std::uint32_t max_tokens = 1;        // per rank and step
+  std::uint32_t replicas = 1;          // ranks in a row that hold the same tokens
   std::uint32_t in_flight = 1;         // a power of two, so that the set of a step survives the wrap of step numbers
   std::uint32_t align = 1;             // Ragged: every expert's segment starts at a multiple of it
   std::uint32_t max_rows = 0;          // Ragged, Compact: rows of the output
@@ -41,6 +42,9 @@ struct Config {
 
 constexpr std::uint32_t ceil_div(std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; }
 constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
+
+// Of one block: replicas send a part of their tokens each.
+constexpr std::uint32_t max_rows_of_block(const Config& c) { return ceil_div(c.max_tokens, c.replicas); }
 
 constexpr std::uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }
 
@@ -66,6 +70,7 @@ constexpr const char* invalid(const Config& c) {
     return "hidden must be a multiple of 16 bytes";
   if (c.max_tokens < 1 || std::uint64_t{c.max_tokens} * c.top_k > kMaxChoices)
     return "max_tokens_per_rank * top_k must be 1 to 1048576";
+  if (c.replicas < 1 || c.world % c.replicas != 0) return "replicas must divide the world size";
   if (c.in_flight < 1 || c.in_flight > kMaxInFlight || (c.in_flight & (c.in_flight - 1)) != 0)
     return "in_flight must be 1, 2, 4 or 8";
   if (c.align < 1) return "align must be at least 1";

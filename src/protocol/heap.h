@@ -1,7 +1,7 @@
 // Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] ||
+//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] | share[set][replica] ||
 //   mailbox | outgoing | sent | send areas
 #pragma once
 
@@ -14,6 +14,8 @@ struct Heap {
   std::uint64_t counts = 0;             // u64 [in_flight][world][1 + experts_per_rank]: rows, choices by local expert
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
+  std::uint64_t share = 0;              // blocks [in_flight][replicas]; none without replicas
+  std::uint64_t share_bytes = 0;        // of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
@@ -35,6 +37,9 @@ struct Heap {
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
   }
+  constexpr std::uint64_t share_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
+    return share + share_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
+  }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;
   }
@@ -53,8 +58,13 @@ constexpr Heap heap_of(const Config& c) {
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * (1 + experts_per_rank(c)), page);
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
-    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(c.max_tokens), 64);
+    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);
     at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
+  }
+  if (c.replicas > 1) {
+    h.share = at;
+    h.share_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), 64);
+    at = align_up(at + h.share_bytes * c.in_flight * c.replicas, page);
   }
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
   h.mailbox = at;
@@ -63,8 +73,9 @@ constexpr Heap heap_of(const Config& c) {
   at = align_up(h.sent + words, page);
   // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
   // return every row of every remote peer.
-  const std::uint64_t rows_out = std::uint64_t{c.max_tokens} * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
-  const std::uint64_t rows[kOps] = {rows_out, std::uint64_t{c.max_tokens} * c.remote_peers, rows_out};
+  const std::uint64_t most = max_rows_of_block(c);
+  const std::uint64_t rows_out = most * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
+  const std::uint64_t rows[kOps] = {rows_out, most * c.remote_peers, rows_out};
   for (std::uint32_t op = 0; op < kOps; ++op) {
     const BlockLayout block = block_layout(c, Op(op));
     h.send[op] = at;

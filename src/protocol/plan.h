@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "config.h"
+#include "replicas.h"
 
 namespace pplx {
 
@@ -19,6 +19,8 @@ struct Plan {
 
   std::uint32_t tokens = 0;
   std::uint32_t top_k = 0;
+  Lane lane;                                  // which of the tokens this rank sends; the others' choices are dropped
+  std::uint64_t ids_digest = 0;               // of all tokens' ids; without replicas 0
   std::vector<std::int32_t> ids;              // [tokens * top_k], kDropped where the choice goes nowhere
   std::vector<std::uint32_t> index;           // [tokens * top_k]: of this choice among those that go to its expert
   std::vector<std::uint32_t> counts;          // [num_experts]
@@ -31,7 +33,7 @@ struct Plan {
 };
 
 // `ids` is [tokens, top_k], contiguous. A negative id drops the choice, an id twice is two choices, and choices of ranks
-// that `alive` (null: all) names dead are dropped. Ids must be below num_experts.
+// that `alive` (null: all) names dead are dropped. Ids must be below num_experts. A replica plans what it sends itself.
 template <typename Id>
 Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>* alive = nullptr) {
   const std::size_t choices = std::size_t{tokens} * c.top_k;
@@ -39,6 +41,7 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
   Plan plan;
   plan.tokens = tokens;
   plan.top_k = c.top_k;
+  plan.lane = lane_of(c, c.rank, alive);
   plan.ids.resize(choices);
   plan.index.resize(choices);
   plan.counts.assign(c.num_experts, 0);
@@ -55,7 +58,7 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
       const std::size_t at = std::size_t{t} * c.top_k + k;
       const std::int64_t id = ids[at];
       const std::uint32_t rank = id < 0 ? 0 : static_cast<std::uint32_t>(id) / per_rank;
-      if (id < 0 || (alive != nullptr && !(*alive)[rank])) {
+      if (id < 0 || !plan.lane.has(t) || (alive != nullptr && !(*alive)[rank])) {
         plan.ids[at] = Plan::kDropped;
         plan.index[at] = 0;
         continue;
@@ -73,6 +76,11 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
     plan.token_begin[t + 1] = static_cast<std::uint32_t>(plan.token_rows.size());
   }
   for (std::uint32_t r = 0; r < c.world; ++r) plan.rows_begin[r + 1] = plan.rows_begin[r] + rows[r];
+  if (c.replicas > 1) {
+    IdsDigest digest;
+    for (std::size_t i = 0; i < choices; ++i) digest.add(ids[i]);
+    plan.ids_digest = digest.value();
+  }
   plan.row_token.resize(plan.token_rows.size());
   for (std::uint32_t t = 0; t < tokens; ++t)
     for (std::uint32_t i = plan.token_begin[t]; i < plan.token_begin[t + 1]; ++i)

@@ -26,8 +26,8 @@ constexpr bool is_count(std::uint64_t word, std::uint32_t generation, std::uint3
 }
 
 // Which arrival words a rank has, each per set and per peer. A header's word may be raised before its block's.
-enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights };
-inline constexpr std::uint32_t kSignals = 4;
+enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights, Share };
+inline constexpr std::uint32_t kSignals = 5;
 constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }

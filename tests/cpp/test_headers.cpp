@@ -15,6 +15,7 @@ using namespace pplx::cpu;
 namespace {
 
 constexpr std::uint32_t kTokens = 3;
+const std::vector<std::int32_t> kIds{0, 1, 0, 1, 0, 1};   // every token to both
 
 struct Rank {
   std::unique_ptr<std::uint64_t[]> heap;
@@ -27,22 +28,22 @@ struct Rank {
 };
 
 struct Pair {
-  Pair() : ranks(2) {
+  explicit Pair(std::uint32_t replicas = 1) : ranks(2) {
     Config c;
     c.world = 2;
     c.num_experts = c.top_k = 2;
     c.hidden = 4;
     c.max_tokens = 8;
+    c.replicas = replicas;
     c.dtype = Dtype::Float32;
     c.max_rows = 2 * c.max_tokens * c.top_k;
     for (Rank& r : ranks) r.heap = std::make_unique<std::uint64_t[]>(heap_of(c).bytes / 8 + 8);
     for (c.rank = 0; c.rank < 2; ++c.rank) {
       Rank& r = ranks[c.rank];
       r.exchange = std::make_unique<Exchange>(c, Exchange::Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0);
-      const std::vector<std::int32_t> ids{0, 1, 0, 1, 0, 1};   // every token to both
       r.x.assign(kTokens * c.hidden, 1.0f);
       r.weights.assign(kTokens * c.top_k, 0.5f);
-      r.in.plan = std::make_shared<const Plan>(make_plan(c, ids.data(), kTokens));
+      route(c.rank, kIds);
       r.in.x = {reinterpret_cast<const char*>(r.x.data()), c.hidden * 4};
       r.out.resize(c.max_rows * c.hidden);
       r.out_weights.resize(c.max_rows);
@@ -53,6 +54,10 @@ struct Pair {
     }
   }
 
+  void route(std::uint32_t rank, const std::vector<std::int32_t>& ids) {
+    const Config& c = ranks[rank].exchange->config();
+    ranks[rank].in.plan = std::make_shared<const Plan>(make_plan(c, ids.data(), static_cast<std::uint32_t>(ids.size()) / c.top_k));
+  }
   void send(std::uint32_t rank) { step = ranks[rank].exchange->dispatch_send(ranks[rank].in, {}); }
   DispatchOutput output(Rank& r) {
     DispatchOutput o;
@@ -78,6 +83,7 @@ struct Pair {
   }
 
   // In rank 0's memory, what rank 1 has put there.
+  BlockHeader& share() { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().share_at(config(), 0, 1)); }
   BlockHeader& header(Op op) { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().slot_at(config(), 0, op, 1)); }
   std::uint64_t& word(Signal signal) {
     return *reinterpret_cast<std::uint64_t*>(ranks[0].memory() + heap().arrival_at(config(), 0, signal, 1));
@@ -168,6 +174,58 @@ void too_many_rows() {
   must_refuse([&] { p.receive(0); }, "more than max_tokens_per_rank");
 }
 
+// Replicas that pass different tokens are told so by name.
+void other_tokens() {
+  for (const std::vector<std::int32_t>& ids : {std::vector<std::int32_t>{0, 1, 0, 1, 0, -1}, {0, 1, 0, 1}, {}}) {
+    Pair p(2);
+    p.route(1, ids);
+    p.send(0);
+    p.send(1);
+    must_refuse([&] { p.receive(0); }, ids.size() == kIds.size() ? "different topk_ids" : "rank 0 passed 3");
+  }
+}
+
+// Up to where rank 0 waits for what rank 1 finished, and rank 1 for nothing.
+std::unique_ptr<PhaseRun> until_share(Pair& p) {
+  p.send(0);
+  p.send(1);
+  for (std::uint32_t rank : {0u, 1u}) p.receive(rank);
+  for (std::uint32_t rank : {0u, 1u}) p.send_back(rank);
+  const auto output = [&](std::uint32_t rank) {
+    return CombineOutput{reinterpret_cast<char*>(p.ranks[rank].x.data()), p.config().hidden * 4, false};
+  };
+  auto phase = p.ranks[0].exchange->start_combine_recv(p.step, output(0));
+  CHECK(!phase->poll());
+  const Waiting w = phase->waiting();
+  CHECK(w.peer == 1 && w.signal == Signal::Share && w.seen == 0);
+  CHECK(p.ranks[1].exchange->start_combine_recv(p.step, output(1))->poll());   // rank 0's rows were there
+  return phase;
+}
+
+void shares() {
+  {
+    Pair p(2);
+    const std::unique_ptr<PhaseRun> phase = until_share(p);
+    const std::uint64_t word = p.word(Signal::Share);
+    for (const std::uint64_t other : {std::uint64_t{0}, arrival_word(1, p.step - 1), arrival_word(2, p.step)}) {
+      p.word(Signal::Share) = other;
+      CHECK(!phase->poll());
+    }
+    p.word(Signal::Share) = word;
+    CHECK(phase->poll());
+  }
+  for (const Damage& damage : kDamages) {
+    Pair p(2);
+    const std::unique_ptr<PhaseRun> phase = until_share(p);
+    damage.change(p.share());
+    must_refuse([&] { phase->poll(); }, damage.word);
+  }
+  Pair p(2);
+  const std::unique_ptr<PhaseRun> phase = until_share(p);
+  p.share().flags ^= kAccumulates;
+  must_refuse([&] { phase->poll(); }, "accumulate=");
+}
+
 // A word that has not come is waited for, whatever else is there.
 void words() {
   Pair p;
@@ -211,4 +269,6 @@ int main() {
   headers();
   too_many_rows();
   words();
+  other_tokens();
+  shares();
 }

@@ -128,6 +128,70 @@ void check_plan(const Config& c, check::Random& random) {
   CHECK(packed <= heap.send_bytes[1]);
 }
 
+// Each token is sent by one living replica, in its turn; what each plans is what a lone rank plans that has only those tokens.
+void check_replicas(check::Random& random) {
+  Config c = random_config(random);
+  c.replicas = static_cast<std::uint32_t>(random.integer(2, 5));
+  c.world = c.replicas * static_cast<std::uint32_t>(random.integer(1, 4));
+  CHECK(invalid(c) == nullptr);
+  const auto group = c.replicas * static_cast<std::uint32_t>(random.integer(0, c.world / c.replicas - 1));
+  std::vector<bool> alive(c.world, true);
+  const bool deaths = random.chance(0.4);
+  if (deaths)
+    for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = !random.chance(0.3);
+  std::vector<std::uint32_t> members;
+  for (std::uint32_t r = group; r < group + c.replicas; ++r)
+    if (alive[r]) members.push_back(r);
+  if (members.empty()) return;
+  const auto tokens = static_cast<std::uint32_t>(random.integer(0, c.max_tokens));
+  std::vector<std::int32_t> ids;
+  for (std::uint32_t i = 0; i < tokens * c.top_k; ++i)
+    ids.push_back(static_cast<std::int32_t>(random.chance(0.1) ? -random.integer(1, 9) : random.integer(0, c.num_experts - 1)));
+
+  std::vector<std::uint32_t> senders(tokens, 0);
+  std::uint64_t digest = 0;
+  for (std::size_t m = 0; m < members.size(); ++m) {
+    c.rank = members[m];
+    const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr);
+    CHECK_EQ(plan.lane.of, members.size());
+    CHECK_EQ(plan.lane.number, m);
+    if (m > 0) CHECK_EQ(plan.ids_digest, digest);
+    digest = plan.ids_digest;
+    std::vector<std::int32_t> own;
+    std::vector<std::uint32_t> own_tokens;
+    for (std::uint32_t t = 0; t < tokens; ++t) {
+      const bool mine = t % members.size() == m;
+      CHECK_EQ(plan.lane.has(t), mine);
+      if (!mine) {
+        CHECK_EQ(plan.token_begin[t], plan.token_begin[t + 1]);
+        continue;
+      }
+      ++senders[t];
+      CHECK_EQ(plan.lane.token(static_cast<std::uint32_t>(own_tokens.size())), t);
+      own_tokens.push_back(t);
+      own.insert(own.end(), ids.begin() + t * c.top_k, ids.begin() + (t + 1) * c.top_k);
+    }
+    CHECK_EQ(plan.lane.tokens(tokens), own_tokens.size());
+    if (members.size() == c.replicas) CHECK(own_tokens.size() <= max_rows_of_block(c));
+    Config lone = c;
+    lone.replicas = 1;
+    const Plan same = make_plan(lone, own.data(), static_cast<std::uint32_t>(own_tokens.size()), deaths ? &alive : nullptr);
+    CHECK(same.counts == plan.counts && same.rows_begin == plan.rows_begin);
+    for (std::size_t i = 0; i < same.row_token.size(); ++i) CHECK_EQ(plan.row_token[i], own_tokens[same.row_token[i]]);
+    for (std::size_t i = 0; i < own.size(); ++i) {
+      const std::size_t at = own_tokens[i / c.top_k] * c.top_k + i % c.top_k;
+      CHECK(plan.ids[at] == same.ids[i] && plan.index[at] == same.index[i]);
+    }
+  }
+  for (std::uint32_t n : senders) CHECK_EQ(n, 1u);
+  // Another id anywhere is another digest; what kind of negative it is does not matter.
+  if (ids.empty()) return;
+  std::int32_t& changed = ids[random.bits() % ids.size()];
+  const bool was_dropped = changed < 0;
+  changed = was_dropped ? -77 : changed - 1;
+  CHECK_EQ(make_plan(c, ids.data(), tokens).ids_digest == digest, was_dropped);
+}
+
 // An id may be repeated, so one source can send one expert every choice of every token: the route must carry the last one's
 // number, or such a step must be refused.
 void check_largest_step() {
@@ -162,5 +226,6 @@ int main() {
     else
       check_plan<std::int64_t>(c, random);
   }
+  for (int i = 0; i < 2000; ++i) check_replicas(random);
   check_largest_step();
 }

@@ -167,12 +167,20 @@ void check_heap(const Config& c) {
       for (std::uint32_t op = 0; op < kOps; ++op) {
         const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
         CHECK_EQ(at % 64, 0u);
-        spans.push_back({at, at + block_layout(c, Op(op)).bytes(c.max_tokens), "slot"});
+        spans.push_back({at, at + block_layout(c, Op(op)).bytes(c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0)), "slot"});
         for (std::uint64_t words : {h.mailbox, h.outgoing, h.sent}) {
           const std::uint64_t word = words + 8 * h.word_index(c, set, Op(op), peer);
           spans.push_back({word, word + 8, "word"});
         }
       }
+    }
+  const std::uint32_t finished = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);   // by one replica
+  for (std::uint32_t set = 0; set < c.in_flight && c.replicas > 1; ++set)
+    for (std::uint32_t rank = 0; rank < c.replicas; ++rank) {
+      const std::uint64_t at = h.share_at(c, set, rank);
+      CHECK_EQ(at % 64, 0u);
+      spans.push_back({at, at + combine_block(c).bytes(finished), "share"});
+      CHECK_EQ(at, h.share_at(c, set, c.world - c.replicas + rank));   // the same in every group
     }
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op) {
@@ -211,6 +219,8 @@ void check_validation() {
   says([](Config& c) { c.max_tokens = 0; }, "max_tokens");
   says([](Config& c) { c.max_tokens = kMaxChoices + 1; }, "max_tokens");
   says([](Config& c) { c.in_flight = 3; }, "in_flight");
+  says([](Config& c) { c.replicas = 0; }, "replicas");
+  says([](Config& c) { c.world = 6, c.replicas = 4; }, "replicas");
   says([](Config& c) { c.in_flight = 0; }, "in_flight");
   says([](Config& c) { c.align = 0; }, "align");
   says([](Config& c) { c.object = 8; }, "8");
@@ -228,7 +238,8 @@ int main() {
   check_validation();
   for (int i = 0; i < 2000; ++i) {
     Config c;
-    c.world = static_cast<std::uint32_t>(random.integer(1, 9));
+    c.replicas = random.chance(0.7) ? 1 : static_cast<std::uint32_t>(random.integer(2, 4));
+    c.world = c.replicas * static_cast<std::uint32_t>(random.integer(1, 9));
     c.num_experts = static_cast<std::uint32_t>(random.integer(1, 300));
     c.top_k = static_cast<std::uint32_t>(random.integer(1, kMaxTopK));
     c.hidden = static_cast<std::uint32_t>(random.integer(1, 60)) * 8;

@@ -310,6 +310,57 @@ MUTANTS = [
         "a peer that lost rows gives sums that lack them",
         catch="test_headers",
     ),
+    # ---- replicas
+    Mutant(
+        "every replica sends every token",
+        "src/protocol/plan.h",
+        "      if (id < 0 || !plan.lane.has(t) || (alive != nullptr && !(*alive)[rank])) {",
+        "      if (id < 0 || (alive != nullptr && !(*alive)[rank])) {",
+        "experts get each token as often as there are replicas, and slots overflow",
+    ),
+    Mutant(
+        "a dead replica's tokens are nobody's",
+        "src/protocol/replicas.h",
+        "    if (alive != nullptr && !(*alive)[r] && r != rank) continue;\n",
+        "",
+        "after a reset a part of the tokens gets no expert's output",
+    ),
+    Mutant(
+        "a finished row is not waited for",
+        COMBINE_RECV,
+        "      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
+        "      case kShares: return group > 0 || e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
+        "replicas return rows of an earlier step",
+    ),
+    Mutant(
+        "shares of all steps in flight lie in one place",
+        "src/protocol/heap.h",
+        "    return share + share_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);\n",
+        "    return share + share_bytes * (std::uint64_t{0 * set} * c.replicas + rank % c.replicas);\n",
+        "with several steps in flight a replica that is ahead overwrites what another has not read",
+    ),
+    Mutant(
+        "finished rows without their tail",
+        COMBINE_RECV,
+        "        if (has_tail_ && out_.tail != nullptr) std::memcpy(row + block_.tail_at, tail_of(t), tail_bytes());\n",
+        "",
+        "the gradients of the router's weights are those of an earlier step, or none",
+    ),
+    Mutant(
+        "a replica without tokens is silent",
+        COMBINE_RECV,
+        "        if (!released_ && (own_ > 0 || !e_.replicas().empty()))\n",
+        "        if (!released_ && own_ > 0)\n",
+        "fewer tokens than replicas: the others wait for ever for one that has nothing to finish",
+    ),
+    Mutant(
+        "other tokens on a replica are not noticed",
+        EXCHANGE,
+        "  if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;\n",
+        "  if (h.tokens == plan.tokens) return;\n",
+        "lanes that were routed apart give outputs that are nobody's, without a word",
+        catch="test_headers",
+    ),
     # ---- memory order
     Mutant(
         "release is made relaxed",

@@ -1,0 +1,46 @@
+// Replicas: ranks in a row that hold the same tokens, as the lanes of tensor parallelism do. Of the t tokens of a step each sends
+// those of its own lane, t = lane mod lanes, and adds up what comes back for them; the rows of the output that it finished so it
+// stores into the others' share[set][lane]. Replicas share a node.
+#pragma once
+
+#include <vector>
+
+#include "config.h"
+
+namespace pplx {
+
+struct Lane {
+  std::uint32_t number = 0, of = 1;
+
+  constexpr bool has(std::uint32_t token) const { return token % of == number; }
+  constexpr std::uint32_t tokens(std::uint32_t all) const { return (all + of - 1 - number) / of; }
+  constexpr std::uint32_t token(std::uint32_t i) const { return number + i * of; }
+};
+
+constexpr std::uint32_t first_replica(const Config& c, std::uint32_t rank) { return rank / c.replicas * c.replicas; }
+
+// The living members of a rank's group deal the tokens out between them. `alive` null: all are.
+inline Lane lane_of(const Config& c, std::uint32_t rank, const std::vector<bool>* alive = nullptr) {
+  Lane lane{0, 0};
+  for (std::uint32_t r = first_replica(c, rank); r < first_replica(c, rank) + c.replicas; ++r) {
+    if (alive != nullptr && !(*alive)[r] && r != rank) continue;
+    if (r < rank) ++lane.number;
+    ++lane.of;
+  }
+  return lane;
+}
+
+// What replicas compare, so that one that passes other expert ids is found out. Any negative id is the same.
+class IdsDigest {
+ public:
+  void add(std::int64_t id) {
+    state_ ^= static_cast<std::uint64_t>(id < 0 ? -1 : id);
+    state_ = (state_ ^ state_ >> 29) * 0xbf58476d1ce4e5b9ull;
+  }
+  std::uint64_t value() const { return state_ ^ state_ >> 32; }
+
+ private:
+  std::uint64_t state_ = 0x9e3779b97f4a7c15ull;
+};
+
+}  // namespace pplx
