@@ -18,6 +18,7 @@ from rank_cases import (
     Failed,
     Good,
     Starved,
+    Step,
     attach_tails,
     check_dispatched,
     end_of,
@@ -305,13 +306,55 @@ def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
     return result
 
 
+def replicas_apart(me: Any, case: Case, kind: str) -> dict[str, Any]:
+    """The last rank passes something else than its replica."""
+    a2a = open_all_to_all(me, case, timeout=3.0)
+    good = Good(me, case, a2a)
+    good.step()
+    me.comm.barrier()
+    other = me.rank == me.world_size - 1
+    mine = good.runner.steps[good.n].tokens[me.rank]
+    ids, x = mine.ids.clone(), mine.x
+    if other and kind == "ids":
+        ids[-1, -1] = (ids[-1, -1] + 1) % case.num_experts
+    if other and kind == "tokens":
+        ids, x = ids[1:], x[1:]
+
+    def act() -> None:
+        d = a2a.dispatch(x, ids)
+        out = torch.zeros(ids.shape[0], case.hidden, dtype=DTYPES[case.dtype])
+        a2a.combine(torch.zeros_like(d.x), d, out=out, accumulate=other and kind == "accumulate")
+        a2a.dispatch(x, ids)  # whoever saw nothing yet does now
+
+    result = raised(act)
+    result["closing"] = end_of(me, a2a, True)
+    return result
+
+
 class Survivor:
     """Steps of the living, compared with a reference in which the dead have no tokens and their experts answer nothing."""
 
     def __init__(self, me: Any, case: Case, a2a: pc.AllToAll, alive: list[bool]) -> None:
-        self.me, self.case, self.a2a, self.alive = me, case, a2a, alive
+        self.me, self.a2a, self.alive = me, a2a, alive
+        self.case = replace(case, dead=tuple(rank for rank, lives in enumerate(alive) if not lives))
         self.steps = make_steps(replace(case, steps=12))
         self.n = 0
+        for step in self.steps:
+            self._fit(step)
+
+    def _fit(self, step: Step) -> None:
+        """Replicas that lost some of them send fewer tokens: a block holds a lane's, and no more."""
+        replicas = self.case.replicas
+        for rank, t in enumerate(step.tokens):
+            first = rank - rank % replicas
+            most = -(-self.case.max_tokens // replicas) * sum(self.alive[first : first + replicas])
+            if t.ids.shape[0] > most:
+                if rank == self.me.rank and replicas > 1:
+                    mistake(lambda t=t: self.a2a.dispatch(t.x, t.ids, t.weights, x_scale=t.x_scale), "replicas .* that are left")
+                scale = None if t.x_scale is None else t.x_scale[:most]
+                step.tokens[rank] = Tokens(t.x[:most], t.ids[:most], None if t.weights is None else t.weights[:most], scale)
+            if step.tails is not None:
+                step.tails[rank] = step.tails[rank][:most]
 
     def send(self) -> pc.Dispatched:
         given = self.steps[self.n].tokens[self.me.rank]

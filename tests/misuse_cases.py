@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import reference
 import torch
-from rank_cases import DTYPES, Case, Good, check_dispatched, environment, mistake, must, open_all_to_all, raised
+from rank_cases import DTYPES, Case, Good, check_dispatched, environment, exchange, mistake, must, open_all_to_all, raised
 from reference import same_bits
 
 import pplx_comm as pc
@@ -285,3 +286,20 @@ def other_version(me: Any, who: int) -> dict[str, Any]:
         return raised(lambda: open_all_to_all(me, Case(1, me.world_size)))
     finally:
         _setup.__version__ = before
+
+
+def bad_replicas(me: Any) -> None:
+    """What cannot work is refused on all ranks, and what follows works. Four ranks."""
+
+    def refused(pattern: str, **changes: Any) -> None:
+        r = raised(lambda: open_all_to_all(me, Case(1, 4), **changes))
+        must(bool(r.get("is_error")) and re.search(pattern, r["message"]) is not None, f"for {pattern!r}:", r["type"], r["message"])
+
+    refused("replicas=3 must divide the world size, 4", replicas=3)
+    refused("replicas=8 must divide", replicas=8)
+    refused("replicas=0 must be 1 to", replicas=0)
+    refused("replicas must be an integer, not True", replicas=True)
+    refused("ranks 0 and 1 hold the same tokens, and node_size=1 puts", replicas=2, node_size=1, transport="proxy", provider="tcp")
+    refused("ranks . and . hold the same tokens, and node_size=3 puts", replicas=4, node_size=3, transport="auto", provider="tcp")
+    refused("replicas is 1 on ranks 0, 1; 2 on ranks 2, 3|replicas is 1 on .* 2 on", replicas=1 + me.rank // 2)
+    exchange(me, Case(2, 4, replicas=2, transport="mixed:tcp", crowd="uneven"))

@@ -50,15 +50,17 @@ class Case:
     routing: str = "uniform"
     crowd: str = "full"
     steps: int = 3
+    replicas: int = 1
+    dead: tuple[int, ...] = ()
 
     @property
     def shape(self) -> Shape:
         bound = self.rows
         if bound is None and self.layout == "padded":
-            bound = self.world_size * self.max_tokens * self.top_k
+            bound = self.world_size // self.replicas * self.max_tokens * self.top_k
         return Shape(
             self.world_size, self.num_experts, self.top_k, self.hidden, self.max_tokens, DTYPES[self.dtype],
-            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound,
+            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound, self.replicas, self.dead,
         )  # fmt: skip
 
     @property
@@ -88,6 +90,7 @@ def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSP
         align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, transport=transport, in_flight=r.choice([1, 1, 2, 4]),
         scale_layout=r.choice(["row", "tma"]), threads=r.choice([1, 1, 2, 3]), first_step=r.choice([1, 1, 2**32 - 5, 2**32 - 1, 0]),
         routing=r.choice(ROUTINGS), crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
+        replicas=r.choice([1, 1, *(g for g in (2, 3, 4, 5, 8) if world_size % g == 0)]),
     )  # fmt: skip
 
 
@@ -130,6 +133,7 @@ def _ids(case: Case, rank: int, tokens: int, g: torch.Generator) -> torch.Tensor
 
 
 def _count(case: Case, rank: int, chosen: int, r: random.Random) -> int:
+    chosen -= chosen % case.replicas
     if (
         case.crowd == "nobody"
         or (case.crowd == "one_has_all" and rank != chosen)
@@ -150,6 +154,11 @@ def _bits(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
 
 
+def _alike(case: Case, by_rank: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Replicas pass the same."""
+    return [by_rank[rank - rank % case.replicas] for rank in range(case.world_size)]
+
+
 def make_steps(case: Case) -> list[Step]:
     r = random.Random(f"steps {case.seed}")
     g = torch.Generator().manual_seed(case.seed)
@@ -161,6 +170,9 @@ def make_steps(case: Case) -> list[Step]:
         quantised = case.wire != "native" and r.random() < 0.4
         tokens = []
         for rank in range(case.world_size):
+            if rank % case.replicas:
+                tokens.append(tokens[-1])
+                continue
             n = _count(case, rank, chosen, r)
             wide = r.random() < 0.5
             ids = _ids(case, rank, n, g).to(torch.int64 if wide else torch.int32)
@@ -181,14 +193,14 @@ def make_steps(case: Case) -> list[Step]:
         accumulate = r.random() < 0.25
         step = Step(
             tokens=tokens,
-            late_weights=[torch.rand(n, case.top_k, generator=g) for n in counts] if late else None,
+            late_weights=_alike(case, [torch.rand(n, case.top_k, generator=g) for n in counts]) if late else None,
             weighted=late or r.random() < 0.8,
             released=r.random() < 0.12,
-            start=[_values((n, case.hidden), dtype, g) for n in counts] if accumulate else None,
+            start=_alike(case, [_values((n, case.hidden), dtype, g) for n in counts]) if accumulate else None,
             given_out=accumulate or r.random() < 0.5,
             plan_of=plan_of,
             # Every bit pattern: what rides is bits, not numbers.
-            tails=[_bits((n, case.top_k), g) for n in counts] if r.random() < 0.3 else None,
+            tails=_alike(case, [_bits((n, case.top_k), g) for n in counts]) if r.random() < 0.3 else None,
         )
         step.how = [r.choice(["whole", "halves", "async", "other_thread"]) for _ in counts]
         step.strided = [r.random() < 0.4 for _ in counts]
@@ -218,12 +230,12 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     where = {
         "mapped": {"transport": "mapped"},
         "proxy": {"transport": "proxy", "provider": provider},
-        "mixed": {"transport": "auto", "provider": provider, "node_size": min(2, case.world_size)},
+        "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},
     }[kind]
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
-        "scale_layout": case.scale_layout, "timeout": 10.0, **where, **changes,
+        "scale_layout": case.scale_layout, "replicas": case.replicas, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     with environment(PPLX_COMM_THREADS=case.threads, PPLX_COMM_FIRST_STEP=case.first_step):
         return pc.AllToAll(me.comm, **arguments)
@@ -388,6 +400,7 @@ class Runner:
         self.plans: dict[int, pc.Plan] = {}
         self.random = random.Random(f"{case.seed} rank {me.rank}")  # what ranks may do differently
         self.digest = hashlib.sha256()
+        self.outputs = hashlib.sha256()  # what combine returned, only
 
     def run(self) -> str:
         case = self.case
@@ -500,6 +513,7 @@ class Runner:
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
             must(same_bits(tail, came), "the tail", tail, "must be", came)
             self.digest.update(reference.as_bits(tail).numpy().tobytes())
+            self.outputs.update(reference.as_bits(tail).numpy().tobytes())
         wanted = reference.combine(
             self.case.shape, step.tokens, self.rank, weighted=step.weighted,
             weights=None if step.late_weights is None else step.late_weights[self.rank],
@@ -512,6 +526,7 @@ class Runner:
                 f"y differs in {len(wrong)} of {y.numel()}, first [{t}, {h}]: {y[t, h]!r}, must be {wanted[t, h]!r}; {y.shape}"
             )
         self.digest.update(reference.as_bits(y).numpy().tobytes())
+        self.outputs.update(reference.as_bits(y).numpy().tobytes())
 
     def _digest(self, d: pc.Dispatched) -> None:
         self.digest.update(d.counts.numpy().tobytes())
@@ -528,6 +543,18 @@ def exchange(me: Any, case: Case) -> str:
             return Runner(me, case, a2a).run()
     except BaseException as error:
         raise Failed(f"{case}: {type(error).__name__}: {error}") from error
+
+
+def as_without_replicas(me: Any, case: Case) -> None:
+    """The same tokens with replicas, and with every rank sending all of its own: combine returns the same bits."""
+    outputs = []
+    for variant in (case, replace(case, replicas=1)):
+        with open_all_to_all(me, variant) as a2a:
+            runner = Runner(me, variant, a2a)
+            runner.steps = make_steps(case)
+            runner.run()
+            outputs.append(runner.outputs.hexdigest())
+    must(outputs[0] == outputs[1], f"{case}: outputs with replicas and without")
 
 
 def exchange_each(me: Any, cases: list[Case]) -> list[str]:

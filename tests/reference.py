@@ -28,6 +28,8 @@ class Shape:
     layout: str = "ragged"  # or padded, compact
     align: int = 1
     rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
+    replicas: int = 1  # ranks in a row that hold the same tokens; those of them that live send them in turn
+    dead: tuple[int, ...] = ()
 
     @property
     def quantised(self) -> bool:
@@ -36,6 +38,12 @@ class Shape:
     @property
     def experts_per_rank(self) -> int:
         return -(-self.num_experts // self.world_size)
+
+    def sends(self, rank: int, tokens: int) -> torch.Tensor:
+        """[tokens]: whether this rank is the one that sends the token."""
+        first = rank - rank % self.replicas
+        living = [r for r in range(first, first + self.replicas) if r not in self.dead]
+        return torch.tensor([living[t % len(living)] == rank for t in range(tokens)], dtype=torch.bool)
 
     def experts_of(self, rank: int) -> range:
         first = min(rank * self.experts_per_rank, self.num_experts)
@@ -149,7 +157,8 @@ def segments(shape: Shape, everybody: list[Tokens], rank: int) -> list[Segment]:
     for expert in shape.experts_of(rank):
         parts = []
         for source, tokens in enumerate(everybody):
-            at = (tokens.ids.reshape(-1) == expert).nonzero().reshape(-1)
+            sent = shape.sends(source, tokens.ids.shape[0])[:, None]
+            at = ((tokens.ids == expert) & sent).reshape(-1).nonzero().reshape(-1)
             parts.append(
                 (torch.full_like(at, source), at // shape.top_k, at % shape.top_k, tokens.effective_weights.reshape(-1)[at])
             )
@@ -178,7 +187,7 @@ def compact_rows(shape: Shape, everybody: list[Tokens], rank: int) -> list[tuple
     experts = shape.experts_of(rank)
     rows = []
     for source, tokens in enumerate(everybody):
-        here = ((tokens.ids >= experts.start) & (tokens.ids < experts.stop)).any(dim=1)
+        here = ((tokens.ids >= experts.start) & (tokens.ids < experts.stop)).any(dim=1) & shape.sends(source, tokens.ids.shape[0])
         rows += [(source, int(t)) for t in here.nonzero().reshape(-1)]
     return rows
 
@@ -251,7 +260,8 @@ def _kept(shape: Shape, everybody: list[Tokens], rank: int) -> torch.Tensor:
         found = segments(shape, everybody, other)
         _, fits = places(shape, [len(s.token) for s in found])
         for segment, fit in zip(found, fits, strict=True):
-            lost = (torch.arange(len(segment.token)) >= fit) & (segment.source == rank)
+            ours = segment.source // shape.replicas == rank // shape.replicas  # who holds the same tokens lacks the same
+            lost = (torch.arange(len(segment.token)) >= fit) & ours
             kept[segment.token[lost], segment.choice[lost]] = False
     return kept
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from crew import Crews
+from crew import Crew, Crews
 from rank_cases import Case
 
 import pplx_comm as pc
@@ -24,6 +24,11 @@ def crew() -> Iterator[Crews]:
     crews = Crews(3)
     yield crews
     crews.close()
+
+
+def test_bad_replicas() -> None:
+    with Crew(4) as four:
+        four.run("misuse_cases:bad_replicas")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")

@@ -220,6 +220,30 @@ def test_another_all_to_all_of_the_survivors(transport: str, tmp_path: Path) -> 
         assert crew.leave() == [0, -9, 0]
 
 
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+def test_reset_with_replicas(transport: str, tmp_path: Path) -> None:
+    """A replica dies: those that are left of its group send its tokens too."""
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(93, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", replicas=2, in_flight=2, max_tokens=7)
+    with Crew(4) as crew:
+        crew.start("failure_cases:reset_after", case, [2, 0], paths)
+        for r in crew.collect(60, [1, 3]):
+            assert r["closing"] < CLOSED, r
+        assert crew.leave() == [-9, 0, -9, 0]
+        assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize("kind", ["ids", "tokens", "accumulate"])
+def test_replicas_with_different_tokens(kind: str) -> None:
+    with Crew(4) as crew:
+        results = crew.run("failure_cases:replicas_apart", Case(94, 4, replicas=2, transport="mixed:shm"), kind)
+        for r in results:
+            assert r.get("is_peer") and not r["is_timeout"], r
+            assert r["closing"] < CLOSED, r
+        word = {"ids": "passed different topk_ids", "tokens": "passed 7 tokens", "accumulate": "accumulate="}[kind]
+        assert any(word in r["message"] for r in results), results
+
+
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
     crews = Crews(3)

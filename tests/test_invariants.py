@@ -69,6 +69,23 @@ def test_same_bits_everywhere(crew: Crews) -> None:
         assert len({tuple(d) for d in digests.values()}) == 1, digests
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_replicas(crew: Crews, transport: str, layout: str) -> None:
+    """Groups that hold the same tokens: combine returns the bits of a world without them. Fewer tokens than replicas, too."""
+    world_size = crew.world_size
+    for replicas in (2, 3, 4, 8):
+        if world_size % replicas or (world_size == replicas and transport != "mapped"):
+            continue
+        for number, max_tokens in enumerate([1, 5, 8]):
+            case = Case(
+                seed() * 100 + number, world_size, replicas=replicas, transport=transport, layout=layout, max_tokens=max_tokens,
+                crowd="uneven", in_flight=(1, 4, 2)[number], wire=("native", "fp8", "mxfp8")[number], steps=6, top_k=3,
+                threads=1 + number, first_step=2**32 - 3, routing=("uniform", "sparse", "zipf")[number],
+            )  # fmt: skip
+            crew.run("rank_cases:as_without_replicas", case)
+
+
 def test_many_steps(crew: Crews) -> None:
     for transport, steps in [("mapped", 1500), ("proxy:shm", 600), ("proxy:tcp", 400)]:
         if crew.world_size == 1 and transport != "mapped":
@@ -77,7 +94,7 @@ def test_many_steps(crew: Crews) -> None:
         for in_flight in (1, 4):
             case = Case(
                 seed() + in_flight, crew.world_size, max_tokens=3, hidden=32, transport=transport, in_flight=in_flight,
-                first_step=2**32 - steps // 2, crowd="uneven",
+                first_step=2**32 - steps // 2, crowd="uneven", replicas=2 - crew.world_size % 2,
             )  # fmt: skip
             crew.run("rank_cases:many_steps", case, steps, timeout=120)
 

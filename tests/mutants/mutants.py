@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "a header's rows are not checked",
         EXCHANGE,
-        "  if (h.rows > config_.max_tokens)\n",
-        "  if (h.rows > 2 * config_.max_tokens)\n",
+        "  if (h.rows > max_rows_of_block(config_))\n",
+        "  if (h.rows > 2 * max_rows_of_block(config_))\n",
         "what a peer sends is used as an index outside of its slot",
         catch="test_headers",
     ),
@@ -298,8 +298,8 @@ MUTANTS = [
     Mutant(
         "combine does not wait",
         COMBINE_RECV,
-        "    return stage == kTokens || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
-        "    return stage == kTokens || group > 0 || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
+        "      case kBlocks: return e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
+        "      case kBlocks: return group > 0 || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
         "rows of an earlier step are added to the output",
     ),
     Mutant(
