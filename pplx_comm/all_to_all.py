@@ -53,7 +53,8 @@ class AllToAll:
     node_size: overrides who shares a node: ranks 0 to node_size - 1 do, and so on.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as the lanes of tensor parallelism do. They must pass the same to
-        every call: each sends and adds up a part of the tokens, and gives the others the finished rows. Replicas share a node.
+        every call (accumulate's out too): each sends and adds up a part of the tokens, and in combine_recv gives the others the
+        finished rows, so that with several steps in flight replicas receive them in the same order. Replicas share a node.
     num_sms: bounds the grid of CUDA kernels; the CPU device has PPLX_COMM_THREADS.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A dead peer is noticed at once.
     scale_layout: of d.scale: "row", or "tma" for column-major scales with 16-byte aligned columns. x_scale may have any strides.
