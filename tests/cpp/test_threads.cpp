@@ -73,6 +73,7 @@ struct Scene {
   std::uint32_t steps;
   std::string provider;        // "": queues
   std::string chaos;           // "": none
+  std::uint32_t replicas = 1;
 };
 
 struct Rank {
@@ -86,7 +87,7 @@ struct Rank {
 
 void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
   const Config& c = rank.config;
-  check::Random random(seed + c.rank);
+  check::Random random(seed + c.rank / c.replicas);   // replicas draw the same
   Exchange& e = *rank.exchange;
   for (std::uint32_t s = 0; s < steps; ++s) {
     const auto tokens = static_cast<std::uint32_t>(random.integer(0, c.max_tokens));
@@ -184,6 +185,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   config.hidden = 64;
   config.max_tokens = 16;
   config.dtype = Dtype::Float32;
+  config.replicas = scene.replicas;
   config.max_rows = scene.ranks * config.max_tokens * config.top_k;
 
   QueueNet net(scene.ranks);
@@ -218,6 +220,8 @@ int main() {
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
   play({"mapped", 4, 4, 4000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
+  play({"replicas", 4, 4, 2000, "", "", 4}, seed);
+  play({"replicas and queues", 4, 2, 1000, "", "", 2}, seed);
   try {
     libfabric::library();
   } catch (const FabricError& error) {
