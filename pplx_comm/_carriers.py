@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,18 +47,16 @@ def positive_setting(name: str, default: int) -> int:
     return int(text)
 
 
-class ProxyCarrier:
+class _Proxy:
     """One fabric and its proxy thread, connected to every other rank."""
 
-    def __init__(
-        self, rank: int, provider: str | None, nics: Sequence[str], one_host: bool, places: Sequence[Place], place: int
-    ) -> None:
-        endpoints = positive_setting("PPLX_COMM_ENDPOINTS", 0)
-        self._addresses: dict[int, bytes] = {}
-        self._closed = False
-        self.users = 0
+    def __init__(self, rank: int, provider: str | None, nics: Sequence[str], one_host: bool, place: dict[str, Any]) -> None:
         self.fabric = open_fabric(
-            provider, endpoints=endpoints, nics=list(nics) or None, places=places, place=place, peers_on_this_host=one_host
+            provider,
+            endpoints=positive_setting("PPLX_COMM_ENDPOINTS", 0),
+            nics=list(nics) or None,
+            peers_on_this_host=one_host,
+            **place,
         )
         driven = self.fabric
         chaos = os.environ.get("PPLX_COMM_CHAOS", "")
@@ -73,42 +72,107 @@ class ProxyCarrier:
         self.proxy = _core.Proxy(driven, shard_bytes, self.fabric.proxy_cpu)
         log.debug("proxy over %s: %s (%s), CPU %d", self.name, ", ".join(self.nics), self.fabric.why, self.fabric.proxy_cpu)
 
+    def close(self, timeout: float) -> None:
+        if self.proxy.close(timeout):
+            self.fabric.close()
+        else:
+            log.warning("the proxy thread hangs inside %s and was left behind", self.name)
+
+
+class ProxyCarrier:
+    """The proxies of one provider, between which the peers are split. Addresses and regions are lists, an entry for each proxy."""
+
+    def __init__(
+        self,
+        rank: int,
+        provider: str | None,
+        nics: Sequence[str],
+        one_host: bool,
+        places: Sequence[Place],
+        place: int,
+        proxies: int,
+    ) -> None:
+        self._rank = rank
+        self._addresses: dict[int, list[bytes]] = {}
+        self._closed = False
+        self.users = 0
+        self.proxies: list[_Proxy] = []
+        try:
+            for number in range(proxies):
+                where = {"places": places, "place": place, "proxies": proxies, "proxy": number}
+                self.proxies.append(_Proxy(rank, provider, nics, one_host, where))
+        except BaseException:
+            self.close()
+            raise
+        self.name = self.proxies[0].name
+        self.addresses = [proxy.address for proxy in self.proxies]
+
     def stats(self) -> dict[str, Any]:
-        """The proxy's counters; `nics` has the bytes that each of this rank's endpoints posted, in the order of the endpoints."""
-        stats: dict[str, Any] = self.proxy.stats()
-        stats["nics"] = [{"nic": nic, "bytes": sent} for nic, sent in zip(self.nics, stats.pop("endpoint_bytes"), strict=False)]
-        return stats
+        """The proxies' counters, added up; `nics` has the bytes that each of this rank's endpoints posted, in their order.
 
-    def connect(self, addresses: dict[int, bytes]) -> None:
-        for rank, address in addresses.items():
-            self.proxy.insert_peer(rank, address)
-            self._addresses[rank] = address
+        Of several proxies `proxies` has each one's own.
+        """
+        each = []
+        for proxy in self.proxies:
+            stats: dict[str, Any] = proxy.proxy.stats()
+            sent = zip(proxy.nics, stats.pop("endpoint_bytes"), strict=False)
+            stats["nics"] = [{"nic": nic, "bytes": nbytes} for nic, nbytes in sent]
+            each.append(stats)
+        if len(each) == 1:
+            return each[0]
+        total: dict[str, Any] = {
+            name: sum(stats[name] for stats in each) for name in ("writes", "bytes", "again", "dropped", "duplicates")
+        }
+        total["nics"] = [
+            {"nic": nics[0]["nic"], "bytes": sum(nic["bytes"] for nic in nics)}
+            for nics in zip(*(stats["nics"] for stats in each), strict=True)
+        ]
+        if all("chaos" in stats for stats in each):
+            total["chaos"] = {name: sum(stats["chaos"][name] for stats in each) for name in each[0]["chaos"]}
+        total["proxies"] = each
+        return total
 
-    def attach(self, exchange: _core.Exchange, region: _core.LocalRegion, descriptions: dict[int, bytes]) -> None:
-        self.proxy.attach(exchange, region, descriptions)
+    def connect(self, addresses: dict[int, list[bytes]]) -> None:
+        """Of the peers that it does not carry to a proxy knows nothing."""
+        for rank, of_peer in addresses.items():
+            number = self._number(rank)
+            self.proxies[number].proxy.insert_peer(rank, of_peer[number])
+            self._addresses[rank] = of_peer
+
+    def register(self, exchange: _core.Exchange) -> list[_core.LocalRegion]:
+        return [proxy.proxy.register_memory(exchange) for proxy in self.proxies]
+
+    def attach(self, exchange: _core.Exchange, regions: list[_core.LocalRegion], descriptions: dict[int, list[bytes]]) -> None:
+        for number, (proxy, region) in enumerate(zip(self.proxies, regions, strict=True)):
+            mine = {rank: of_peer[number] for rank, of_peer in descriptions.items() if self._number(rank) == number}
+            proxy.proxy.attach(exchange, region, mine)
         self.users += 1
 
-    def detach(self, exchange: _core.Exchange, region: _core.LocalRegion, timeout: float) -> None:
-        if not self._closed:
-            self.proxy.detach(exchange, region, timeout)
-            self.users -= 1
+    def detach(self, exchange: _core.Exchange, regions: list[_core.LocalRegion], timeout: float) -> None:
+        if self._closed:
+            return
+        end = time.monotonic() + timeout
+        for proxy, region in zip(self.proxies, regions, strict=True):
+            proxy.proxy.detach(exchange, region, max(0.1, end - time.monotonic()))
+        self.users -= 1
 
     def peer_died(self, rank: int) -> None:
         """Removes what the rank's provider left in /dev/shm. Its process may not be quite gone yet: close() repeats it."""
-        address = self._addresses.get(rank)
-        if address is not None:
+        for address in self._addresses.get(rank, []):
             _core.cleanup_dead_peer(address)
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        if self.proxy.close(1.0):
-            self.fabric.close()
-        else:
-            log.warning("the proxy thread hangs inside %s and was left behind", self.name)
+        end = time.monotonic() + 1.0
+        for proxy in self.proxies:
+            proxy.close(max(0.1, end - time.monotonic()))
         for rank in self._addresses:  # of those who live, nothing is removed
             self.peer_died(rank)
+
+    def _number(self, peer: int) -> int:
+        return int(_core.proxy_of(self._rank, peer, len(self.proxies)))
 
 
 class Carriers:
@@ -119,7 +183,8 @@ class Carriers:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = weakref.ref(comm)
-        self.proxies: dict[tuple[str | None, int, tuple[str, ...]], ProxyCarrier] = {}  # by provider, generation, names of NICs
+        self.proxies: dict[tuple[str | None, int, tuple[str, ...], int], ProxyCarrier] = {}
+        """By provider, generation, names of NICs and number of proxies."""
         comm._on_failure(self._on_failure)
         comm._on_close(self.close)
 

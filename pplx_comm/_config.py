@@ -51,7 +51,7 @@ def make_config(
     layout: Ragged | Padded | Compact,
     in_flight: int,
     scale_layout: str,
-    replicas: int,
+    replicas: int = 1,
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
     c = _core.Config()
@@ -137,6 +137,7 @@ class Arguments:
     transport: str
     provider: str | None
     nics: str | Sequence[str] | None
+    proxy_threads: int
     node_size: int | None
     in_flight: int
     replicas: int
@@ -164,7 +165,8 @@ class Arguments:
             error = str(reason)
         return Request(
             config, self._compared(config, where, error), self.transport, self.provider, self.node_size,
-            100.0 if error else float(self.timeout), error, nics=names, gpu=where.index, num_sms=self.num_sms or 0,
+            100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
+            num_sms=self.num_sms or 0,
         )  # fmt: skip
 
     def _device(self) -> torch.device:
@@ -184,6 +186,7 @@ class Arguments:
         seconds("timeout", self.timeout)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1, world_size)
+        integer("proxy_threads", self.proxy_threads, 1, 2)
         if self.num_sms is not None:
             integer("num_sms", self.num_sms, 1, 1 << 20)
 
@@ -193,7 +196,8 @@ class Arguments:
         compared = {
             "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden,
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
-            "transport": self.transport, "device": where.type, "provider": self.provider, "node_size": self.node_size,
+            "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
+            "node_size": self.node_size,
             "in_flight": self.in_flight, "replicas": self.replicas, "timeout": self.timeout, "scale_layout": self.scale_layout,
             "first_step": config.first_step,
         }  # fmt: skip

@@ -52,6 +52,8 @@ def open_fabric(
     nics: list[str] | None = None,
     places: Sequence[Place] = (),
     place: int = 0,
+    proxies: int = 1,
+    proxy: int = 0,
     address: str | None = None,
     peers_on_this_host: bool = False,
 ) -> _core.Fabric:
@@ -62,6 +64,7 @@ def open_fabric(
     nics: domain names of efa and verbs, interfaces or addresses for the others.
     places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and
         verbs each takes the nearest, or its share of them; and the proxy gets a CPU near them.
+    proxies, proxy: how many proxies each process has, and whose fabric this is: each gets a CPU of its own.
     address: interface or address for tcp, net and sockets; the default is ``$PPLX_COMM_IFACE``, else the interface
         of the default route.
     peers_on_this_host: no peer lives elsewhere, so shm may be taken.
@@ -70,6 +73,8 @@ def open_fabric(
         "endpoints": endpoints,
         "places": [(one.gpu, one.cpus) for one in places],
         "place": place,
+        "proxies": proxies,
+        "proxy": proxy,
         "peers_on_this_host": peers_on_this_host,
         "wheels": wheel_candidates(),
     }

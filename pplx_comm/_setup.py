@@ -29,13 +29,13 @@ class Wiring:
     hosts: dict[int, str]  # by rank, see host_key
     places: dict[int, Place] = field(default_factory=dict)  # of the ranks of this host
     carrier: ProxyCarrier | None = None
-    region: _core.LocalRegion | None = None
+    regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
 
     def detach(self, timeout: float) -> None:
         """Takes the AllToAll off its proxy, waiting that long for writes under way."""
-        if self.carrier is not None and self.region is not None:
-            self.carrier.detach(self.exchange, self.region, timeout)
-        self.carrier = self.region = None
+        if self.carrier is not None:
+            self.carrier.detach(self.exchange, self.regions, timeout)
+        self.carrier = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Request:
     timeout: float  # of a step
     error: str | None = None  # what this rank found wrong with its arguments
     nics: tuple[str, ...] = ()  # of this rank, by name
+    proxies: int = 1  # threads, of each rank
     gpu: int | None = None  # None: the CPU device
     num_sms: int = 0  # 0: all
 
@@ -267,6 +268,10 @@ def _map(comm: Communicator, request: Request, fd: int, mapped: list[int], ranks
     return _core.Exchange(config, own, peers, threads_of_a_rank(ranks_here), request.timeout)
 
 
+def _unpack(texts: list[str]) -> list[bytes]:
+    return [bytes.fromhex(text) for text in texts]
+
+
 def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[int]) -> None:
     """The proxy: one per provider for all AllToAlls of the Communicator."""
     timeout = request.patience
@@ -275,18 +280,20 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     place = list(wiring.places).index(comm.rank)
     carriers = Carriers.of(comm)
     provider = request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
-    key = (provider, comm._generation, request.nics)
+    key = (provider, comm._generation, request.nics, request.proxies)
     errors: list[str] = []
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
-        carrier = _attempt(errors, lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place))
+        carrier = _attempt(
+            errors, lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place, request.proxies)
+        )
     answers = _agree(
         comm,
         "AllToAll: fabric",
         {
             "error": errors[0] if errors else None,
-            "address": carrier.address.hex() if carrier else None,
+            "addresses": [address.hex() for address in carrier.addresses] if carrier else None,
             "fabric": carrier.name if carrier else None,
             "fresh": fresh,
         },
@@ -300,20 +307,20 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
             f"{_name_ranks(old)} and not on the others"
         )
     if fresh:
-        addresses = {r: bytes.fromhex(answers[r]["address"]) for r in alive if r != comm.rank}  # type: ignore[index]
+        addresses = {r: _unpack(answers[r]["addresses"]) for r in alive if r != comm.rank}  # type: ignore[index]
         _attempt(errors, lambda: carrier.connect(addresses))
         if not errors:
             carriers.proxies[key] = carrier
-    region = None if errors else _attempt(errors, lambda: carrier.proxy.register_memory(wiring.exchange))
+    regions = None if errors else _attempt(errors, lambda: carrier.register(wiring.exchange))
     answers = _agree(
         comm,
         "AllToAll: regions",
-        {"error": errors[0] if errors else None, "region": region.description.hex() if region else None},
+        {"error": errors[0] if errors else None, "regions": [region.description.hex() for region in regions or []]},
         timeout,
     )
-    assert region is not None
-    descriptions = {r: bytes.fromhex(answers[r]["region"]) for r in wiring.remote}  # type: ignore[index]
-    _attempt(errors, lambda: carrier.attach(wiring.exchange, region, descriptions))
+    assert regions is not None
+    descriptions = {r: _unpack(answers[r]["regions"]) for r in wiring.remote}  # type: ignore[index]
+    _attempt(errors, lambda: carrier.attach(wiring.exchange, regions, descriptions))
     if not errors:
-        wiring.carrier, wiring.region = carrier, region
+        wiring.carrier, wiring.regions = carrier, regions
     _agree(comm, "AllToAll: proxy", {"error": errors[0] if errors else None}, timeout)

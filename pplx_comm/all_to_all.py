@@ -50,11 +50,13 @@ class AllToAll:
     provider: the libfabric provider of the proxy; None takes the best there is.
     nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes those of
         PPLX_COMM_NICS, else the nearest.
+    proxy_threads: 2 splits the peers that the proxy carries to between two threads of each rank; both drive all of its NICs.
     node_size: overrides who shares a node: ranks 0 to node_size - 1 do, and so on.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
-    replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as the lanes of tensor parallelism do. They must pass the same to
-        every call (accumulate's out too): each sends and adds up a part of the tokens, and in combine_recv gives the others the
-        finished rows, so that with several steps in flight replicas receive them in the same order. Replicas share a node.
+    replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as the lanes of tensor parallelism do. They must pass the
+        same to every call (accumulate's out too): each sends and adds up a part of the tokens, and in combine_recv gives the
+        others the finished rows, so that with several steps in flight replicas receive them in the same order. Replicas share
+        a node.
     num_sms: bounds the grid of CUDA kernels; the CPU device has PPLX_COMM_THREADS.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A dead peer is noticed at once.
     scale_layout: of d.scale: "row", or "tma" for column-major scales with 16-byte aligned columns. x_scale may have any strides.
@@ -77,6 +79,7 @@ class AllToAll:
         transport: str = "auto",
         provider: str | None = None,
         nics: str | Sequence[str] | None = None,
+        proxy_threads: int = 1,
         node_size: int | None = None,
         in_flight: int = 1,
         replicas: int = 1,
@@ -93,8 +96,8 @@ class AllToAll:
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
-            node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms, timeout=timeout,
-            scale_layout=scale_layout,
+            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms,
+            timeout=timeout, scale_layout=scale_layout,
         )  # fmt: skip
         begun = time.monotonic()
         self._request = arguments.request(comm.world_size, comm.rank)

@@ -32,20 +32,35 @@ CostRun::CostRun(const CostOptions& options) : options_(options) {
     memory_.emplace_back(static_cast<char*>(memory), Unmap{heap_.bytes});
   }
   const std::uint64_t pieces = (dispatch_block(config_).bytes(options.rows) + options.shard_bytes - 1) / options.shard_bytes;
-  writes_ = options.peers * std::min<std::uint64_t>(pieces, static_cast<std::uint64_t>(options.endpoints));
-  fabric_ = std::make_shared<NullFabric>(options.endpoints, std::size_t{options.peers} * kMaxEndpoints, writes_);
+  for (std::uint32_t proxy = 0; proxy < options.proxies; ++proxy) {
+    std::uint64_t peers = 0;
+    for (std::uint32_t peer = 0; peer < config_.world; ++peer) peers += carries(proxy, peer);
+    const std::uint64_t writes = peers * std::min<std::uint64_t>(pieces, static_cast<std::uint64_t>(options.endpoints));
+    fabrics_.push_back(std::make_shared<NullFabric>(options.endpoints, std::size_t{options.peers} * kMaxEndpoints, writes));
+    writes_ += writes;
+  }
 }
 
-void CostRun::attach(Proxy& proxy) {
+bool CostRun::carries(std::uint32_t proxy, std::uint32_t peer) const {
+  return peer != config_.rank && proxy_of(config_.rank, peer, options_.proxies) == proxy;
+}
+
+bool CostRun::posted() const {
+  for (std::uint32_t proxy = 0; proxy < options_.proxies; ++proxy)
+    if (!posted(proxy)) return false;
+  return true;
+}
+
+void CostRun::attach(Proxy& proxy, std::uint32_t number) {
   for (std::uint32_t n = 0; n < options_.objects; ++n) {
     ProxyObject object;
     object.config = config_;
     object.config.object = n;
     object.memory = memory_[n].get();
-    object.region = fabric_->register_memory(object.memory, heap_.bytes);
+    object.region = fabrics_[number]->register_memory(object.memory, heap_.bytes);
     object.peers.resize(config_.world);
     for (std::uint32_t peer = 0; peer < config_.world; ++peer)
-      if (peer != config_.rank) object.peers[peer] = std::make_unique<RemoteRegion>();
+      if (carries(number, peer)) object.peers[peer] = std::make_unique<RemoteRegion>();
     proxy.attach(std::move(object));
   }
 }

@@ -1,4 +1,5 @@
-// What the proxy costs between a device's mailbox words and the network: one AllToAll over a null fabric, its device played by the caller.
+// What the proxy costs between a device's mailbox words and the network: one AllToAll over null fabrics, one for each of its proxies, its
+// device played by the caller.
 #pragma once
 
 #include <memory>
@@ -15,6 +16,7 @@ struct CostOptions {
   std::uint64_t shard_bytes = 256 * 1024;      // the proxy's
   std::uint32_t in_flight = 1;
   std::uint32_t objects = 1;                   // AllToAlls on this proxy; all but one are idle
+  std::uint32_t proxies = 1;                   // between which the peers are split
 };
 
 class CostRun {
@@ -22,14 +24,15 @@ class CostRun {
   explicit CostRun(const CostOptions& options);
 
   const CostOptions& options() const { return options_; }
-  const std::shared_ptr<NullFabric>& fabric() const { return fabric_; }
+  const std::shared_ptr<NullFabric>& fabric(std::uint32_t proxy = 0) const { return fabrics_[proxy]; }
   std::uint64_t writes() const { return writes_; }   // of one operation: peers times shards
-  void attach(Proxy& proxy);                         // all AllToAlls
+  void attach(Proxy& proxy, std::uint32_t number = 0);   // all AllToAlls, to the proxy of that number
 
   // Announces the next operation, dispatch and combine by turns, to all peers; when it began.
   NullFabric::Clock::time_point announce();
-  // True once its last write was posted.
-  bool posted() const { return fabric_->operations() == announced_; }
+  // True once its last write was posted, by all proxies or by one.
+  bool posted() const;
+  bool posted(std::uint32_t proxy) const { return fabrics_[proxy]->operations() == announced_; }
   // True once the block of every peer has left and every peer's own has arrived: then the next may be announced.
   bool settled() const;
 
@@ -40,14 +43,15 @@ class CostRun {
   };
   using Memory = std::unique_ptr<char, Unmap>;
 
+  bool carries(std::uint32_t proxy, std::uint32_t peer) const;
   std::uint64_t* word(std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(memory_.front().get() + at); }
 
   CostOptions options_;
   Config config_;
   Heap heap_;
   std::vector<Memory> memory_;                       // by object
-  std::shared_ptr<NullFabric> fabric_;
-  std::uint64_t writes_;
+  std::vector<std::shared_ptr<NullFabric>> fabrics_;   // by proxy
+  std::uint64_t writes_ = 0;
   std::uint64_t announced_ = 0;
   std::uint32_t step_;
   Op op_ = Op::Combine;

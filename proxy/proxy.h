@@ -24,6 +24,10 @@ struct ProxyFailure {
   std::string text(std::uint32_t rank) const;
 };
 
+// Which of a rank's proxies carries to and from `peer`: each has a fabric of its own, so both ranks must name the same one.
+// As endpoint_of() deals blocks to endpoints by the same sum, the small blocks of two proxies take different NICs.
+constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) { return (rank + peer) % proxies; }
+
 // One AllToAll of this rank, as the proxy sees it.
 struct ProxyObject {
   Config config;

@@ -52,6 +52,7 @@ class Case:
     steps: int = 3
     replicas: int = 1
     dead: tuple[int, ...] = ()
+    proxy_threads: int = 1
 
     @property
     def shape(self) -> Shape:
@@ -90,7 +91,7 @@ def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSP
         align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, transport=transport, in_flight=r.choice([1, 1, 2, 4]),
         scale_layout=r.choice(["row", "tma"]), threads=r.choice([1, 1, 2, 3]), first_step=r.choice([1, 1, 2**32 - 5, 2**32 - 1, 0]),
         routing=r.choice(ROUTINGS), crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
-        replicas=r.choice([1, 1, *(g for g in (2, 3, 4, 5, 8) if world_size % g == 0)]),
+        replicas=r.choice([1, 1, *(g for g in (2, 3, 4, 5, 8) if world_size % g == 0)]), proxy_threads=r.choice([1, 1, 2]),
     )  # fmt: skip
 
 
@@ -235,7 +236,8 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
-        "scale_layout": case.scale_layout, "replicas": case.replicas, "timeout": 10.0, **where, **changes,
+        "scale_layout": case.scale_layout, "replicas": case.replicas,
+        "proxy_threads": case.proxy_threads, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     with environment(PPLX_COMM_THREADS=case.threads, PPLX_COMM_FIRST_STEP=case.first_step):
         return pc.AllToAll(me.comm, **arguments)
@@ -615,6 +617,27 @@ def shard_statistics(me: Any) -> dict[str, int]:
         runner.run()
         me.comm.barrier()  # the others have this rank's last block, so all of it was posted
         return {"writes": a2a.stats()["proxy"]["writes"] - before, "blocks": 2 * (me.world_size - 1)}
+
+
+def two_proxies(me: Any, case: Case) -> None:
+    """The same bits as with one."""
+    digests = [exchange(me, replace(case, proxy_threads=n)) for n in (1, 2)]
+    must(digests[0] == digests[1], f"{case}: what two proxies bring and what one does")
+
+
+def both_proxies_carry(me: Any, case: Case) -> None:
+    with open_all_to_all(me, case) as one, open_all_to_all(me, replace(case, proxy_threads=2)) as two:
+        for a2a in (one, two):
+            Runner(me, case, a2a).run()
+        stats = two.stats()["proxy"]
+        writes = [each["writes"] for each in stats["proxies"]]
+        # Each other rank is a peer of one of them; a block is a write.
+        peers = [sum((me.rank + peer) % 2 == n for peer in range(case.world_size) if peer != me.rank) for n in (0, 1)]
+        must(writes[0] * peers[1] == writes[1] * peers[0] > 0, "writes of the proxies", writes, "to peers", peers)
+        must(stats["writes"] == sum(writes) == one.stats()["proxy"]["writes"], "as many writes as with one proxy", stats)
+        for name, total in (("bytes", stats["bytes"]), ("dropped", 0), ("duplicates", 0)):
+            must(sum(each[name] for each in stats["proxies"]) == total, name, stats)
+        must(sum(nic["bytes"] for nic in stats["nics"]) == stats["bytes"], "bytes of the NICs", stats)
 
 
 def overflow(me: Any, case: Case) -> int:

@@ -140,6 +140,15 @@ def test_one_cpu_allowed(tmp_path: Path) -> None:
     assert pick(tmp_path, machine, [(machine.gpus[7], [3, 4])])[2] == [4]
 
 
+def test_each_proxy_of_a_process_gets_a_cpu() -> None:
+    """If there are two for each; and the first proxies' are those that they would have alone, so that ranks need not ask how many."""
+    eight, four = list(range(8)), list(range(4))
+    assert _core.pick_cpus([("", eight), ("", eight)], [eight, eight], 1) == [7, 6]
+    assert _core.pick_cpus([("", eight), ("", eight)], [eight, eight], 2) == [7, 6, 5, 4]
+    assert _core.pick_cpus([("", four), ("", four)], [four, four], 2) == [-1] * 4
+    assert _core.pick_cpus([("", eight)], [[2, 3]], 2) == [3, 2]
+
+
 def test_small_machines(tmp_path: Path) -> None:
     machine = sysfs_trees.laptop(tmp_path / "laptop")
     assert pick(tmp_path / "laptop", machine, [("", everything(machine))] * 2) == ([["wlp2s0"]] * 2, ["the only one"] * 2, [7, 6])

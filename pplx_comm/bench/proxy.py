@@ -24,7 +24,8 @@ HEAD = ["peers", "endpoints", "writes", "bells", "ns/peer", "last p50", "p90", "
 NOTES = """\
 last, first: ns from before the first mailbox word is written to the last and the first post of an operation.
 writes, bells: of one operation; writes that share a bell are announced to the NIC together.
-idle step: ns of a step of the proxy that finds nothing ("one thread" only)."""
+idle step: ns of a step of the proxy that finds nothing ("one thread" only).
+Of two proxies, last is that of the later one, each timed from the announcement and without the other's turn on "one thread"."""
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -35,12 +36,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 def measure(peers: int, endpoints: int, threads: bool, a: argparse.Namespace) -> dict[str, Any]:
     """The best of several turns by its p50: what disturbs a turn is somebody else's work, it makes none of them faster."""
     allowed = os.sched_getaffinity(0)
-    if threads and a.cpu in allowed and len(allowed) > 1:
-        os.sched_setaffinity(0, allowed - {a.cpu})  # on one CPU the two would take turns, and the scheduler be measured
+    own = set(range(a.cpu - a.proxies + 1, a.cpu + 1))  # the proxies' CPUs
+    if threads and own < allowed:
+        os.sched_setaffinity(0, allowed - own)  # on one CPU the two would take turns, and the scheduler be measured
     runs = [
         _core.proxy_cost(
             peers=peers, endpoints=endpoints, rows=a.rows, shard_bytes=a.shard_bytes, in_flight=a.in_flight, objects=a.objects,
-            operations=a.operations, threads=threads, cpu=a.cpu if threads else -1,
+            proxies=a.proxies, operations=a.operations, threads=threads, cpu=a.cpu if threads and own < allowed else -1,
         )
         for _ in range(a.turns)
     ]  # fmt: skip
@@ -48,6 +50,7 @@ def measure(peers: int, endpoints: int, threads: bool, a: argparse.Namespace) ->
     best = min(runs, key=lambda run: percentile(run["last"], 0.5))
     point: dict[str, Any] = {
         "mode": "two threads" if threads else "one thread",
+        "proxies": a.proxies,
         "peers": peers,
         "endpoints": endpoints,
         "writes": best["writes"],
@@ -96,6 +99,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--shard-bytes", type=int, default=256 * 1024, help="larger blocks are split over the endpoints (262144)")
     p.add_argument("--in-flight", type=int, default=1, help="sets of mailboxes to look at (1)")
     p.add_argument("--objects", type=int, default=1, help="AllToAlls on the proxy, all but one idle (1)")
+    p.add_argument(
+        "--proxies",
+        type=int,
+        choices=[1, 2],
+        default=1,
+        help="of a rank, as proxy_threads= makes them; each has its part of the peers (1)",
+    )
     p.add_argument("--operations", type=int, default=2000, help="operations of a turn (2000)")
     p.add_argument("--turns", type=int, default=5, help="turns; the best is shown (5)")
     p.add_argument("--cpu", type=int, default=max(os.sched_getaffinity(0)), help="CPU of the proxy's thread, -1 for any (the last)")

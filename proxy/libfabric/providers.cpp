@@ -142,7 +142,8 @@ std::vector<int> cpus_near(const Topology& topology, const std::vector<Nic>& nic
 }
 
 int cpu_of(const Options& options, const std::vector<std::vector<int>>& near) {
-  return options.place < options.places.size() ? pick_cpus(options.places, near)[options.place] : -1;
+  if (options.place >= options.places.size()) return -1;
+  return pick_cpus(options.places, near, options.proxies)[options.proxy * options.places.size() + options.place];
 }
 
 // Both fill in all but the provider. A socket's interface serves all processes of the host.

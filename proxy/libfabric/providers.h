@@ -17,6 +17,7 @@ struct Options {
   int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
   std::vector<Place> places;            // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
   std::size_t place = 0;                // which of them is this one
+  std::size_t proxies = 1, proxy = 0;   // of each process, and whose fabric this is: each proxy gets a CPU of its own
   std::string address;                  // tcp, net, sockets: interface or address; $PPLX_COMM_IFACE stands in for an empty one
   bool peers_on_this_host = false;      // no peer lives elsewhere: shm may be chosen
   std::vector<std::string> wheels;      // further places to look for libfabric.so.1

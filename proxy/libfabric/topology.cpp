@@ -226,16 +226,17 @@ Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nic
   return picked;
 }
 
-std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near) {
+std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near, std::size_t proxies) {
   std::vector<int> picked;
   std::set<int> taken;
-  for (std::size_t self = 0; self < places.size(); ++self) {
+  for (std::size_t i = 0; i < places.size() * proxies; ++i) {
+    const std::size_t self = i % places.size();
     const std::vector<int>& allowed = places[self].cpus;
     const auto wanted = static_cast<std::size_t>(std::count_if(places.begin(), places.end(), [&](const Place& other) {
       return std::any_of(allowed.begin(), allowed.end(), [&](int cpu) { return std::binary_search(other.cpus.begin(), other.cpus.end(), cpu); });
     }));
     int best = -1;
-    if (allowed.size() >= 2 * wanted) {
+    if (allowed.size() >= 2 * wanted * proxies) {
       // From the end: there are the second threads of cores, and not what others take first.
       const auto free = [&](int cpu) { return taken.count(cpu) == 0; };
       const auto is_near = [&](int cpu) { return std::binary_search(near[self].begin(), near[self].end(), cpu); };

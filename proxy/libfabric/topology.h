@@ -51,8 +51,9 @@ struct NamedLocation {
 Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Place>& places, std::size_t self);
 
 // A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for each process that
-// could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied.
-std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near);
+// could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied. With several proxies in each
+// process the first ones' CPUs come first.
+std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near, std::size_t proxies = 1);
 
 // "0-3,8" and back, as sysfs writes it.
 std::vector<int> parse_cpus(const std::string& text);

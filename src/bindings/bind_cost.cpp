@@ -3,7 +3,9 @@
 #include <pybind11/stl.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
+#include <memory>
 #include <vector>
 
 #include "proxy/cost.h"
@@ -24,32 +26,50 @@ struct Samples {
   std::uint64_t doorbells = 0;
 };
 
-void note(Samples& samples, const CostRun& run, Clock::time_point begin) {
-  samples.first.push_back(nanoseconds(run.fabric()->first() - begin));
-  samples.last.push_back(nanoseconds(run.fabric()->last() - begin));
+// The earliest first post of any proxy, and the latest last one. `begins`: when each began, all the same if they run side by side.
+void note(Samples& samples, const CostRun& run, const std::vector<Clock::time_point>& begins) {
+  Clock::duration first = Clock::duration::max(), last{};
+  for (std::uint32_t i = 0; i < begins.size(); ++i) {
+    first = std::min(first, run.fabric(i)->first() - begins[i]);
+    last = std::max(last, run.fabric(i)->last() - begins[i]);
+  }
+  samples.first.push_back(nanoseconds(first));
+  samples.last.push_back(nanoseconds(last));
 }
 
-// Device and proxy take turns on one thread: no cache line moves between cores, nobody waits for a turn.
+// Device and proxies take turns on one thread: no cache line moves between cores, nobody waits for a turn. A proxy's time does not count
+// while another has its turn.
 void measure_alone(CostRun& run, int operations, Samples& samples) {
-  Proxy proxy(*run.fabric(), run.options().shard_bytes);
-  run.attach(proxy);
+  std::vector<std::unique_ptr<Proxy>> proxies;
+  for (std::uint32_t i = 0; i < run.options().proxies; ++i) {
+    proxies.push_back(std::make_unique<Proxy>(*run.fabric(i), run.options().shard_bytes));
+    run.attach(*proxies.back(), i);
+  }
+  std::vector<Clock::time_point> begins(proxies.size());
   for (int i = 0; i < operations; ++i) {
-    const Clock::time_point begin = run.announce();
-    while (!run.posted()) proxy.step();
-    note(samples, run, begin);
-    while (!run.settled()) proxy.step();
+    const Clock::time_point begin = run.announce(), announced = proxies.size() > 1 ? Clock::now() : begin;
+    for (std::uint32_t p = 0; p < proxies.size(); ++p) {
+      begins[p] = p == 0 ? begin : Clock::now() - (announced - begin);
+      while (!run.posted(p)) proxies[p]->step();
+    }
+    note(samples, run, begins);
+    while (!run.settled())
+      for (const std::unique_ptr<Proxy>& proxy : proxies) proxy->step();
   }
   constexpr int kIdle = 2000;
   const Clock::time_point begin = Clock::now();
-  for (int i = 0; i < kIdle; ++i) proxy.step();
+  for (int i = 0; i < kIdle; ++i) proxies[0]->step();
   samples.idle = nanoseconds(Clock::now() - begin) / kIdle;
 }
 
-// As in production: the proxy has a thread of its own, the device is this one.
+// As in production: each proxy has a thread of its own, the device is this one.
 void measure_threads(const std::shared_ptr<CostRun>& run, int operations, int cpu, Samples& samples) {
-  ProxyThread thread(run->fabric(), run->options().shard_bytes, cpu);
-  thread.keep(run);
-  thread.call([run](Proxy& proxy, Fabric&) { run->attach(proxy); });
+  std::vector<std::unique_ptr<ProxyThread>> threads;
+  for (std::uint32_t i = 0; i < run->options().proxies; ++i) {
+    threads.push_back(std::make_unique<ProxyThread>(run->fabric(i), run->options().shard_bytes, cpu < 0 ? cpu : cpu - static_cast<int>(i)));
+    threads.back()->keep(run);
+    threads.back()->call([run, i](Proxy& proxy, Fabric&) { run->attach(proxy, i); });
+  }
   const auto wait = [](const auto& done) {
     for (unsigned tries = 0; !done(); ++tries)
       if (tries % 1024 == 1023) sched_yield();
@@ -60,10 +80,10 @@ void measure_threads(const std::shared_ptr<CostRun>& run, int operations, int cp
     wait([&] { return Clock::now() >= resume; });
     const Clock::time_point begin = run->announce();
     wait([&] { return run->posted(); });
-    note(samples, *run, begin);
+    note(samples, *run, std::vector<Clock::time_point>(threads.size(), begin));
     wait([&] { return run->settled(); });
   }
-  thread.close();
+  for (const std::unique_ptr<ProxyThread>& thread : threads) thread->close();
 }
 
 py::dict proxy_cost(const CostOptions& options, int operations, bool threads, int cpu) {
@@ -81,7 +101,9 @@ py::dict proxy_cost(const CostOptions& options, int operations, bool threads, in
   result["last"] = samples.last;
   result["idle"] = threads ? py::object(py::none()) : py::float_(samples.idle);
   result["writes"] = run->writes();
-  result["doorbells"] = static_cast<double>(run->fabric()->doorbells()) / operations;
+  double doorbells = 0;
+  for (std::uint32_t i = 0; i < options.proxies; ++i) doorbells += static_cast<double>(run->fabric(i)->doorbells());
+  result["doorbells"] = doorbells / operations;
   return result;
 }
 
@@ -90,10 +112,10 @@ py::dict proxy_cost(const CostOptions& options, int operations, bool threads, in
 void bind_cost(py::module_& m) {
   m.def(
       "proxy_cost",
-      [](std::uint32_t peers, int endpoints, std::uint32_t rows, std::uint64_t shard_bytes, std::uint32_t in_flight, std::uint32_t objects, int operations,
-         bool threads, int cpu) { return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects}, operations, threads, cpu); },
+      [](std::uint32_t peers, int endpoints, std::uint32_t rows, std::uint64_t shard_bytes, std::uint32_t in_flight, std::uint32_t objects, std::uint32_t proxies,
+         int operations, bool threads, int cpu) { return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects, proxies}, operations, threads, cpu); },
       py::kw_only(), py::arg("peers"), py::arg("endpoints"), py::arg("rows"), py::arg("shard_bytes"), py::arg("in_flight") = 1, py::arg("objects") = 1,
-      py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
+      py::arg("proxies") = 1, py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
       "Nanoseconds from the first mailbox word to the first and the last post of each operation; `idle`: of a step that finds nothing.");
 }
 

@@ -77,10 +77,12 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     else if (name == "endpoints") options.endpoints = value.cast<int>();
     else if (name == "places") options.places = to_places(value.cast<PlaceTuples>());
     else if (name == "place") options.place = value.cast<std::size_t>();
+    else if (name == "proxies") options.proxies = value.cast<std::size_t>();
+    else if (name == "proxy") options.proxy = value.cast<std::size_t>();
     else if (name == "address") options.address = value.cast<std::string>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, address, peers_on_this_host, wheels");
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, address, peers_on_this_host, wheels");
   }
   return options;
 }
@@ -169,6 +171,13 @@ void bind_fabric(py::module_& m) {
 
   m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("places"), py::arg("sysfs") = "/sys",
         "For each process of a host, (PCI address of its GPU or \"\", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.");
+
+  m.def(
+      "pick_cpus",
+      [](const PlaceTuples& places, const std::vector<std::vector<int>>& near, std::size_t proxies) {
+        return libfabric::pick_cpus(to_places(places), near, proxies);
+      },
+      py::arg("places"), py::arg("near"), py::arg("proxies"), "The CPUs of all processes' first proxies, then of their second ones; -1: any.");
 
   py::class_<LocalRegion>(m, "LocalRegion")
       .def_readonly("id", &LocalRegion::id)

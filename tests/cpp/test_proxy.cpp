@@ -558,6 +558,21 @@ void many_objects() {
 
 }  // namespace
 
+// Two proxies of a rank: both ranks of a pair name the same one, and each has half of the peers, one more at most.
+void splits_peers() {
+  for (const std::uint32_t world : {2u, 3u, 8u, 9u, 64u})
+    for (std::uint32_t rank = 0; rank < world; ++rank) {
+      std::uint32_t first = 0;
+      for (std::uint32_t peer = 0; peer < world; ++peer) {
+        CHECK_EQ(proxy_of(rank, peer, 1), 0u);
+        CHECK(proxy_of(rank, peer, 2) < 2);
+        CHECK_EQ(proxy_of(rank, peer, 2), proxy_of(peer, rank, 2));
+        first += peer != rank && proxy_of(rank, peer, 2) == 0;
+      }
+      CHECK(first + 1 >= world / 2 && first <= world / 2);
+    }
+}
+
 int main() {
   one_write();
   shards_of_a_block();
@@ -576,4 +591,5 @@ int main() {
   announced_and_not_taken();
   waiting_is_balanced();
   many_objects();
+  splits_peers();
 }

@@ -34,7 +34,8 @@ struct QueueNet {
 
 class QueueFabric final : public test::PlainFabric {
  public:
-  QueueFabric(QueueNet& net, int rank) : net_(net), rank_(rank) {}
+  // Rank r's first proxy polls the queue r * proxies, its second one the next.
+  QueueFabric(QueueNet& net, int rank, int proxy, int proxies) : net_(net), rank_(rank), proxy_(proxy), proxies_(proxies) {}
   int endpoints() const override { return 2; }
 
   Post write(const Write& w) override {
@@ -50,7 +51,7 @@ class QueueFabric final : public test::PlainFabric {
   }
 
   int poll(Completion* out, int capacity) override {
-    QueueNet::Inbox& inbox = net_.inboxes[rank_];
+    QueueNet::Inbox& inbox = net_.inboxes[rank_ * proxies_ + proxy_];
     std::lock_guard<std::mutex> lock(inbox.mutex);
     int n = 0;
     for (; n < capacity && !inbox.completions.empty(); inbox.completions.pop_front()) out[n++] = inbox.completions.front();
@@ -59,12 +60,13 @@ class QueueFabric final : public test::PlainFabric {
 
  private:
   void push(int rank, const Completion& completion) {
-    std::lock_guard<std::mutex> lock(net_.inboxes[rank].mutex);
-    net_.inboxes[rank].completions.push_back(completion);
+    QueueNet::Inbox& inbox = net_.inboxes[rank * proxies_ + proxy_];
+    std::lock_guard<std::mutex> lock(inbox.mutex);
+    inbox.completions.push_back(completion);
   }
 
   QueueNet& net_;
-  int rank_;
+  const int rank_, proxy_, proxies_;
 };
 
 struct Scene {
@@ -74,14 +76,19 @@ struct Scene {
   std::string provider;        // "": queues
   std::string chaos;           // "": none
   std::uint32_t replicas = 1;
+  std::uint32_t proxies = 1;   // of each rank
 };
 
 struct Rank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
   std::unique_ptr<Exchange> exchange;
-  std::unique_ptr<ProxyThread> proxy;
-  Blob address, region;
+  struct Carrier {
+    std::unique_ptr<ProxyThread> proxy;
+    Blob address;
+    LocalRegion region;
+  };
+  std::vector<Carrier> carriers;
   char* memory() const { return reinterpret_cast<char*>(heap.get()); }
 };
 
@@ -133,8 +140,9 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
   }
 }
 
-std::shared_ptr<Fabric> open_fabric(const Scene& scene, QueueNet& net, std::uint32_t rank) {
-  if (scene.provider.empty()) return std::make_shared<QueueFabric>(net, static_cast<int>(rank));
+std::shared_ptr<Fabric> open_fabric(const Scene& scene, QueueNet& net, std::uint32_t rank, std::uint32_t proxy) {
+  if (scene.provider.empty())
+    return std::make_shared<QueueFabric>(net, static_cast<int>(rank), static_cast<int>(proxy), static_cast<int>(scene.proxies));
   libfabric::Options options;
   options.provider = scene.provider;
   options.endpoints = 2;
@@ -147,34 +155,35 @@ std::shared_ptr<Fabric> open_fabric(const Scene& scene, QueueNet& net, std::uint
 // Every call goes to the proxy thread, as the bindings do it.
 void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
   const auto together = [&](std::uint32_t a, std::uint32_t b) { return a / scene.node_size == b / scene.node_size; };
-  for (Rank& rank : ranks) {
-    rank.proxy = std::make_unique<ProxyThread>(open_fabric(scene, net, rank.config.rank), 512, -1);
-    CHECK(rank.proxy->call([&](Proxy&, Fabric& fabric) { rank.address = fabric.address(); }));
-  }
-  std::vector<LocalRegion> regions(ranks.size());
+  const auto each = [&](const auto& f) {
+    for (Rank& rank : ranks)
+      for (std::uint32_t i = 0; i < scene.proxies; ++i)
+        CHECK(rank.carriers[i].proxy->call([&](Proxy& proxy, Fabric& fabric) { f(rank, i, proxy, fabric); }));
+  };
   for (Rank& rank : ranks)
-    CHECK(rank.proxy->call([&](Proxy&, Fabric& fabric) {
-      for (const Rank& peer : ranks)
-        if (&peer != &rank) fabric.insert_peer(static_cast<int>(peer.config.rank), peer.address);
-      LocalRegion& region = regions[rank.config.rank];
-      region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes);
-      rank.region = region.description;
-    }));
-  for (Rank& rank : ranks)
-    CHECK(rank.proxy->call([&](Proxy& proxy, Fabric& fabric) {
-      ProxyObject object;
-      object.config = rank.config;
-      object.memory = rank.memory();
-      object.region = regions[rank.config.rank];
-      object.peers.resize(ranks.size());
-      for (const Rank& peer : ranks) {
-        if (together(rank.config.rank, peer.config.rank)) continue;
-        auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer.config.rank), peer.region));
-        if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(peer.memory());
-        object.peers[peer.config.rank] = std::move(remote);
-      }
-      proxy.attach(std::move(object));
-    }));
+    for (std::uint32_t i = 0; i < scene.proxies; ++i)
+      rank.carriers.push_back({std::make_unique<ProxyThread>(open_fabric(scene, net, rank.config.rank, i), 512, -1), {}, {}});
+  each([&](Rank& rank, std::uint32_t i, Proxy&, Fabric& fabric) { rank.carriers[i].address = fabric.address(); });
+  each([&](Rank& rank, std::uint32_t i, Proxy&, Fabric& fabric) {
+    for (const Rank& peer : ranks)
+      if (&peer != &rank) fabric.insert_peer(static_cast<int>(peer.config.rank), peer.carriers[i].address);
+    rank.carriers[i].region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes);
+  });
+  each([&](Rank& rank, std::uint32_t i, Proxy& proxy, Fabric& fabric) {
+    ProxyObject object;
+    object.config = rank.config;
+    object.memory = rank.memory();
+    object.region = rank.carriers[i].region;
+    object.peers.resize(ranks.size());
+    for (const Rank& peer : ranks) {
+      const std::uint32_t number = peer.config.rank;
+      if (together(rank.config.rank, number) || proxy_of(rank.config.rank, number, scene.proxies) != i) continue;
+      auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(number), peer.carriers[i].region.description));
+      if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(peer.memory());
+      object.peers[number] = std::move(remote);
+    }
+    proxy.attach(std::move(object));
+  });
 }
 
 void play(const Scene& scene, std::uint64_t seed) {
@@ -188,7 +197,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   config.replicas = scene.replicas;
   config.max_rows = scene.ranks * config.max_tokens * config.top_k;
 
-  QueueNet net(scene.ranks);
+  QueueNet net(scene.ranks * scene.proxies);
   std::vector<Rank> ranks(scene.ranks);
   for (std::uint32_t r = 0; r < scene.ranks; ++r) {
     ranks[r].config = config;
@@ -208,7 +217,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   for (Rank& rank : ranks) threads.emplace_back([&rank, &scene, seed] { walk(rank, scene.steps, seed); });
   for (std::thread& thread : threads) thread.join();
   for (Rank& rank : ranks)
-    if (rank.proxy) CHECK(rank.proxy->close(5.0));
+    for (Rank::Carrier& carrier : rank.carriers) CHECK(carrier.proxy->close(5.0));
   std::printf("%s: %u steps of %u ranks\n", scene.name, scene.steps, scene.ranks);
   std::fflush(stdout);
 }
@@ -220,6 +229,7 @@ int main() {
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
   play({"mapped", 4, 4, 4000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
+  play({"queues of two proxies", 4, 1, 1000, "", "", 1, 2}, seed);
   play({"replicas", 4, 4, 2000, "", "", 4}, seed);
   play({"replicas and queues", 4, 2, 1000, "", "", 2}, seed);
   try {
@@ -231,5 +241,6 @@ int main() {
   play({"shm", 4, 1, 2000, "shm", ""}, seed);
   play({"mapped and shm", 4, 2, 2000, "shm", ""}, seed);
   play({"shm in chaos", 4, 1, 500, "shm", chaos}, seed);
+  play({"shm in chaos, two proxies", 4, 1, 300, "shm", chaos, 1, 2}, seed);
   play({"tcp", 4, 2, 500, "tcp", ""}, seed);
 }

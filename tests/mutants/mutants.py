@@ -168,6 +168,14 @@ MUTANTS = [
         "a rank that closes right after its last combine leaves its peers without it",
         catch="test_proxy",
     ),
+    Mutant(
+        "each rank splits its peers for itself",
+        "proxy/proxy.h",
+        "{ return (rank + peer) % proxies; }",
+        "{ return (peer - rank + 1024 * proxies) / 2 % proxies; }",
+        "with two proxies a block goes to a fabric whose proxy does not wait for it",
+        catch="test_proxy",
+    ),
     # ---- steps, generations, failure
     Mutant(
         "the generation is ignored",

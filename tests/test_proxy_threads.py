@@ -1,0 +1,49 @@
+"""proxy_threads=2: the peers of a rank split between two proxies, each with a thread, a fabric and endpoints of its own."""
+
+from __future__ import annotations
+
+import pytest
+from crew import Crew, seed
+from rank_cases import Case, random_case
+from test_failure import CLOSED, check_all_gone, check_survivors
+
+TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:tcp")
+CHAOS = "delay=0.2,delay_us=500,shuffle=0.3,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exchange(world_size: int) -> None:
+    begin = seed() * 100_000 + 60_000
+    with Crew(world_size, {"PPLX_COMM_ENDPOINTS": "2", "PPLX_COMM_SHARD_BYTES": "400"}) as crew:
+        for number in range(12):
+            case = random_case(begin + number, world_size, TRANSPORTS)
+            crew.run("rank_cases:two_proxies", case)
+
+
+def test_chaos() -> None:
+    begin = seed() * 100_000 + 61_000
+    with Crew(4, {"PPLX_COMM_ENDPOINTS": "2", "PPLX_COMM_SHARD_BYTES": "400", "PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(12):
+            crew.run("rank_cases:two_proxies", random_case(begin + number, 4, TRANSPORTS))
+
+
+def test_both_carry() -> None:
+    """Every other peer each, and no peer both; beside an AllToAll with one proxy on the same Communicator."""
+    with Crew(4) as crew:
+        crew.run("rank_cases:both_proxies_carry", Case(1, 4, transport="proxy:tcp", hidden=256))
+
+
+@pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
+def test_death(transport: str) -> None:
+    """Of a peer that either proxy carries to."""
+    for victim in (1, 2):
+        case = Case(31 + victim, 4, transport=transport, max_tokens=64, hidden=512, proxy_threads=2)
+        with Crew(4) as crew:
+            crew.start("rank_cases:endless", case)
+            for rank in range(4):
+                crew.heard(rank)
+            died = crew.kill(victim)
+            results = crew.collect(30, [rank for rank in range(4) if rank != victim])
+            check_survivors(results, victim, died)
+            assert all(result["closing"] < CLOSED for result in results)
+            check_all_gone(crew, victim)
