@@ -13,6 +13,17 @@ foreach(source ${test_sources})
   set_tests_properties(${name} PROPERTIES TIMEOUT 300)
 endforeach()
 
+# A libfabric for tests of providers that need a NIC.
+if(PPLX_LIBFABRIC_HEADERS)
+  add_library(fake_libfabric MODULE EXCLUDE_FROM_ALL "${PROJECT_SOURCE_DIR}/tests/cpp/fake/libfabric.cpp")
+  set_target_properties(fake_libfabric PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests" PREFIX ""
+                                                   CXX_VISIBILITY_PRESET default)
+  target_include_directories(fake_libfabric SYSTEM PRIVATE "${PPLX_LIBFABRIC_HEADERS}")
+  target_compile_features(fake_libfabric PRIVATE cxx_std_17)
+  add_dependencies(test_efa fake_libfabric)
+endif()
+target_compile_definitions(test_efa PRIVATE "PPLX_FAKE_LIBFABRIC=\"${PROJECT_BINARY_DIR}/tests/fake_libfabric.so\"")
+
 add_dependencies(pplx_cpp_tests pplx_sim)
 add_test(NAME sim COMMAND pplx_sim --seeds 100)
 set_tests_properties(sim PROPERTIES TIMEOUT 300)

@@ -56,6 +56,7 @@ def open_fabric(
     proxy: int = 0,
     address: str | None = None,
     peers_on_this_host: bool = False,
+    device_memory: bool = False,
 ) -> _core.Fabric:
     """Opens one fabric.
 
@@ -68,6 +69,7 @@ def open_fabric(
     address: interface or address for tcp, net and sockets; the default is ``$PPLX_COMM_IFACE``, else the interface
         of the default route.
     peers_on_this_host: no peer lives elsewhere, so shm may be taken.
+    device_memory: only a provider that reaches GPU memory, and without calling CUDA while it moves data.
     """
     options: dict[str, Any] = {
         "endpoints": endpoints,
@@ -76,6 +78,7 @@ def open_fabric(
         "proxies": proxies,
         "proxy": proxy,
         "peers_on_this_host": peers_on_this_host,
+        "device_memory": device_memory,
         "wheels": wheel_candidates(),
     }
     for name, value in {"nics": nics, "address": address}.items():

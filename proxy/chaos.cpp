@@ -132,10 +132,19 @@ const ChaosOptions::Cut* ChaosFabric::cut_to(int peer) const {
 }
 
 // An AllToAll may take the number of one that was closed, and 32 bits cannot tell a copy of the old one's immediates apart.
-LocalRegion ChaosFabric::register_memory(void* base, std::size_t bytes) {
+void ChaosFabric::forget_past() {
   past_.clear();
   held_.erase(std::remove_if(held_.begin(), held_.end(), [](const Held& held) { return held.copy; }), held_.end());
+}
+
+LocalRegion ChaosFabric::register_memory(void* base, std::size_t bytes) {
+  forget_past();
   return inner_->register_memory(base, bytes);
+}
+
+LocalRegion ChaosFabric::register_device_memory(const DeviceMemory& memory) {
+  forget_past();
+  return inner_->register_device_memory(memory);
 }
 
 // ---- writes ----------------------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class ChaosFabric final : public Fabric {
   void insert_peer(int peer, const Blob& address) override { inner_->insert_peer(peer, address); }
   void remove_peer(int peer) override;
   LocalRegion register_memory(void* base, std::size_t bytes) override;
+  LocalRegion register_device_memory(const DeviceMemory& memory) override;
   void unregister_memory(const LocalRegion& region) override { inner_->unregister_memory(region); }
   RemoteRegion import_region(int peer, const Blob& description) const override { return inner_->import_region(peer, description); }
   Post write(const Write& write) override;
@@ -68,6 +69,7 @@ class ChaosFabric final : public Fabric {
   const ChaosCounts& counts() const { return counts_; }
 
  private:
+  void forget_past();
   // A write of the caller's. Its regions are copies: the caller may forget his before a delayed part leaves.
   struct Operation {
     Write write;

@@ -27,6 +27,15 @@ struct LocalRegion {
   Blob description;            // what a peer needs to write into it: send it to the peer, who calls import_region
 };
 
+// Memory of a GPU of this process, to be registered.
+struct DeviceMemory {
+  void* base = nullptr;
+  std::size_t bytes = 0;
+  int device = 0;                            // as CUDA counts
+  int dmabuf = -1;                           // a file descriptor of it, -1: none
+  std::uint64_t dmabuf_offset = 0;           // of `base` in that
+};
+
 // A peer's registered memory, as write() needs it.
 struct RemoteRegion {
   std::uint64_t base = 0;                    // what is added to an offset: its address, or 0 where the provider counts from 0
@@ -76,6 +85,7 @@ class Fabric {
   virtual void insert_peer(int peer, const Blob& address) = 0;   // before any write from or to that peer
   virtual void remove_peer(int peer) = 0;               // a dead one; never talks to it
   virtual LocalRegion register_memory(void* base, std::size_t bytes) = 0;
+  virtual LocalRegion register_device_memory(const DeviceMemory&) { throw FabricError(name() + " was not opened for GPU memory"); }
   virtual void unregister_memory(const LocalRegion& region) = 0;
   virtual RemoteRegion import_region(int peer, const Blob& description) const = 0;
   virtual Post write(const Write& write) = 0;           // never blocks; throws FabricError on what will never succeed

@@ -26,8 +26,18 @@ using libfabric::Address;
 using libfabric::Library;
 using libfabric::RegionDescription;
 
-// Of fi_endpoint.h since libfabric 1.19; older headers end before it.
-constexpr int kOptSharedMemoryPermitted = 11;
+// What headers of 1.17 do not have yet. Of fi_endpoint.h since 1.18 and 1.19:
+constexpr int kOptCudaApiPermitted = 10, kOptSharedMemoryPermitted = 11;
+// Of fi_domain.h since 1.20: a flag of fi_mr_regattr, whose attributes then start with a pointer to this.
+constexpr std::uint64_t kRegisterDmabuf = 1ull << 40;
+struct Dmabuf {
+  int fd;
+  std::uint64_t offset;
+  std::size_t bytes;
+  void* base;
+};
+// Of efa's fi_ext_efa.h since 2.6, a flag of writes: the NIC favours their rate. efa before that knows no flags of this range.
+constexpr std::uint64_t kEfaHighRate = 1ull << 60;
 
 constexpr std::size_t kMostWritesUnderWay = 4096;   // per endpoint
 constexpr std::size_t kPostedReceives = 512;        // where an arriving immediate uses one up
@@ -92,6 +102,7 @@ struct Endpoint {
   std::size_t under_way = 0;
   std::size_t most_under_way = 0;
   bool rings_doorbells = false;                // a device: writes can share one
+  std::uint64_t write_flags = FI_REMOTE_CQ_DATA | FI_COMPLETION;
   std::vector<fi_context2> receives;
   void* scratch_descriptor = nullptr;
   Handle<fid_fabric> fabric;
@@ -146,6 +157,7 @@ struct LibfabricFabric::State {
   const Library* library = nullptr;
   std::string provider, why;
   int cpu = -1;
+  bool device_memory = false;
   std::deque<Endpoint> endpoints;
   std::vector<Region> regions;                 // by id; after the endpoints, so that they close before the domains
   std::uint64_t next_key = 1;
@@ -181,7 +193,8 @@ struct LibfabricFabric::State {
   void post_receives(Endpoint& endpoint);
   void post_receive(Endpoint& endpoint, void* context);
   Blob endpoint_address(const Endpoint& endpoint) const;
-  RegionDescription register_everywhere(void* base, std::size_t bytes, LocalRegion& out);
+  RegionDescription register_everywhere(const DeviceMemory& memory, bool on_device, LocalRegion& out);
+  int register_on(Endpoint& endpoint, const DeviceMemory& memory, bool on_device, std::uint64_t key, fid_mr** registration) const;
   const Peer& peer_of(int peer, const char* what) const;
   void remember(const Completion& completion, std::string text);
   void fail_write(int endpoint, std::uint64_t context, int error, std::string text);
@@ -224,11 +237,18 @@ void LibfabricFabric::State::open_endpoint(Endpoint& endpoint, int index) {
     bool permitted = false;   // a library without this option has read the environment variable that the loader set
     fi_setopt(&ep->fid, FI_OPT_ENDPOINT, kOptSharedMemoryPermitted, &permitted, sizeof(permitted));
   }
+  if (device_memory) {
+    // A provider that calls CUDA may wait for a kernel which waits for this very provider.
+    const bool permitted = false;
+    const int result = fi_setopt(&ep->fid, FI_OPT_ENDPOINT, kOptCudaApiPermitted, &permitted, sizeof(permitted));
+    check(result, "fi_setopt(FI_OPT_CUDA_API_PERMITTED, false): GPU memory is not reached without calling CUDA,", object);
+  }
   check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind(av)", object);
   check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)", object);
   check(fi_enable(ep), "fi_enable", object);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
   endpoint.rings_doorbells = provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0;
+  if (provider.rfind("efa", 0) == 0 && library->version >= libfabric::version(2, 6)) endpoint.write_flags |= kEfaHighRate;
 }
 
 void LibfabricFabric::State::name_shm_endpoint(Endpoint& endpoint, int index) {
@@ -259,17 +279,48 @@ Blob LibfabricFabric::State::endpoint_address(const Endpoint& endpoint) const {
   return blob;
 }
 
-RegionDescription LibfabricFabric::State::register_everywhere(void* base, std::size_t bytes, LocalRegion& out) {
+// A dmabuf needs no driver of the NIC's vendor in the kernel (nvidia-peermem), but a library, a kernel and a NIC that take it; so does not every
+// host, and a registration by address is tried next.
+int LibfabricFabric::State::register_on(Endpoint& endpoint, const DeviceMemory& memory, bool on_device, std::uint64_t key,
+                                        fid_mr** registration) const {
+  constexpr std::uint64_t kAccess = FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
+  if (!on_device) return fi_mr_reg(endpoint.domain.get(), memory.base, memory.bytes, kAccess, 0, key, 0, registration, nullptr);
+  iovec whole{};
+  whole.iov_base = memory.base;
+  whole.iov_len = memory.bytes;
+  // The library reads fields that these headers may not know, and wants zeroes there: fi_mr_attr grew in 1.20 and in 2.0.
+  union Attributes {
+    fi_mr_attr attr;
+    char room[256];
+  } attributes{};
+  static_assert(sizeof(Attributes) == 256, "room for what later libraries read");
+  std::memset(&attributes, 0, sizeof(attributes));
+  attributes.attr.iov_count = 1;
+  attributes.attr.access = kAccess;
+  attributes.attr.requested_key = key;
+  attributes.attr.iface = FI_HMEM_CUDA;
+  attributes.attr.device.cuda = memory.device;
+  if (memory.dmabuf >= 0 && library->version >= libfabric::version(1, 20)) {
+    const Dmabuf dmabuf{memory.dmabuf, memory.dmabuf_offset, memory.bytes, memory.base};
+    attributes.attr.mr_iov = reinterpret_cast<const iovec*>(&dmabuf);
+    if (fi_mr_regattr(endpoint.domain.get(), &attributes.attr, kRegisterDmabuf, registration) == 0) return 0;
+  }
+  attributes.attr.mr_iov = &whole;
+  return fi_mr_regattr(endpoint.domain.get(), &attributes.attr, 0, registration);
+}
+
+RegionDescription LibfabricFabric::State::register_everywhere(const DeviceMemory& memory, bool on_device, LocalRegion& out) {
+  void* const base = memory.base;
+  const std::size_t bytes = memory.bytes;
   Region region;
   RegionDescription description;
   description.base = offsets_are_addresses ? reinterpret_cast<std::uint64_t>(base) : 0;
   description.bytes = bytes;
   const std::uint64_t wanted_key = next_key++;
   for (Endpoint& endpoint : endpoints) {
-    const std::string object = std::to_string(bytes) + " bytes on " + endpoint.name;
+    const std::string object = std::to_string(bytes) + (on_device ? " bytes of GPU " + std::to_string(memory.device) : " bytes") + " on " + endpoint.name;
     fid_mr* registration = nullptr;
-    constexpr std::uint64_t kAccess = FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
-    const int result = fi_mr_reg(endpoint.domain.get(), base, bytes, kAccess, 0, wanted_key, 0, &registration, nullptr);
+    const int result = register_on(endpoint, memory, on_device, wanted_key, &registration);
     if (result == -FI_ENOMEM) fail("fi_mr_reg", object + " (is `ulimit -l`, the memory that may be locked, large enough?)", result);
     check(result, "fi_mr_reg", object);
     region.registrations.emplace_back(registration);
@@ -381,6 +432,7 @@ LibfabricFabric::LibfabricFabric(const libfabric::Options& options) : state_(std
   state.provider = choice.provider;
   state.why = choice.why;
   state.cpu = choice.cpu;
+  state.device_memory = options.device_memory;
   if (state.provider == "shm") libfabric::cleanup_dead_processes();
   for (libfabric::Nic& nic : choice.nics) {
     Endpoint& endpoint = state.endpoints.emplace_back();
@@ -389,7 +441,7 @@ LibfabricFabric::LibfabricFabric(const libfabric::Options& options) : state_(std
     state.open_endpoint(endpoint, static_cast<int>(state.endpoints.size()) - 1);
   }
   state.offsets_are_addresses = (state.endpoints.front().info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
-  state.scratch_description = state.register_everywhere(state.scratch, sizeof(state.scratch), state.scratch_region);
+  state.scratch_description = state.register_everywhere({state.scratch, sizeof(state.scratch)}, false, state.scratch_region);
   for (std::size_t index = 0; index < state.endpoints.size(); ++index) {
     state.endpoints[index].scratch_descriptor = fi_mr_desc(state.regions.front().registrations[index].get());
     state.post_receives(state.endpoints[index]);
@@ -506,7 +558,14 @@ void LibfabricFabric::remove_peer(int peer) {
 
 LocalRegion LibfabricFabric::register_memory(void* base, std::size_t bytes) {
   LocalRegion region;
-  open().register_everywhere(base, bytes, region);
+  open().register_everywhere({base, bytes}, false, region);
+  return region;
+}
+
+LocalRegion LibfabricFabric::register_device_memory(const DeviceMemory& memory) {
+  if (!open().device_memory) return Fabric::register_device_memory(memory);
+  LocalRegion region;
+  open().register_everywhere(memory, true, region);
   return region;
 }
 
@@ -572,7 +631,7 @@ Post LibfabricFabric::write(const Write& write) {
   message.data = write.immediate;
   // Only where the write that follows finds room too: a provider that refuses it rings no bell for this one.
   const bool more = write.more && endpoint.rings_doorbells && endpoint.under_way + 2 <= endpoint.most_under_way;
-  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, FI_REMOTE_CQ_DATA | FI_COMPLETION | (more ? FI_MORE : 0));
+  const ssize_t result = fi_writemsg(endpoint.ep.get(), &message, endpoint.write_flags | (more ? FI_MORE : 0));
   if (result == 0) {
     ++endpoint.under_way;
     return Post::Accepted;
@@ -644,6 +703,7 @@ Blob LibfabricFabric::address() const { missing(); }
 void LibfabricFabric::insert_peer(int, const Blob&) { missing(); }
 void LibfabricFabric::remove_peer(int) { missing(); }
 LocalRegion LibfabricFabric::register_memory(void*, std::size_t) { missing(); }
+LocalRegion LibfabricFabric::register_device_memory(const DeviceMemory&) { missing(); }
 void LibfabricFabric::unregister_memory(const LocalRegion&) { missing(); }
 RemoteRegion LibfabricFabric::import_region(int, const Blob&) const { missing(); }
 Post LibfabricFabric::write(const Write&) { missing(); }

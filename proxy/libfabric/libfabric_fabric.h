@@ -28,6 +28,7 @@ class LibfabricFabric : public Fabric {
   // later is dropped. The provider is not told: taking a dead peer out of shm's table unmaps memory that its pending writes still use.
   void remove_peer(int peer) override;
   LocalRegion register_memory(void* base, std::size_t bytes) override;
+  LocalRegion register_device_memory(const DeviceMemory& memory) override;   // only if opened for it, see Options::device_memory
   void unregister_memory(const LocalRegion& region) override;
   RemoteRegion import_region(int peer, const Blob& description) const override;
   Post write(const Write& write) override;

@@ -148,6 +148,7 @@ int cpu_of(const Options& options, const std::vector<std::vector<int>>& near) {
 
 // Both fill in all but the provider. A socket's interface serves all processes of the host.
 void choose_sockets(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
+  if (options.device_memory) throw FabricError("provider " + provider + " does not reach GPU memory");
   std::vector<std::string> wanted = options.nics;
   choice.why = "asked for by name";
   if (wanted.empty()) {
@@ -169,7 +170,10 @@ void choose_sockets(const Library& library, const std::string& provider, const O
 }
 
 void choose_devices(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
-  Answer answer = ask(library, provider, nullptr);
+  Answer answer = ask(library, provider, nullptr, options.device_memory);
+  if (answer.infos.empty() && options.device_memory && !ask(library, provider, nullptr).infos.empty())
+    throw FabricError("provider " + provider + " does not reach GPU memory: libfabric " + version_text(library.version) + " (" + library.path +
+                      ") was built without CUDA, or sees no GPU");
   if (answer.infos.empty()) throw FabricError("provider " + provider + ": " + why_not(library, provider, answer));
   std::vector<Nic> all;
   for (Info& info : answer.infos) {
