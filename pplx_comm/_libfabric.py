@@ -87,6 +87,15 @@ def open_fabric(
     return _core.Fabric(provider or "auto", options)
 
 
+def refuses_device_memory(provider: str, nics: list[str] | None, places: Sequence[Place], place: int) -> str | None:
+    """Why no fabric could be opened for GPU memory; None: one could."""
+    try:
+        open_fabric(provider, nics=nics, places=places, place=place, device_memory=True).close()
+    except _core.FabricError as problem:
+        return str(problem).splitlines()[0]
+    return None
+
+
 @dataclass(frozen=True)
 class Choice:
     """What a rank would take on this host, and why."""

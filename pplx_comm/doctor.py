@@ -21,6 +21,7 @@ from . import _core, _libfabric, _memory
 from ._carriers import named_nics
 from ._config import make_config
 from ._machine import machine, versions
+from ._placement import placement
 from ._setup import threads_of_a_rank
 from ._version import __version__
 from .all_to_all import AllToAll
@@ -172,7 +173,23 @@ def _choices() -> list[Finding]:
             f"its proxy on CPU {taken.cpu}" if taken.cpu >= 0 else "its proxy on any CPU (one of its own needs two for each rank)"
         )
         findings.append(Finding(name, None, f"{', '.join(taken.nics)} by {taken.provider} ({taken.why}); {proxy}"))
+        if place.gpu:
+            findings.append(_placement(number, taken.provider, places))
     return findings
+
+
+def _placement(number: int, provider: str, places: list[_libfabric.Place]) -> Finding:
+    """Where this GPU's blocks for other nodes would lie."""
+    name = f"placement of GPU {number}"
+    try:
+        from . import _cuda
+    except ImportError:
+        return Finding(name, None, "this build has no CUDA module, so remote blocks are the CPU device's, in host memory")
+    ordering = _cuda.write_ordering(places[number].gpu)
+    refusal = _libfabric.refuses_device_memory(provider, list(named_nics(None)) or None, places, number)
+    chosen = placement(ordering, provider, refusal)
+    memory = "GPU memory" if chosen.where == "device" else "pinned host memory, which kernels write and read"
+    return Finding(name, None, f"remote blocks would lie in {memory}: {chosen.why}")
 
 
 def _provider_fix(name: str) -> str | None:

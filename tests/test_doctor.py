@@ -11,6 +11,7 @@ import pytest
 
 import pplx_comm
 from pplx_comm import _libfabric, doctor
+from pplx_comm._placement import OWNER, placement
 from pplx_comm.cli import main
 
 LAYER = {"num_experts": 64, "top_k": 4, "hidden": 1024}
@@ -131,3 +132,25 @@ def test_gpus_of_a_host(tmp_path: Path) -> None:
         (folder / "class").write_text(f"{kind}\n")
     (tmp_path / "bus/pci/devices/0000:ff:00.0").mkdir()
     assert doctor._gpu_addresses(tmp_path) == ["0000:1b:00.0", "0000:9b:00.0"]
+
+
+def test_placement() -> None:
+    """GPU memory only where the GPU is open to NICs, the provider takes it without CUDA calls, and writes become visible in order."""
+    assert placement(OWNER, "efa", None).where == "device"
+    assert placement(200, "efa", None).where == "device"
+    for ordering, refusal, word in [
+        (None, None, "GPUDirect"),
+        (0, None, "order"),
+        (200, "provider tcp does not reach GPU memory", "provider tcp"),
+        (None, "provider tcp does not reach GPU memory", "GPUDirect"),
+    ]:
+        chosen = placement(ordering, "efa", refusal)
+        assert chosen.where == "host" and word in chosen.why, chosen
+
+
+def test_placement_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, doctor says where its remote blocks would lie, and why; here sysfs says that there is one."""
+    monkeypatch.setattr(doctor, "_gpu_addresses", lambda: ["0000:53:00.0"])
+    said = [one for one in doctor._choices() if one.name == "placement of GPU 0"]
+    if _libfabric.status()["error"] is None:
+        assert len(said) == 1 and "host memory" in said[0].says, said

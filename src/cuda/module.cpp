@@ -4,6 +4,8 @@
 
 #include <map>
 #include <memory>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "error.h"
@@ -34,6 +36,15 @@ int runtime_version() {
   int version = 0;
   cudaRuntimeGetVersion(&version);
   return version;
+}
+
+// Of the GPU at that PCI address, see cudaGPUDirectRDMAWritesOrdering; none: NICs do not reach its memory, or it is not visible.
+std::optional<int> write_ordering(const std::string& pci) {
+  int device = 0, supported = 0, ordering = 0;
+  if (cudaDeviceGetByPCIBusId(&device, pci.c_str()) != cudaSuccess) return {};
+  if (cudaDeviceGetAttribute(&supported, cudaDevAttrGPUDirectRDMASupported, device) != cudaSuccess || supported == 0) return {};
+  if (cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device) != cudaSuccess) return {};
+  return ordering;
 }
 
 template <typename T>
@@ -192,6 +203,7 @@ void bind(py::module_& m) {
       "For tests: holds multiprocessors until words[0] is not zero; each sets one of the words after it. int64 in pinned memory.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def("write_ordering", &write_ordering, py::arg("pci"), "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
   bind_memory(m);
   bind_exchange(m);

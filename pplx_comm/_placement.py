@@ -1,0 +1,29 @@
+"""Where the blocks of remote peers lie: in GPU memory that the NIC reads and writes, or in pinned host memory that kernels do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OWNER = 100
+"""Of CUDA's GPUDirect write orderings: what a NIC wrote before, the GPU that owns the memory sees before what it writes after."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    where: str
+    """device or host."""
+    why: str
+
+
+def placement(write_ordering: int | None, provider: str, refusal: str | None) -> Placement:
+    """write_ordering: of the GPU, as CUDA says it (0, 100, 200); None: no NIC can reach its memory.
+    refusal: why no fabric over the provider could be opened for GPU memory; None: one was.
+    """
+    if write_ordering is None:
+        return Placement("host", "this GPU's memory is closed to NICs (no GPUDirect RDMA)")
+    if refusal is not None:
+        return Placement("host", refusal)
+    if write_ordering < OWNER:
+        # The proxy raises a word in host memory after a write has landed; the GPU might see the rows later than that word.
+        return Placement("host", "the order in which a NIC's writes become visible to this GPU is not certain")
+    return Placement("device", f"{provider} registers this GPU's memory and needs no CUDA call to move it")
