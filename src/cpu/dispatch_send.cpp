@@ -165,6 +165,8 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& inp
   if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
     throw Misuse("dispatch: " + std::to_string(input.plan->tokens) + " tokens are more than the " + std::to_string(input.plan->lane.of) +
                  " replicas of this group that are left can send, " + std::to_string(max_rows_of_block(config_)) + " each");
+  for (std::uint32_t replica : replicas_)
+    if (!mapped(replica)) throw Misuse("dispatch: replicas must share a node, and " + rank_text(replica) + " is behind the proxy");
   if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
   if (input.scales != nullptr && config_.wire == Wire::FP8_UE8M0) check_scales(config_, input);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -34,8 +34,6 @@ Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double
       staging_(config.in_flight), mailed_(std::size_t{config.in_flight} * kOps * config.world, 0),
       left_at_(config.world) {
   if (const char* what = invalid(config)) throw Misuse(what);
-  for (std::uint32_t r = first_replica(config_, config_.rank), i = 0; i < config_.replicas; ++i)
-    if (!mapped(r + i)) throw Misuse("replicas must share a node, and " + rank_text(r + i) + " is behind the proxy");
   if (quantised(config_.wire)) {
     const std::size_t row = dispatch_block(config_).route_at;
     for (std::vector<char>& staging : staging_) staging.resize(row * config_.max_tokens);
