@@ -556,8 +556,6 @@ void many_objects() {
   for (std::size_t n = 0; n < memories.size(); ++n) CHECK_EQ(memories[n][at / 8] != 0, n == 3);
 }
 
-}  // namespace
-
 // Two proxies of a rank: both ranks of a pair name the same one, and each has half of the peers, one more at most.
 void splits_peers() {
   for (const std::uint32_t world : {2u, 3u, 8u, 9u, 64u})
@@ -572,6 +570,8 @@ void splits_peers() {
       CHECK(first + 1 >= world / 2 && first <= world / 2);
     }
 }
+
+}  // namespace
 
 int main() {
   one_write();
