@@ -321,9 +321,9 @@ MUTANTS = [
     # ---- replicas
     Mutant(
         "every replica sends every token",
-        "src/protocol/plan.h",
-        "      if (id < 0 || !plan.lane.has(t) || (alive != nullptr && !(*alive)[rank])) {",
-        "      if (id < 0 || (alive != nullptr && !(*alive)[rank])) {",
+        "src/protocol/replicas.h",
+        "{ return token % of == number; }",
+        "{ return token % of == number || of > 1; }",
         "experts get each token as often as there are replicas, and slots overflow",
     ),
     Mutant(
