@@ -302,7 +302,7 @@ class AllToAll:
     def warmup(self) -> None:
         """Takes one step of random tokens, so that the first real one finds everything in place. Collective."""
         tokens = self.max_tokens_per_rank
-        generator = torch.Generator().manual_seed(self._comm.rank)
+        generator = torch.Generator().manual_seed(self._comm.rank // self._config.replicas)
         ids = torch.randint(0, self.num_experts, (tokens, self.top_k), generator=generator)
         d = self.dispatch(torch.zeros(tokens, self.hidden, dtype=self.dtype, device=self.device), ids.to(self.device))
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype, device=self.device), d)

@@ -303,3 +303,5 @@ def bad_replicas(me: Any) -> None:
     refused("ranks . and . hold the same tokens, and node_size=3 puts", replicas=4, node_size=3, transport="auto", provider="tcp")
     refused("replicas is 1 on ranks 0, 1; 2 on ranks 2, 3|replicas is 1 on .* 2 on", replicas=1 + me.rank // 2)
     exchange(me, Case(2, 4, replicas=2, transport="mixed:tcp", crowd="uneven"))
+    with open_all_to_all(me, Case(3, 4, replicas=2)) as a2a:
+        a2a.warmup()  # of tokens that it draws itself, on replicas the same
