@@ -1,5 +1,5 @@
-// What the proxy costs between a device's mailbox words and the network: one AllToAll over null fabrics, one for each of its proxies, its
-// device played by the caller.
+// What the proxy costs between a device's mailbox words and the network: one AllToAll over null fabrics, one for each of its
+// proxies, its device played by the caller.
 #pragma once
 
 #include <memory>

@@ -279,8 +279,8 @@ Blob LibfabricFabric::State::endpoint_address(const Endpoint& endpoint) const {
   return blob;
 }
 
-// A dmabuf needs no driver of the NIC's vendor in the kernel (nvidia-peermem), but a library, a kernel and a NIC that take it; so does not every
-// host, and a registration by address is tried next.
+// A dmabuf needs no driver of the NIC's vendor in the kernel (nvidia-peermem), but a library, a kernel and a NIC that take it. Not
+// every host has them, so a registration by address is tried next.
 int LibfabricFabric::State::register_on(Endpoint& endpoint, const DeviceMemory& memory, bool on_device, std::uint64_t key,
                                         fid_mr** registration) const {
   constexpr std::uint64_t kAccess = FI_RECV | FI_WRITE | FI_REMOTE_WRITE;
@@ -318,7 +318,8 @@ RegionDescription LibfabricFabric::State::register_everywhere(const DeviceMemory
   description.bytes = bytes;
   const std::uint64_t wanted_key = next_key++;
   for (Endpoint& endpoint : endpoints) {
-    const std::string object = std::to_string(bytes) + (on_device ? " bytes of GPU " + std::to_string(memory.device) : " bytes") + " on " + endpoint.name;
+    const std::string whose = on_device ? " bytes of GPU " + std::to_string(memory.device) : " bytes";
+    const std::string object = std::to_string(bytes) + whose + " on " + endpoint.name;
     fid_mr* registration = nullptr;
     const int result = register_on(endpoint, memory, on_device, wanted_key, &registration);
     if (result == -FI_ENOMEM) fail("fi_mr_reg", object + " (is `ulimit -l`, the memory that may be locked, large enough?)", result);

@@ -172,8 +172,8 @@ void choose_sockets(const Library& library, const std::string& provider, const O
 void choose_devices(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
   Answer answer = ask(library, provider, nullptr, options.device_memory);
   if (answer.infos.empty() && options.device_memory && !ask(library, provider, nullptr).infos.empty())
-    throw FabricError("provider " + provider + " does not reach GPU memory: libfabric " + version_text(library.version) + " (" + library.path +
-                      ") was built without CUDA, or sees no GPU");
+    throw FabricError("provider " + provider + " does not reach GPU memory: libfabric " + version_text(library.version) + " (" +
+                      library.path + ") was built without CUDA, or sees no GPU");
   if (answer.infos.empty()) throw FabricError("provider " + provider + ": " + why_not(library, provider, answer));
   std::vector<Nic> all;
   for (Info& info : answer.infos) {

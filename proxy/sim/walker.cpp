@@ -239,10 +239,12 @@ void Walker::check_dispatch() const {
     for (std::uint64_t i = 0; i < rows.size() && i < c_.max_rows; ++i) check_row(i, 0, rows[i]);
     std::vector<std::int32_t> counts(local_experts(c_, c_.rank), 0);
     for (const Part& part : step_->parts)
-      for (std::size_t i = 0; i < part.ids.size(); ++i)
-        if (const std::int32_t id = part.ids[i];
-            id >= 0 && sends(part, static_cast<std::uint32_t>(i / c_.top_k)) && static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank)
+      for (std::size_t i = 0; i < part.ids.size(); ++i) {
+        const std::int32_t id = part.ids[i];
+        if (id < 0 || !sends(part, static_cast<std::uint32_t>(i / c_.top_k))) continue;
+        if (static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank)
           ++counts[id - static_cast<std::int32_t>(first_expert(c_, c_.rank))];
+      }
     if (counts != counts_) wrong("dispatch: counts are wrong");
     return;
   }
@@ -372,7 +374,8 @@ void Walker::poison_slots(Op op) {
 }
 
 void Walker::poison_shares() {
-  for (std::uint32_t replica : e_.replicas()) std::memset(e_.own_share(set_of(c_, number_), replica), kPoison, e_.heap().share_bytes);
+  for (std::uint32_t replica : e_.replicas())
+    std::memset(e_.own_share(set_of(c_, number_), replica), kPoison, e_.heap().share_bytes);
   if (!step_->released && !e_.replicas().empty()) totals_.count(Fault::Shared, plan_->lane.tokens(plan_->tokens));
 }
 

@@ -105,8 +105,8 @@ void World::build() {
 
   // Nodes of random size; most worlds have remote peers.
   const bool one_node = random_.chance(0.04);
-  std::uint32_t node = 0;
-  for (std::uint32_t r = 0, left = one_node ? world : random_.between(1u, std::max(1u, world / 2)); r < world; ++r, left -= left > 0) {
+  std::uint32_t node = 0, left = one_node ? world : random_.between(1u, std::max(1u, world / 2));
+  for (std::uint32_t r = 0; r < world; ++r, left -= left > 0) {
     if (left == 0 && r % replicas_ == 0) {
       ++node;
       left = random_.between(1u, std::max(1u, world / 2));

@@ -37,8 +37,8 @@ void note(Samples& samples, const CostRun& run, const std::vector<Clock::time_po
   samples.last.push_back(nanoseconds(last));
 }
 
-// Device and proxies take turns on one thread: no cache line moves between cores, nobody waits for a turn. A proxy's time does not count
-// while another has its turn.
+// Device and proxies take turns on one thread: no cache line moves between cores, nobody waits for a turn. A proxy's time does not
+// count while another has its turn.
 void measure_alone(CostRun& run, int operations, Samples& samples) {
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (std::uint32_t i = 0; i < run.options().proxies; ++i) {
@@ -66,7 +66,8 @@ void measure_alone(CostRun& run, int operations, Samples& samples) {
 void measure_threads(const std::shared_ptr<CostRun>& run, int operations, int cpu, Samples& samples) {
   std::vector<std::unique_ptr<ProxyThread>> threads;
   for (std::uint32_t i = 0; i < run->options().proxies; ++i) {
-    threads.push_back(std::make_unique<ProxyThread>(run->fabric(i), run->options().shard_bytes, cpu < 0 ? cpu : cpu - static_cast<int>(i)));
+    const int own = cpu < 0 ? cpu : cpu - static_cast<int>(i);
+    threads.push_back(std::make_unique<ProxyThread>(run->fabric(i), run->options().shard_bytes, own));
     threads.back()->keep(run);
     threads.back()->call([run, i](Proxy& proxy, Fabric&) { run->attach(proxy, i); });
   }
@@ -112,8 +113,10 @@ py::dict proxy_cost(const CostOptions& options, int operations, bool threads, in
 void bind_cost(py::module_& m) {
   m.def(
       "proxy_cost",
-      [](std::uint32_t peers, int endpoints, std::uint32_t rows, std::uint64_t shard_bytes, std::uint32_t in_flight, std::uint32_t objects, std::uint32_t proxies,
-         int operations, bool threads, int cpu) { return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects, proxies}, operations, threads, cpu); },
+      [](std::uint32_t peers, int endpoints, std::uint32_t rows, std::uint64_t shard_bytes, std::uint32_t in_flight,
+         std::uint32_t objects, std::uint32_t proxies, int operations, bool threads, int cpu) {
+        return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects, proxies}, operations, threads, cpu);
+      },
       py::kw_only(), py::arg("peers"), py::arg("endpoints"), py::arg("rows"), py::arg("shard_bytes"), py::arg("in_flight") = 1, py::arg("objects") = 1,
       py::arg("proxies") = 1, py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
       "Nanoseconds from the first mailbox word to the first and the last post of each operation; `idle`: of a step that finds nothing.");

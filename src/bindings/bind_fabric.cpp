@@ -83,7 +83,8 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     else if (name == "device_memory") options.device_memory = value.cast<bool>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, address, device_memory, peers_on_this_host, wheels");
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, address, "
+                              "device_memory, peers_on_this_host, wheels");
   }
   return options;
 }
@@ -178,7 +179,8 @@ void bind_fabric(py::module_& m) {
       [](const PlaceTuples& places, const std::vector<std::vector<int>>& near, std::size_t proxies) {
         return libfabric::pick_cpus(to_places(places), near, proxies);
       },
-      py::arg("places"), py::arg("near"), py::arg("proxies"), "The CPUs of all processes' first proxies, then of their second ones; -1: any.");
+      py::arg("places"), py::arg("near"), py::arg("proxies"),
+      "The CPUs of all processes' first proxies, then of their second ones; -1: any.");
 
   py::class_<LocalRegion>(m, "LocalRegion")
       .def_readonly("id", &LocalRegion::id)

@@ -65,7 +65,8 @@ class DispatchRecv final : public PhaseRun {
     std::memcpy(&header, block, sizeof header);
     e_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
     const std::vector<std::uint32_t>& replicas = e_.replicas();
-    if (std::find(replicas.begin(), replicas.end(), peer) != replicas.end()) e_.check_replica(header, *open_.input.plan, step_, peer);
+    if (std::find(replicas.begin(), replicas.end(), peer) != replicas.end())
+      e_.check_replica(header, *open_.input.plan, step_, peer);
     std::uint32_t* counts = base_.data() + std::size_t{peer} * experts_;
     if (experts_ > 0) std::memcpy(counts, block + sizeof header, 4ull * experts_);
     const std::uint64_t most = std::uint64_t{header.rows} * c_.top_k;

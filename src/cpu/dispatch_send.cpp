@@ -11,7 +11,8 @@ class DispatchSend final : public PhaseRun {
  public:
   DispatchSend(Exchange& exchange, std::uint32_t step, const Exchange::Open& open)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
-        plan_(*open.input.plan), own_(plan_.lane.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x), block_(dispatch_block(c_)),
+        plan_(*open.input.plan), own_(plan_.lane.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x),
+        block_(dispatch_block(c_)),
         quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
 
  private:
@@ -163,8 +164,9 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& inp
   if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
   if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
-    throw Misuse("dispatch: " + std::to_string(input.plan->tokens) + " tokens are more than the " + std::to_string(input.plan->lane.of) +
-                 " replicas of this group that are left can send, " + std::to_string(max_rows_of_block(config_)) + " each");
+    throw Misuse("dispatch: " + std::to_string(input.plan->tokens) + " tokens are more than the " +
+                 std::to_string(input.plan->lane.of) + " replicas of this group that are left can send, " +
+                 std::to_string(max_rows_of_block(config_)) + " each");
   for (std::uint32_t replica : replicas_)
     if (!mapped(replica)) throw Misuse("dispatch: replicas must share a node, and " + rank_text(replica) + " is behind the proxy");
   if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");

@@ -203,7 +203,8 @@ void bind(py::module_& m) {
       "For tests: holds multiprocessors until words[0] is not zero; each sets one of the words after it. int64 in pinned memory.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
-  m.def("write_ordering", &write_ordering, py::arg("pci"), "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
+  m.def("write_ordering", &write_ordering, py::arg("pci"),
+        "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
   bind_memory(m);
   bind_exchange(m);

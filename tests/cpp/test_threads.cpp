@@ -178,7 +178,8 @@ void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
     for (const Rank& peer : ranks) {
       const std::uint32_t number = peer.config.rank;
       if (together(rank.config.rank, number) || proxy_of(rank.config.rank, number, scene.proxies) != i) continue;
-      auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(number), peer.carriers[i].region.description));
+      const Blob& description = peer.carriers[i].region.description;
+      auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(number), description));
       if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(peer.memory());
       object.peers[number] = std::move(remote);
     }

@@ -167,7 +167,8 @@ void check_heap(const Config& c) {
       for (std::uint32_t op = 0; op < kOps; ++op) {
         const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
         CHECK_EQ(at % 64, 0u);
-        spans.push_back({at, at + block_layout(c, Op(op)).bytes(c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0)), "slot"});
+        const std::uint32_t most = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);
+        spans.push_back({at, at + block_layout(c, Op(op)).bytes(most), "slot"});
         for (std::uint64_t words : {h.mailbox, h.outgoing, h.sent}) {
           const std::uint64_t word = words + 8 * h.word_index(c, set, Op(op), peer);
           spans.push_back({word, word + 8, "word"});

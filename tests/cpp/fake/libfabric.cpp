@@ -1,6 +1,6 @@
-// A libfabric of one provider, "efa" and "efa-direct", without a NIC: it writes down how it is used, for test_efa.cpp, and moves nothing.
-// FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached. FAKE_DMABUF=no refuses
-// dmabufs. FAKE_VERSION: "2.6".
+// A libfabric of one provider, "efa" and "efa-direct", without a NIC: it writes down how it is used, for test_efa.cpp, and moves
+// nothing. FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached.
+// FAKE_DMABUF=no refuses dmabufs. FAKE_VERSION: "2.6".
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -20,8 +20,8 @@ std::string log;
 
 void note(const char* what, std::uint64_t a = 0, std::uint64_t b = 0, std::uint64_t c = 0) {
   char line[160];
-  std::snprintf(line, sizeof line, "%s %llu %llu %llu\n", what, static_cast<unsigned long long>(a), static_cast<unsigned long long>(b),
-                static_cast<unsigned long long>(c));
+  std::snprintf(line, sizeof line, "%s %llu %llu %llu\n", what, static_cast<unsigned long long>(a),
+                static_cast<unsigned long long>(b), static_cast<unsigned long long>(c));
   log += line;
 }
 
@@ -179,9 +179,12 @@ void fi_freeinfo(fi_info* info) {
     std::free(info->fabric_attr->name);
     std::free(info->fabric_attr->prov_name);
     std::free(info->domain_attr->name);
-    for (void* part : {static_cast<void*>(info->fabric_attr), static_cast<void*>(info->domain_attr), static_cast<void*>(info->ep_attr),
-                       static_cast<void*>(info->tx_attr), static_cast<void*>(info->rx_attr), static_cast<void*>(info)})
-      std::free(part);
+    std::free(info->fabric_attr);
+    std::free(info->domain_attr);
+    std::free(info->ep_attr);
+    std::free(info->tx_attr);
+    std::free(info->rx_attr);
+    std::free(info);
     info = next;
   }
 }
