@@ -83,8 +83,8 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     else if (name == "device_memory") options.device_memory = value.cast<bool>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, address, "
-                              "device_memory, peers_on_this_host, wheels");
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, "
+                              "address, device_memory, peers_on_this_host, wheels");
   }
   return options;
 }

@@ -230,9 +230,9 @@ int main() {
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
   play({"mapped", 4, 4, 4000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
-  play({"queues of two proxies", 4, 1, 1000, "", "", 1, 2}, seed);
-  play({"replicas", 4, 4, 2000, "", "", 4}, seed);
-  play({"replicas and queues", 4, 2, 1000, "", "", 2}, seed);
+  play({"queues of two proxies", 4, 1, 500, "", "", 1, 2}, seed);
+  play({"replicas", 4, 4, 1000, "", "", 4}, seed);
+  play({"replicas and queues", 4, 2, 500, "", "", 2}, seed);
   try {
     libfabric::library();
   } catch (const FabricError& error) {
