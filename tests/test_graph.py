@@ -53,9 +53,10 @@ def test_compiled_training(crew: Crews, layout: str, backend: str) -> None:
 @pytest.mark.parametrize("through", ["all", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_autograd_as_in_one_process(crew: Crews, layout: str, through: str) -> None:
-    case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
-    for errors in crew.run("training_cases:gradients_of_autograd", case, through):
-        assert max(errors.values()) < 1e-5, errors
+    for replicas in (1, 2):
+        case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout, replicas=replicas)
+        for errors in crew.run("training_cases:gradients_of_autograd", case, through):
+            assert max(errors.values()) < 1e-5, (case, errors)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])

@@ -283,12 +283,14 @@ def test_gradients() -> None:
     """The training recipe of combine's description: every gradient is autograd's. On a quantised wire, within what two
     quantisations leave of a layer.
     """
-    with Crew(3) as crew:
+    with Crew(4) as crew:
         for layout in LAYOUTS:
-            for wire, transport, bound in [("native", "mapped", 2e-6), ("mxfp8", "mixed:tcp", 0.09)]:
+            for wire, transport, replicas, bound in [
+                ("native", "mapped", 1, 2e-6), ("mxfp8", "mixed:tcp", 1, 0.09), ("native", "mixed:tcp", 2, 2e-6),
+            ]:  # fmt: skip
                 case = Case(
-                    seed(), 3, num_experts=7, top_k=4, hidden=64, max_tokens=9, dtype="float32", wire=wire, layout=layout, align=4,
-                    transport=transport,
+                    seed(), 4, num_experts=7, top_k=4, hidden=64, max_tokens=9, dtype="float32", wire=wire, layout=layout, align=4,
+                    transport=transport, replicas=replicas,
                 )  # fmt: skip
                 for errors in crew.run("training_cases:gradients", case):
                     print(layout, wire, transport, errors)

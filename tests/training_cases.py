@@ -13,15 +13,16 @@ INNER = 24
 
 
 def _layer(case: Case) -> tuple[list[torch.Tensor], ...]:
-    """By rank: tokens, ids, weights, gradient of the output. By expert: both matrices. The same everywhere."""
+    """By rank: tokens, ids, weights, gradient of the output, of replicas the same. By expert: both matrices. The same everywhere."""
     g = torch.Generator().manual_seed(case.seed)
-    counts = [case.max_tokens, 0, *range(3, 3 + case.world_size)][: case.world_size]
+    counts = [case.max_tokens, 0, *range(3, 3 + case.world_size)][: case.world_size // case.replicas]
     x = [torch.randn(n, case.hidden, generator=g) for n in counts]
     ids = [torch.randint(-1, case.num_experts, (n, case.top_k), generator=g) for n in counts]  # repeats and -1 among them
     weights = [torch.rand(n, case.top_k, generator=g) for n in counts]
     dy = [torch.randn(n, case.hidden, generator=g) for n in counts]
     up = [torch.randn(case.hidden, INNER, generator=g) / case.hidden**0.5 for _ in range(case.num_experts)]
     down = [torch.randn(INNER, case.hidden, generator=g) / INNER**0.5 for _ in range(case.num_experts)]
+    x, ids, weights, dy = ([t for t in part for _ in range(case.replicas)] for part in (x, ids, weights, dy))
     return x, ids, weights, dy, up, down
 
 
@@ -31,6 +32,7 @@ def _expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
 
 def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
     x, ids, weights, dy, up, down = ([t.double() if t.is_floating_point() else t for t in part] for part in _layer(case))
+    x, ids, weights, dy = (part[:: case.replicas] for part in (x, ids, weights, dy))  # what replicas hold counts once
     for part in (x, weights, up, down):
         for t in part:
             t.requires_grad_()
@@ -41,7 +43,7 @@ def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
     leaves = [*x, *weights, *up, *down]
     gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
     filled = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
-    n, e = case.world_size, case.num_experts
+    n, e = len(x), case.num_experts
     return filled[:n], filled[n : 2 * n], filled[2 * n : 2 * n + e], filled[2 * n + e :]
 
 
@@ -158,8 +160,8 @@ def _errors(
         return float((a - b).norm() / max(float(b.norm()), 1e-30)) if len(b) and b.any() else float(a.norm()) if len(a) else 0.0
 
     return {
-        "dx": error([dx], [wanted_dx[me.rank]]),
-        "dw": error([dw], [wanted_dw[me.rank]]),
+        "dx": error([dx], [wanted_dx[me.rank // case.replicas]]),
+        "dw": error([dw], [wanted_dw[me.rank // case.replicas]]),
         "up": error(d_up, wanted_up[mine.start : mine.stop]),
         "down": error(d_down, wanted_down[mine.start : mine.stop]),
     }
