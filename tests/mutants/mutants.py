@@ -334,18 +334,18 @@ MUTANTS = [
         "after a reset a part of the tokens gets no expert's output",
     ),
     Mutant(
-        "a finished row is not waited for",
-        COMBINE_RECV,
-        "      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
-        "      case kShares: return group > 0 || e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
-        "replicas return rows of an earlier step",
-    ),
-    Mutant(
         "shares of all steps in flight lie in one place",
         "src/protocol/heap.h",
         "    return share + share_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);\n",
         "    return share + share_bytes * (std::uint64_t{0 * set} * c.replicas + rank % c.replicas);\n",
         "with several steps in flight a replica that is ahead overwrites what another has not read",
+    ),
+    Mutant(
+        "a finished row is not waited for",
+        COMBINE_RECV,
+        "      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
+        "      case kShares: return group > 0 || e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
+        "replicas return rows of an earlier step",
     ),
     Mutant(
         "finished rows without their tail",
