@@ -63,10 +63,10 @@ class CombineRecv final : public PhaseRun {
 
   void add_tokens(std::uint32_t unit) const {
     const std::uint32_t end = std::min(plan_.tokens, (unit + 1) * tokens_per_unit_);
-    const std::size_t first_bytes = std::min<std::size_t>(kAhead, std::size_t{c_.hidden} * dtype_bytes(c_.dtype));
+    const std::size_t bytes = std::size_t{c_.hidden} * dtype_bytes(c_.dtype);
     for (std::uint32_t t = unit * tokens_per_unit_; t < end; ++t) {
       if (t + 1 < plan_.tokens)
-        for (std::uint32_t i = plan_.token_begin[t + 1]; i < plan_.token_begin[t + 2]; ++i) ask_for(row_of(i), first_bytes);
+        for (std::uint32_t i = plan_.token_begin[t + 1]; i < plan_.token_begin[t + 2]; ++i) ask_for_start(row_of(i), bytes);
       const void* rows[kMaxTopK];
       std::uint32_t n = 0;
       for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i) rows[n++] = row_of(i);
