@@ -216,7 +216,7 @@ void play(const Scene& scene, std::uint64_t seed) {
 int main() {
   const std::uint64_t seed = check::seed();
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
-  play({"mapped", 4, 4, 4000, "", ""}, seed);
+  play({"mapped", 4, 4, 5000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
   try {
     libfabric::library();
@@ -224,8 +224,8 @@ int main() {
     std::printf("skipped: %s\n", error.what());
     return 0;
   }
-  play({"shm", 4, 1, 2000, "shm", ""}, seed);
-  play({"mapped and shm", 4, 2, 2000, "shm", ""}, seed);
+  play({"shm", 4, 1, 2500, "shm", ""}, seed);
+  play({"mapped and shm", 4, 2, 2500, "shm", ""}, seed);
   play({"shm in chaos", 4, 1, 500, "shm", chaos}, seed);
   play({"tcp", 4, 2, 500, "tcp", ""}, seed);
 }
