@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pplx_comm._control import Mesh
 from pplx_comm._frames import FrameError, field
 from pplx_comm._handshake import HANDSHAKE_SECONDS, Identity, WrongKey, derive_key, greet
+from pplx_comm._mesh import Mesh
 from pplx_comm._probe import Place, candidates, partition, probe
 from pplx_comm._rendezvous import Bootstrap
 from pplx_comm._sockets import Address, close_all, connect_any, listen_tcp, listen_unix, local_addresses, remaining

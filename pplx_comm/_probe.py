@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pplx_comm._collectives import exchange, share_fds
 from pplx_comm._memory import allocate
 from pplx_comm.errors import Error, PeerError
 
 if TYPE_CHECKING:
-    from pplx_comm._control import Mesh
+    from pplx_comm._mesh import Mesh
 
 TOKEN = 32
 
@@ -110,19 +111,19 @@ def probe(mesh: Mesh, neighbours: Sequence[int], timeout: float) -> list[set[int
             with contextlib.suppress(OSError, ValueError), mmap.mmap(peer_fd, TOKEN * (1 + mesh.world_size)) as page:
                 read[str(peer)] = page[:TOKEN].hex()
                 page[TOKEN * (1 + rank) : TOKEN * (2 + rank)] = _answer(page[:TOKEN], rank)
-        answers = mesh.exchange({"read": read}, "node probe", timeout)
+        answers = exchange(mesh, {"read": read}, "node probe", timeout)
         proved = [
             peer
             for peer in pages
             if _claims(answers[peer], rank) == token.hex() and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
         ]
-    verdicts = mesh.exchange({"proved": proved}, "node probe verdict", timeout)
+    verdicts = exchange(mesh, {"proved": proved}, "node probe verdict", timeout)
     return [set(verdict["proved"]) if verdict else set() for verdict in verdicts]
 
 
 def _pages(mesh: Mesh, fd: int, neighbours: Sequence[int], timeout: float) -> dict[int, list[int]]:
     try:
-        return mesh.share_fds([fd], "node probe", neighbours, timeout)
+        return share_fds(mesh, [fd], "node probe", neighbours, timeout)
     except PeerError:
         raise
     except Error:  # raised by all of them together: file descriptors do not pass here, so nobody shares memory

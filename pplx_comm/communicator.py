@@ -10,9 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from pplx_comm._assemble import assemble
-from pplx_comm._control import Callback, Mesh
+from pplx_comm._callbacks import Callback
+from pplx_comm._collectives import exchange, share_fds
 from pplx_comm._failure import Failure
 from pplx_comm._launch import detect
+from pplx_comm._mesh import Mesh
 from pplx_comm._rendezvous import Alone, Bootstrap, Gathered, meet
 from pplx_comm.errors import Error
 
@@ -100,14 +102,14 @@ class Communicator:
 
     def barrier(self, timeout: float | None = None) -> None:
         """Until every rank is here. PeerError if one died or left, StepTimeout naming those that did not come."""
-        self._mesh.exchange(None, "barrier", self._seconds(timeout))
+        exchange(self._mesh, None, "barrier", self._seconds(timeout))
 
     def agree(self, ready: bool, timeout: float | None = None) -> bool:
         """Collective over the ranks that are left: whether every one of them is ready.
 
         For what must happen on all ranks in the same step, such as the move to a new Communicator (see `from_env`).
         """
-        answers = self._mesh.exchange({"ready": bool(ready)}, "agree", self._seconds(timeout))
+        answers = exchange(self._mesh, {"ready": bool(ready)}, "agree", self._seconds(timeout))
         return all(answer["ready"] for answer in answers if answer is not None)
 
     def close(self) -> None:
@@ -156,7 +158,7 @@ class Communicator:
         Calls are matched by tag and by how often the tag was used. A failure latched here or anywhere ends it with that
         cause.
         """
-        return self._mesh.exchange(payload, tag, self._seconds(timeout))
+        return exchange(self._mesh, payload, tag, self._seconds(timeout))
 
     def _share_fds(self, fds: Sequence[int], tag: str, timeout: float | None = None) -> dict[int, list[int]]:
         """Collective among the live ranks of this node: theirs by rank, this rank not among them. The caller closes all
@@ -165,7 +167,7 @@ class Communicator:
         The caller keeps its own and may close them as soon as this returns. Raises on all of the node or on none.
         """
         peers = [rank for rank in range(self.world_size) if rank != self.rank and self._same_node(rank)]
-        return self._mesh.share_fds(fds, tag, peers, self._seconds(timeout))
+        return share_fds(self._mesh, fds, tag, peers, self._seconds(timeout))
 
     def _abort(self, info: dict[str, Any]) -> None:
         """Latch the first failure here and at every peer. Never blocks. info: kind, rank, peer, phase, step, message,

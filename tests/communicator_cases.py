@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from multirank import Rank
@@ -42,6 +43,14 @@ def _raised(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     raise AssertionError(f"nothing was raised, it returned {value!r}")
 
 
+def _until(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    """For what announces itself to nobody."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
+        time.sleep(0.001)
+
+
 def _open_fds() -> list[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
@@ -57,7 +66,7 @@ def meet(me: Rank, timeout: float = 20, node_size: int | None = None, rounds: in
             comm.barrier()
             got = comm._exchange({"rank": comm.rank, "number": number}, "meet")
             assert got == [{"rank": rank, "number": number} for rank in range(comm.world_size)], got
-        tcp = sorted(rank for rank, link in comm._mesh._links.items() if link.is_tcp)
+        tcp = sorted(rank for rank, link in comm._mesh.links.items() if link.is_tcp)
         return {
             "rank": comm.rank,
             "pids": [entry["pid"] for entry in comm._exchange({"pid": os.getpid()}, "pids")],
@@ -234,9 +243,8 @@ def leave_early(me: Rank, how: str) -> dict[str, Any]:
             os._exit(3)
         sys.exit(0)
     result = _raised(comm.barrier, timeout=20)
-    deadline = time.monotonic() + 5
-    while (comm._peek_alive[1] or not heard) and time.monotonic() < deadline:
-        time.sleep(0.001)  # the waiting thread may learn it before the control thread has told everybody
+    # The waiting thread may learn it before the control thread has told everybody.
+    _until("rank 1 is dead and the callback was called", lambda: not comm._peek_alive[1] and bool(heard))
     result["alive"] = comm._peek_alive
     result["failure"] = comm.failure.kind if comm.failure else None
     result["heard"] = [[failure.kind, failure.rank] for failure in heard]
@@ -262,7 +270,7 @@ def leave_after_barrier(me: Rank, rounds: int) -> int:
 
 def wrong_order(me: Rank) -> dict[str, Any]:
     """Time is up when everybody has called, and for all together: what each sees of the others depends on no clock."""
-    from pplx_comm import _control
+    from pplx_comm import _collectives
 
     comm = me.communicator()
     comm.barrier()
@@ -272,13 +280,15 @@ def wrong_order(me: Rank) -> dict[str, Any]:
         target=lambda: told.append(_raised(comm._exchange, {}, "this" if me.rank == 0 else "that", timeout=60))
     )
     waiter.start()
-    while {rank for rank, call in list(mesh._inbox._last.items()) if call.tag in ("this", "that")} != others:
-        time.sleep(0.001)
+    _until(
+        "the others have called",
+        lambda: {rank for rank, call in list(mesh.inbox._last.items()) if call.tag in ("this", "that")} == others,
+    )
     me.say("waits")
     me.hear()
-    _control.remaining = lambda deadline: 0.0  # type: ignore[assignment]
-    with mesh._condition:
-        mesh._condition.notify_all()
+    _collectives.remaining = lambda deadline: 0.0  # type: ignore[assignment]
+    with mesh.condition:
+        mesh.condition.notify_all()
     waiter.join()
     me.say("told")
     me.hear()  # who left earlier would be named for leaving
@@ -316,9 +326,7 @@ def abort(me: Rank) -> dict[str, Any]:
         comm._abort({"message": "a second one"})
     waited = _raised(comm.barrier, timeout=20)
     assert not forgotten
-    deadline = time.monotonic() + 5
-    while not heard and time.monotonic() < deadline:
-        time.sleep(0.001)  # the waiting thread may wake before the callbacks were called
+    _until("the callback was called", lambda: bool(heard))  # the waiting thread may wake before
     assert [failure.kind for failure in heard] == ["abort"], heard
     raised = _raised(comm._raise_if_failed)
     survivors = comm._agree_survivors(10)
@@ -329,9 +337,7 @@ def abort(me: Rank) -> dict[str, Any]:
         me.hear()
         comm._abort({"kind": "timeout", "message": "once more"})
     again = _raised(comm.barrier, timeout=20)
-    deadline = time.monotonic() + 5
-    while [failure.kind for failure in heard].count("timeout") == 0 and time.monotonic() < deadline:
-        time.sleep(0.001)
+    _until("the callback was called again", lambda: "timeout" in [failure.kind for failure in heard])
     comm.close()
     return {
         "waited": waited,
@@ -582,8 +588,9 @@ def lost_cable(me: Rank) -> dict[str, Any]:
 
     comm._on_failure(callback)
     comm.barrier()
-    while any(_unacknowledged(link.sock) for link in comm._mesh._links.values() if link.is_tcp):
-        time.sleep(0.01)  # on an idle link nothing but the kernel's probes can tell
+    # On an idle link nothing but the kernel's probes can tell.
+    tcp = [link.sock for link in comm._mesh.links.values() if link.is_tcp]
+    _until("everything was acknowledged", lambda: not any(map(_unacknowledged, tcp)))
     me.say("ready", comm._node_of)
     assert came.wait(20)
     # Only the two sides can agree among themselves.
@@ -614,7 +621,7 @@ def cut_link(me: Rank) -> dict[str, Any]:
     me.say("ready")
     if comm.rank == 0:
         me.hear()
-        comm._mesh._links[1].sock.shutdown(socket.SHUT_RDWR)
+        comm._mesh.links[1].sock.shutdown(socket.SHUT_RDWR)
     # Rank 2 may still get through the first one.
     waited = _raised(lambda: [comm.barrier(20) for _ in range(3)])
     from pplx_comm.errors import PeerError
@@ -650,8 +657,7 @@ def reset_beside_a_wait(me: Rank) -> dict[str, Any]:
         told: list[dict[str, Any]] = []
         waiter = threading.Thread(target=lambda: told.append(_raised(comm._exchange, {}, f"of {comm.rank}", timeout=20)))
         waiter.start()
-        while f"of {comm.rank}" not in comm._mesh._inbox._counts:
-            time.sleep(0.001)
+        _until("the other thread waits", lambda: f"of {comm.rank}" in comm._mesh.inbox._counts)
         comm._agree_survivors(20)
         waiter.join()
         comm.barrier(20)

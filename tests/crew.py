@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -115,6 +116,9 @@ def _nest(control: socket.socket) -> None:
     import pplx_comm  # noqa: F401
 
     torch.set_num_threads(1)
+    # What is imported here need not be searched for garbage at every rank's end: that took 0.4 s of CPU each.
+    gc.collect()
+    gc.freeze()
     control.sendall(b"!")
     while True:
         data, fds, _, _ = socket.recv_fds(control, 1 << 16, 2)

@@ -140,8 +140,8 @@ def cpu_of_threads(seconds: float) -> dict[str, float]:
     return {name: (after[name] - before.get(name, 0)) / os.sysconf("SC_CLK_TCK") / span for name in after}
 
 
-def idle(me: Any, case: Case, tries: int) -> list[dict[str, float]]:
-    """After a step: what the threads take while nothing is open."""
+def idle(me: Any, case: Case, enough: float, tries: int) -> list[dict[str, float]]:
+    """After a step: what the threads take while nothing is open. Looks until each rank has once taken no more than `enough`."""
     with open_all_to_all(me, case) as a2a:
         good = Good(me, case, a2a)
         good.step()
@@ -149,6 +149,8 @@ def idle(me: Any, case: Case, tries: int) -> list[dict[str, float]]:
         for _ in range(tries):
             time.sleep(1.2)  # the second after which the proxy sleeps more
             shares.append(cpu_of_threads(2.0))
+            if me.comm.agree(min(max(share.values()) for share in shares) <= enough):
+                break
         me.comm.barrier()
         good.step()  # and it is awake again
         return shares

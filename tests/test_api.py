@@ -10,6 +10,7 @@ from crew import Crew, Crews
 from rank_cases import Case
 
 import pplx_comm as pc
+from pplx_comm import _core
 
 CASES = [
     Case(11, 3, routing="uniform", num_experts=7, top_k=3, crowd="uneven"),
@@ -63,6 +64,7 @@ def test_odd_views(crew: Crews) -> None:
         ("transport", ("auto", "mapped")),
         ("in_flight", (1, 2)),
         ("timeout", (100.0, 5.0)),
+        ("provider", ("tcp", "shm")),
         ("scale_layout", ("row", "tma")),
         ("node_size", (None, 3)),
         ("layout", (pc.Ragged(align=8), pc.Ragged(align=1))),
@@ -168,6 +170,22 @@ def test_one_rank_fails_to_construct(crew: Crews) -> None:
 def test_the_cpu_by_number(crew: Crews) -> None:
     """torch's index of a CPU is no GPU's."""
     assert not any(r.get("is_error") for r in crew.run("misuse_cases:construct", {"device": "cpu:0"}, {}, {}))
+
+
+def test_a_missing_provider() -> None:
+    """No libfabric on one rank, or no NIC for the provider on any: all are told who lacks what, soon, and what comes next works."""
+    proxy = {"transport": "proxy", "provider": "tcp"}
+    missing = "/nowhere/libfabric.so.1"
+    with Crew(3) as crew:
+        for rank, r in enumerate(crew.run("misuse_cases:construct", proxy, {}, {1: {"PPLX_LIBFABRIC": missing}})):
+            assert r.get("is_error") and r["seconds"] < 5, r
+            assert missing in r["message"] and "cannot be loaded" in r["message"], r
+            assert rank == 1 or (r["peer"] == 1 and "rank 1" in r["message"]), r
+        if _core.libfabric_status()["providers"]["efa"]["available"]:
+            return  # on a machine with EFA no provider is missing
+        for r in crew.run("misuse_cases:construct", {"transport": "proxy", "provider": "efa"}, {}, {}):
+            assert r.get("is_error") and r["seconds"] < 5, r
+            assert "efa" in r["message"], r
 
 
 def test_another_version(crew: Crews) -> None:

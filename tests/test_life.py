@@ -98,7 +98,7 @@ def test_fork(crew: Crews, transport: str) -> None:
 def test_an_idle_proxy_takes_next_to_nothing(transport: str) -> None:
     """5 % of a core at most, once no step was open for a second. The best of three looks: other programs run here too."""
     with Crew(2) as crew:
-        for shares in crew.run("life_cases:idle", Case(7, 2, transport=transport), 3):
+        for shares in crew.run("life_cases:idle", Case(7, 2, transport=transport), 0.05, 3):
             best = min(max(share.values()) for share in shares)
             assert best <= 0.05, shares
             assert any("pplx" in name for name in shares[0]), shares

@@ -88,11 +88,10 @@ class CombineRecv final : public PhaseRun {
 
   void add_tokens(std::uint32_t unit) const {
     const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
-    const auto first_bytes = std::min<std::size_t>(kAhead, row_bytes());
     for (std::uint32_t own = unit * tokens_per_unit_; own < end; ++own) {
       const std::uint32_t t = plan_.lane.token(own), next = plan_.lane.token(own + 1);
       if (next < plan_.tokens)
-        for (std::uint32_t i = plan_.token_begin[next]; i < plan_.token_begin[next + 1]; ++i) ask_for(row_of(i), first_bytes);
+        for (std::uint32_t i = plan_.token_begin[next]; i < plan_.token_begin[next + 1]; ++i) ask_for_start(row_of(i), row_bytes());
       const void* rows[kMaxTopK];
       std::uint32_t n = 0;
       for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i) rows[n++] = row_of(i);

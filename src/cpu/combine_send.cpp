@@ -149,9 +149,10 @@ class CombineSend final : public PhaseRun {
     const Received& r = *in_.received;
     const std::size_t per_row = c_.layout == LayoutKind::Compact ? 1 : c_.top_k, at = (r.rows_begin[peer] + row) * per_row;
     const std::uint32_t n = c_.layout == LayoutKind::Compact ? 1 : count_choices(r.choices[r.rows_begin[peer] + row]);
-    const std::size_t bytes = std::min<std::size_t>(kAhead, std::size_t{c_.hidden} * dtype_bytes(c_.dtype));
+    const std::size_t bytes = std::size_t{c_.hidden} * dtype_bytes(c_.dtype);
     for (std::uint32_t i = 0; i < n; ++i)
-      if (r.place[at + i] != Received::kNowhere) ask_for(in_.expert_out.data + r.place[at + i] * in_.expert_out.stride, bytes);
+      if (r.place[at + i] != Received::kNowhere)
+        ask_for_start(in_.expert_out.data + r.place[at + i] * in_.expert_out.stride, bytes);
   }
 
   // Each float at its choice's k, so that the token's rank need not know what else lives here.

@@ -92,16 +92,16 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t rows = plan_.rows(peer);
     const std::uint32_t end = std::min(rows, (unit + 1) * rows_per_unit_);
     const bool payload = peer != c_.rank || !own_rows_in_x_;
+    const bool streams = payload && e_.mapped(peer);   // past the caches: a peer's core reads it; the proxy's reads are from them
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
       char* to = block + block_.row_at(row);
-      if (payload) write_payload(e_.mapped(peer) ? k_.stream : k_.copy, to, token);
+      if (payload) write_payload(streams ? k_.stream : k_.copy, to, token);
       write_route(to + block_.route_at, peer, token);
     }
-    streamed();
+    if (streams) streamed();
   }
 
-  // Past the caches where a peer's core will read it; what the proxy reads next stays in them.
   void write_payload(decltype(Kernels::copy) copy, char* to, std::uint32_t token) const {
     if (quantises_) {
       copy(to, e_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);

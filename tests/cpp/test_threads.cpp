@@ -228,7 +228,7 @@ void play(const Scene& scene, std::uint64_t seed) {
 int main() {
   const std::uint64_t seed = check::seed();
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
-  play({"mapped", 4, 4, 4000, "", ""}, seed);
+  play({"mapped", 4, 4, 5000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 500, "", "", 1, 2}, seed);
   play({"replicas", 4, 4, 1000, "", "", 4}, seed);
@@ -239,8 +239,8 @@ int main() {
     std::printf("skipped: %s\n", error.what());
     return 0;
   }
-  play({"shm", 4, 1, 2000, "shm", ""}, seed);
-  play({"mapped and shm", 4, 2, 2000, "shm", ""}, seed);
+  play({"shm", 4, 1, 2500, "shm", ""}, seed);
+  play({"mapped and shm", 4, 2, 2500, "shm", ""}, seed);
   play({"shm in chaos", 4, 1, 500, "shm", chaos}, seed);
   play({"shm in chaos, two proxies", 4, 1, 300, "shm", chaos, 1, 2}, seed);
   play({"tcp", 4, 2, 500, "tcp", ""}, seed);

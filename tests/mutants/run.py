@@ -3,7 +3,8 @@
     python tests/mutants/run.py                    all
     python tests/mutants/run.py EAGAIN wrap        those whose names have one of these words
 
-Works on a copy of the sources in build/mutants, which keeps its objects: a second run builds only what changed.
+Works on a copy of the sources in build/mutants, which keeps its objects: a second run builds only what changed. What a mutant made
+is thrown away with it, so the next one builds only what depends on its own file.
 Exit code 1 if one survives, or no longer applies, or if the tests fail on the tree as it is.
 """
 
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "mutants"
 SOURCES = WORK / "sources"
 BUILD = WORK / "build"
+CLEAN = WORK / "clean"  # BUILD as it is without mutants
 COPIED = ("CMakeLists.txt", "cmake", "proxy", "src", "tests/cpp", "tools")
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
 FLAGS = ("-std=c++17", "-O1")
@@ -102,16 +104,35 @@ def configure() -> None:
         raise Broken(output)
 
 
+def mirror(source: Path, target: Path) -> None:
+    """Make `target` what `source` is, times included: a build tool cannot tell them apart."""
+    target.mkdir(parents=True, exist_ok=True)
+    wanted = {entry.name: entry for entry in os.scandir(source)}
+    for entry in os.scandir(target):
+        if entry.name not in wanted:
+            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+    for name, entry in wanted.items():
+        there = target / name
+        if entry.is_dir(follow_symlinks=False):
+            mirror(Path(entry.path), there)
+            continue
+        here, old = entry.stat(follow_symlinks=False), there.lstat() if there.exists() else None
+        if old is None or (here.st_mtime_ns, here.st_size) != (old.st_mtime_ns, old.st_size):
+            shutil.copy2(entry.path, there, follow_symlinks=False)
+
+
 def try_mutant(mutant: Mutant) -> tuple[bool, str]:
     """Whether it was caught, and by what."""
     file, catcher = SOURCES / mutant.file, CATCHERS[mutant.catch]
-    before = file.read_text()
+    before, times = file.read_text(), file.stat()
     file.write_text(before.replace(mutant.old, mutant.new))
     try:
         build(catcher)
         passes, words = run(catcher)
     finally:
         file.write_text(before)
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        mirror(CLEAN, BUILD)
     return not passes, words
 
 
@@ -130,6 +151,7 @@ def main(words: list[str]) -> int:
         print(f"{'passes' if passes else 'FAILS':9} {name} on the tree as it is{'' if passes else ': ' + said}", flush=True)
         if not passes:
             return 1
+    mirror(BUILD, CLEAN)
     survivors = []
     for mutant in mutants:
         at = time.monotonic()

@@ -1,6 +1,7 @@
 // The inner loops of the CPU device. kernels.cpp is compiled once per instruction set; kernels() picks the best at run time.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -37,6 +38,8 @@ constexpr std::size_t kAhead = 2048;
 inline void ask_for(const void* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at);
 }
+// What a caller of add_rows asks for: the rest of the row is asked for there.
+inline void ask_for_start(const void* row, std::size_t bytes) { ask_for(row, std::min(kAhead, bytes)); }
 
 const Kernels& kernels();                       // the best that this processor runs
 const Kernels* kernels_named(const char* isa);  // "baseline", "avx2", "avx512": null where it does not run; for tests
