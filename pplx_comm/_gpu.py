@@ -49,7 +49,9 @@ def device_index(device: torch.device) -> int:
 
 
 def allocate(config: _core.Config, device: int, what: str) -> _cuda.SharedMemory:
-    return cuda_module().SharedMemory(device, config.heap_bytes, what)
+    memory = cuda_module().SharedMemory(device, config.heap_bytes, what)
+    built().leave_blank(config, memory)
+    return memory
 
 
 def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-// combine_recv: a warp per strip of a token's part waits for that part of each of its rows, and adds them, ranks ascending. Every
+// combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
 // peer's header is waited for too: it says that the peer has read this rank's dispatch.
 #pragma once
 
@@ -24,25 +24,22 @@ __device__ inline void receive_combine_header(const CombineArguments& a, std::ui
 // Neighbours go to different multiprocessors.
 __device__ inline std::uint32_t first_receive_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 
-inline constexpr std::uint32_t kStripBytes = kStripVectors * 512;
-__device__ inline std::uint32_t strips_of_part(const Common& k) {
-  return ceil_div(part_bytes(std::uint64_t{k.c.hidden} * dtype_bytes(k.c.dtype)), kStripBytes);
-}
-
 // This lane's row of a token, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32, token = unit / (a.common.combine.parts * strips_of_part(a.common));
+  const std::uint32_t lane = threadIdx.x % 32, token = unit / strips_of_row(a.common, kReceivedVectors);
   return lane < a.common.c.top_k && token < a.tokens && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
 }
 
 // The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
-// rank.
-__device__ inline void read_tail(const CombineArguments& a, std::uint32_t token, std::uint32_t n, const char* row,
-                                 std::uint32_t rank) {
+// rank. False: they will not come.
+__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t token, std::uint32_t n,
+                                 const char* row, std::uint32_t rank) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
+  const bool good = lane >= n || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
+  if (!__all_sync(~0u, good)) return false;
   const std::uint64_t at = std::uint64_t{token} * k.c.top_k + lane;
   const std::int32_t id = lane < k.c.top_k ? a.plan.ids[at] : -1;
   const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
@@ -53,6 +50,7 @@ __device__ inline void read_tail(const CombineArguments& a, std::uint32_t token,
     if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[at] = value;
+  return true;
 }
 
 template <typename T, bool kTail>
@@ -60,32 +58,26 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
-  const std::uint32_t parts = k.combine.parts;
-  const std::uint32_t bytes = k.c.hidden * dtype_bytes(k.c.dtype), size = part_bytes(bytes);
-  const std::uint32_t strips = strips_of_part(k);  // of a part: a warp each
-  const std::uint32_t units = a.release ? 0 : a.tokens * parts * strips;
+  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
+  const std::uint32_t units = a.release ? 0 : a.tokens * strips;
   for (std::uint32_t unit = warp; unit < units; unit += warps) {
-    const std::uint32_t token = unit / (parts * strips), part = unit / strips % parts, strip = unit % strips;
+    const std::uint32_t token = unit / strips, strip = unit % strips;
     if (unit != warp) entry = load_token_row(a, unit);
     const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone));
-    const char* row = nullptr;
-    bool good = true;
-    if (entry != kNone) {
-      row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
-      good = wait<Match::Exact>(k, row + k.combine.arrival_at + kWordBytes * part, Phase::CombineRecv, step, entry >> 20);
-    }
-    if (!__all_sync(~0u, good)) return;
-    const std::uint32_t from = part * size + strip * kStripBytes;
-    const std::uint32_t begin = from + lane * 16, end = min(min(bytes, (part + 1) * size), from + kStripBytes);
+    char* row = nullptr;
+    if (entry != kNone) row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
+    const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
+    const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
     char* y = a.y + token * a.y_stride;
-    Sums<T, kStripVectors> sums;
+    Sums<T, kReceivedVectors> sums;
     if (a.accumulate) sums.load(y, begin, end);
     const auto pointer = [&](std::uint32_t i) {
-      return reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+      return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
     };
-    sums.template add<true>(n, false, begin, end, pointer, [](std::uint32_t) { return 1.0f; });
+    const auto rank = [&](std::uint32_t i) { return __shfl_sync(~0u, entry, i) >> 20; };
+    if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return;
     sums.store(y, begin, end);
-    if (kTail && part == parts - 1 && strip == 0) read_tail(a, token, n, row, entry >> 20);
+    if (kTail && strip == strips - 1 && !read_tail(a, step, token, n, row, entry >> 20)) return;
   }
   // The last warps, which have the least to do.
   for (std::uint32_t i = warps - 1 - warp; i < k.living; i += warps)

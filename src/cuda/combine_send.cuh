@@ -1,15 +1,17 @@
-// combine_send: units, all claimed by warps, are the weights of combine(weights=) per peer, a header per peer, and every part of
-// every row received: the weighted sum over the row's local experts, stored into the source's memory with an arrival word of its
-// own.
+// combine_send: units, all claimed by warps, are the weights of combine(weights=) per peer, a header per peer, and the strips of
+// every row received: the weighted sum over the row's local experts, stored into the source's memory.
 #pragma once
 
+#include "blank.cuh"
 #include "number.cuh"
 #include "rows.cuh"
-#include "words.cuh"
 
 namespace pplx::cuda {
 
-inline constexpr int kStripVectors = 4;  // 16 bytes each, that a lane sums at once
+// 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
+// own; in large ones a warp has two after each other, and looks the row's places up once.
+inline constexpr int kSentVectors = 4, kReceivedVectors = 2;
+constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
 
 __device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
@@ -76,10 +78,9 @@ struct Sums {
   static constexpr int kBatch = 4;
   float sum[kVectors][T::kPerVector] = {};
 
-  // pointer(i): of row i, null if it has none. weight(i): null pointer means 1, without a multiplication.
-  template <bool arrived, typename Pointer, typename Weight>
-  __device__ void add(std::uint32_t n, bool weighted, std::uint32_t begin, std::uint32_t end, const Pointer& pointer,
-                      const Weight& weight) {
+  // pointer(i): of row i, null if it has none.
+  template <typename Pointer, typename Weight>
+  __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
     for (std::uint32_t first = 0; first < n; first += kBatch) {
       uint4 v[kBatch][kVectors];
       bool here[kBatch];
@@ -89,21 +90,67 @@ struct Sums {
         here[i] = row != nullptr;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
-          if (here[i] && begin + j * 512 < end)
-            v[i][j] = arrived ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512);
+          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row + begin + j * 512);
       }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (here[i]) add_row(v[i], weight(first + i));
+    }
+  }
+
+  // The same for rows that are on their way; their places are blank afterwards. rank(i): whose row i is. False: they will not come.
+  template <typename Pointer, typename Rank>
+  __device__ bool add_arriving(const Common& k, std::uint32_t step, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
+                               const Pointer& pointer, const Rank& rank) {
+    for (std::uint32_t first = 0; first < n; first += kBatch) {
+      uint4 v[kBatch][kVectors];
+      char* row[kBatch];
+      std::uint32_t missing = 0;  // a bit each
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (!here[i]) continue;
-        const float w = weight(first + i);
+        row[i] = first + i < n ? pointer(first + i) : nullptr;
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          float f[T::kPerVector];
-          T::unpack(v[i][j], f);
-#pragma unroll
-          for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], weighted ? __fmul_rn(w, f[e]) : f[e]);
-        }
+        for (int j = 0; j < kVectors; ++j)
+          if (row[i] != nullptr && begin + j * 512 < end) missing |= 1u << (i * kVectors + j);
       }
+      const auto look = [&] {
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+          for (int j = 0; j < kVectors; ++j)
+            if ((missing >> (i * kVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+          for (int j = 0; j < kVectors; ++j)
+            if ((missing >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));
+        return missing == 0;
+      };
+      const auto waits_for = [&] {
+        const std::uint32_t all = __reduce_or_sync(~0u, missing);
+        return rank(all == 0 ? first : first + (__ffs(all) - 1) / kVectors);
+      };
+      if (!await_pieces(k, Phase::CombineRecv, step, waits_for, look)) return false;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (row[i] == nullptr) continue;
+        add_row(v[i], 1.0f);
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+          if (begin + j * 512 < end) make_blank(row[i] + begin + j * 512);
+      }
+    }
+    return true;
+  }
+
+  // A weight of 1 changes nothing: the sum comes of an addition in any case.
+  __device__ void add_row(const uint4 (&v)[kVectors], float weight) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float f[T::kPerVector];
+      T::unpack(v[j], f);
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
     }
   }
 
@@ -124,6 +171,11 @@ struct Sums {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
       if (begin + j * 512 < end) store16(to + begin + j * 512, T::pack(sum[j]));
+  }
+  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) store_piece(to + begin + j * 512, T::pack(sum[j]));
   }
 };
 
@@ -163,9 +215,13 @@ __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choic
   reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
 }
 
+__device__ inline std::uint32_t row_bytes(const Common& k) { return k.c.hidden * dtype_bytes(k.c.dtype); }
+__device__ inline std::uint32_t strips_of_row(const Common& k, int vectors) { return ceil_div(row_bytes(k), strip_bytes(vectors)); }
+
+// Strips [strip, strip + strips) of the nth row, as far as it has them.
 template <typename T, bool kTail>
-__device__ inline void send_part(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth,
-                                 std::uint32_t part) {
+__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth,
+                                   std::uint32_t strip, std::uint32_t strips) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, top_k = k.c.top_k;
   const bool compact = k.c.layout == LayoutKind::Compact;
@@ -177,7 +233,7 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   float weight = 1.0f;
   if (lane < (compact ? 1 : top_k)) {  // not n: that load would have to come first
     place = a.received.place[compact ? at : std::uint64_t{at} * top_k + lane];
-    if (!compact) weight = a.received.weight[std::uint64_t{at} * top_k + lane];
+    if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * top_k + lane];
   }
   if (lane >= n) place = kNone;
   if (place != kNone && place >= a.expert_rows) {
@@ -186,8 +242,7 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   }
   if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;
 
-  const std::uint32_t bytes = k.c.hidden * dtype_bytes(k.c.dtype), size = part_bytes(bytes);
-  const std::uint32_t begin = part * size + lane * 16, end = min(bytes, (part + 1) * size);
+  const std::uint32_t bytes = row_bytes(k), last = min(strip + strips, strips_of_row(k, kSentVectors));
   char* to = slot_at_peer(k, set_of(k.c, step), Op::Combine, source) + k.combine.row_at(row);
   const auto pointer = [&](std::uint32_t i) -> const char* {
     const std::uint32_t from = __shfl_sync(~0u, place, i);
@@ -195,17 +250,18 @@ __device__ inline void send_part(const CombineArguments& a, std::uint32_t step, 
   };
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, weight, i); };
 #pragma unroll 1
-  for (std::uint32_t strip = begin; strip - lane * 16 < end; strip += kStripVectors * 512) {
-    Sums<T, kStripVectors> sums;
+  for (; strip < last; ++strip) {
+    const std::uint32_t begin = strip * strip_bytes(kSentVectors) + lane * 16, end = min(bytes, (strip + 1) * strip_bytes(kSentVectors));
+    Sums<T, kSentVectors> sums;
     if (compact && __any_sync(~0u, place != kNone)) sums.start(-0.0f);  // a row that is only copied keeps its sign of zero
-    sums.template add<false>(n, a.weighted && !compact, strip, min(end, strip - lane * 16 + kStripVectors * 512), pointer,
-                             weight_of);
-    sums.store(to, strip, min(end, strip - lane * 16 + kStripVectors * 512));
-    linger(k, std::uint64_t{step} << 32 | strip);
+    sums.add(n, begin, end, pointer, weight_of);
+    sums.send(to, begin, end);
+    linger(k, std::uint64_t{step} << 32 | begin);
   }
-  if (kTail && part == k.combine.parts - 1) write_tail(a, choices, place, to + k.combine.tail_at);
+  if (!kTail || last != strips_of_row(k, kSentVectors)) return;
+  write_tail(a, choices, place, to + k.combine.tail_at);  // any bits at all: it needs the arrival word
   __syncwarp();
-  if (lane == 0) publish(k, to + k.combine.arrival_at + kWordBytes * part, arrival_word(k.generation, step));
+  if (lane == 0) publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));
 }
 
 template <typename T, bool kTail>
@@ -222,9 +278,11 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   if (threadIdx.x < world && (k.dead >> threadIdx.x & 1) == 0)
     atomicMin(&order.common, order.rows_begin[threadIdx.x + 1] - order.rows_begin[threadIdx.x]);
   __syncthreads();
-  const std::uint32_t parts = k.combine.parts;
+  const std::uint32_t rows = a.release ? 0 : order.rows_begin[world];
+  const std::uint32_t strips = strips_of_row(k, kSentVectors), together = rows * strips <= kWarps * gridDim.x ? 1 : 2;
+  const std::uint32_t runs = ceil_div(strips, together);
   const std::uint32_t weights = a.uses_weights ? k.living : 0, headers = weights + k.living;
-  const std::uint32_t units = headers + (a.release ? 0 : order.rows_begin[world] * parts);
+  const std::uint32_t units = headers + rows * runs;
   std::uint32_t unit = first + threadIdx.x / 32;
   if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;  // the very last claim
   while (unit < units) {
@@ -238,7 +296,7 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
     else if (unit < headers)
       send_combine_header(a, step, k.order[unit - weights]);
     else
-      send_part<T, kTail>(a, step, order, (unit - headers) / parts, (unit - headers) % parts);
+      send_strips<T, kTail>(a, step, order, (unit - headers) / runs, (unit - headers) % runs * together, together);
     unit = __shfl_sync(~0u, next, 0);
   }
 }

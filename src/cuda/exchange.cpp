@@ -101,6 +101,13 @@ BufferLayout buffer_layout(const Config& c) {
   return b;
 }
 
+void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
+  const Heap h = heap_of(c);
+  const std::uint64_t from = h.slots[std::uint32_t(Op::Combine)], to = h.slots[std::uint32_t(Op::Weights)];
+  check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms)
     : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), next_step_(config.first_step) {
   if (const char* what = invalid(config)) throw Misuse(what);
@@ -158,6 +165,8 @@ Exchange::~Exchange() {
   cudaFree(controls_);
   cudaFreeHost(common_.report);
   cudaEventDestroy(sent_);
+  for (const Mark& mark : combined_)
+    if (mark.event != nullptr) cudaEventDestroy(mark.event);
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
   cudaSetDevice(before);
@@ -185,6 +194,22 @@ void Exchange::follow(cudaStream_t stream, bool sends) {
 // What a receive half on another stream waits for.
 void Exchange::mark_send(cudaStream_t stream) {
   if (!is_capturing(stream)) check(cudaEventRecord(sent_, stream), "cudaEventRecord");
+}
+
+// A receive half makes the places of its rows blank, and on a stream of its own nothing else says when: the dispatch that lets the
+// peers write there again waits for it.
+void Exchange::mark(Mark& m, cudaStream_t stream) {
+  if (is_capturing(stream)) return;
+  if (m.event == nullptr) check(cudaEventCreateWithFlags(&m.event, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventRecord(m.event, stream), "cudaEventRecord");
+  m.stream = stream;
+  m.waits = true;
+}
+
+void Exchange::after(Mark& m, cudaStream_t stream) {
+  if (!m.waits || is_capturing(stream)) return;
+  if (m.stream != stream) check(cudaStreamWaitEvent(stream, m.event, 0), "cudaStreamWaitEvent");
+  m.waits = false;
 }
 
 // Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
@@ -240,7 +265,7 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
-  if ((halves & kSend) != 0 && open_ == c.in_flight)
+  if ((halves & kSend) != 0 && open_.size() == c.in_flight)
     throw Misuse("dispatch: a step is still open, and in_flight=" + std::to_string(c.in_flight) +
                  " allows no further one: combine it or call d.release() first");
   const OnDevice on(device_);
@@ -275,10 +300,11 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
   a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.tokens, 2 * blocks)));
   follow(stream, a.send);
+  if (a.send) after(combined_[set_of(c, next_step_)], stream);
   check(launch_dispatch(a, blocks, stream), "launching dispatch");
   if (!a.recv) mark_send(stream);
   if (!a.send) return 0;
-  ++open_;
+  open_.push_back({buffer, next_step_});
   return next_step_++;
 }
 
@@ -313,8 +339,17 @@ void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outp
     mark_send(stream);
     return;
   }
-  --open_;
+  const auto step = opened(buffer);
+  if (!a.send) mark(combined_[set_of(common_.c, step->step)], stream);
+  open_.erase(step);
   ++steps_;
+}
+
+// The step whose outputs these are; the oldest, where a compiler has moved them.
+std::vector<Exchange::OpenStep>::iterator Exchange::opened(const char* buffer) {
+  if (open_.empty()) throw Misuse("no dispatch is open: this one was combined or released already");
+  const auto found = std::find_if(open_.begin(), open_.end(), [&](const OpenStep& step) { return step.buffer == buffer; });
+  return found == open_.end() ? open_.begin() : found;
 }
 
 void Exchange::push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes) {
@@ -356,7 +391,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   check(cudaMemcpyAsync(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing,
                         cudaMemcpyHostToDevice, own_stream_),
         "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  leave_blank(common_.c, *memory_.own, own_stream_);
   common_.generation = generation;
   common_.control = controls_ + generation % kControls;
   rebuild_order(alive);
@@ -364,7 +399,8 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   fresh.left = load_acquire(&common_.report->left);
   *common_.report = fresh;
   message_.clear();
-  open_ = 0;
+  open_.clear();
+  for (Mark& mark : combined_) mark.waits = false;
   next_step_ = common_.c.first_step;
 }
 
@@ -432,7 +468,7 @@ void Exchange::raise_notice() {
 
 std::uint32_t Exchange::open_steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return open_;
+  return static_cast<std::uint32_t>(open_.size());
 }
 
 std::uint64_t Exchange::steps() const {

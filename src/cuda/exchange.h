@@ -27,6 +27,9 @@ struct BufferLayout {
 
 BufferLayout buffer_layout(const Config& config);
 
+// The places of the rows that come back, as peers must find them: before they can write there.
+void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
+
 enum Halves : unsigned { kSend = 1, kRecv = 2 };
 
 class Exchange {
@@ -90,6 +93,19 @@ class Exchange {
  private:
   class OnDevice;
 
+  struct OpenStep {
+    const char* buffer;
+    std::uint32_t step;
+  };
+  struct Mark {
+    cudaEvent_t event = nullptr;
+    cudaStream_t stream = nullptr;
+    bool waits = false;
+  };
+
+  std::vector<OpenStep>::iterator opened(const char* buffer);
+  void mark(Mark& m, cudaStream_t stream);
+  void after(Mark& m, cudaStream_t stream);
   void follow(cudaStream_t stream, bool sends);
   void mark_send(cudaStream_t stream);
   bool ended(double seconds) const;
@@ -102,7 +118,8 @@ class Exchange {
   Common common_;
   std::uint32_t sms_ = 1;
   mutable std::mutex mutex_;
-  std::uint32_t open_ = 0;
+  std::vector<OpenStep> open_;
+  Mark combined_[kMaxInFlight];  // by set: receive halves
   std::uint32_t next_step_;
   std::uint64_t steps_ = 0;
   std::vector<cudaStream_t> streams_;  // that were launched on, the one of the last send at the end

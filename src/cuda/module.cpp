@@ -177,6 +177,9 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def_property_readonly("steps", &Exchange::steps);
   m.def(
+      "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
+      py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
+  m.def(
       "buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
       "Where the parts of what a dispatch returns lie in its buffer.");
   m.def(

@@ -89,28 +89,42 @@ __device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
   return arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen));
 }
 
+// What a wait that has looked in vain for a while is to do. Left: the peer closed; what it sent was there before it said so.
+enum class Verdict { GoOn, Failed, Left };
+
+// `turn`: how often this wait has asked; the host's words lie across PCIe.
+static __device__ __noinline__ Verdict ask(const Common& k, std::uint32_t turn, std::uint64_t begun, Phase phase,
+                                           std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
+  const bool ask_host = (turn & 255) == 255;
+  if (stopped(k, ask_host)) return Verdict::Failed;
+  if (ask_host && has_left(k, peer)) return Verdict::Left;
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
+  if (nanoseconds() - begun <= limit) return Verdict::GoOn;
+  fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+  return Verdict::Failed;
+}
+
+__device__ inline void fail_of_leaving(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
+  fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+}
+
 template <Match match>
 __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                        std::uint64_t& seen) {
-  const std::uint64_t begun = nanoseconds();
-  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
-  for (std::uint32_t i = 0;; ++i) {
+  const auto look = [&] {
     seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);  // a count orders nothing but itself
-    if (matches<match>(k, seen, step)) return true;
-    if ((i & 255) != 0) continue;
-    const bool ask_host = (i & 0xffff) == 0xff00;
-    if (stopped(k, ask_host)) return false;
-    const bool left = ask_host && has_left(k, peer);
-    if (left) {  // all that it sent was there before it said so
-      seen = load_acquire(word);
-      if (matches<match>(k, seen, step)) return true;
-    }
-    if (left || nanoseconds() - begun > limit) {
-      const AbortReason reason = left ? AbortReason::Closed : AbortReason::Timeout;
-      fail(k, {reason, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), as_arrival<match>(seen));
-      return false;
-    }
+    return matches<match>(k, seen, step);
+  };
+  const std::uint64_t begun = nanoseconds();
+  for (std::uint32_t i = 1; !look(); ++i) {
+    if (i % 256 != 0) continue;
+    const Verdict verdict = ask(k, i / 256, begun, phase, step, peer, as_arrival<match>(seen));
+    if (verdict == Verdict::Failed) return false;
+    if (verdict == Verdict::GoOn || look()) continue;
+    fail_of_leaving(k, phase, step, peer, as_arrival<match>(seen));
+    return false;
   }
+  return true;
 }
 
 // False: something failed, here or elsewhere, and what was waited for may never come.
