@@ -2,10 +2,12 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -20,7 +22,7 @@ using namespace pplx::sim;
 
 namespace {
 
-constexpr unsigned kSecondsPerSeed = 120;   // of real time: a seed that takes longer hangs
+constexpr unsigned kSecondsPerSeed = 60;   // of processor time, so that a run that is stopped may go on: more is a hang
 
 constexpr const char* kUsage =
     "sim --seeds N [--first S] [--jobs J] [--at-least K]   N seeds from S (1) on, in J processes; fails if a kind of fault "
@@ -77,6 +79,7 @@ Options parse(int argc, char** argv) {
 
 // What the processes of a run share.
 struct Shared {
+  std::atomic<std::uint64_t> next;   // the seed that the next free process takes
   struct Job {
     std::uint64_t seed;
     Totals totals;
@@ -95,6 +98,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     return false;
   }
   Shared& shared = *new (memory) Shared();
+  shared.next = first;
   std::fflush(stdout);
   pid_t children[64];
   for (unsigned j = 0; j < jobs; ++j) {
@@ -105,9 +109,10 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     }
     if (children[j] > 0) continue;
     prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for what is left
-    for (std::uint64_t seed = first + j; seed < end; seed += jobs) {
+    for (std::uint64_t seed = shared.next++; seed < end; seed = shared.next++) {
       shared.jobs[j].seed = seed;
-      alarm(kSecondsPerSeed);
+      const itimerval limit = {{0, 0}, {kSecondsPerSeed, 0}};
+      setitimer(ITIMER_PROF, &limit, nullptr);
       try {
         World(seed, false, shared.jobs[j].totals).run();
       } catch (const std::exception& error) {
@@ -129,7 +134,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     const std::uint64_t seed = shared.jobs[j].seed;
     if (WIFSIGNALED(status))
       std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed),
-                  WTERMSIG(status) == SIGALRM ? "hangs" : strsignal(WTERMSIG(status)));
+                  WTERMSIG(status) == SIGPROF ? "hangs" : strsignal(WTERMSIG(status)));
     std::printf("seed %llu FAILED. Replay it: %s\n", static_cast<unsigned long long>(seed), replay(program, seed).c_str());
   }
   munmap(memory, sizeof(Shared));
@@ -155,7 +160,7 @@ bool report(const Totals& t, std::uint64_t at_least) {
 
 // ---- the long run: totals and the next seed, in a file that is replaced as a whole ----
 
-constexpr std::uint64_t kChunk = 100;
+constexpr std::uint64_t kChunk = 50;   // seeds of a process between two writes of the state
 
 std::uint64_t read_state(const std::string& file, Totals& totals) {
   std::ifstream in(file);
@@ -193,7 +198,7 @@ int run_long(const char* program, const Options& o) {
   std::uint64_t next = o.state.empty() ? 1 : read_state(o.state, totals);
   std::printf("from seed %llu to %llu\n", static_cast<unsigned long long>(next), static_cast<unsigned long long>(o.until));
   while (next <= o.until) {
-    const std::uint64_t end = std::min(o.until + 1, next + kChunk);
+    const std::uint64_t end = std::min(o.until + 1, next + kChunk * o.jobs);
     if (!run_seeds(program, next, end, o.jobs, totals)) return 1;
     next = end;
     if (!o.state.empty()) write_state(o.state, next, totals);
