@@ -139,21 +139,21 @@ class ProxyCarrier:
             self.proxies[number].proxy.insert_peer(rank, of_peer[number])
             self._addresses[rank] = of_peer
 
-    def register(self, exchange: _core.Exchange) -> list[_core.LocalRegion]:
-        return [proxy.proxy.register_memory(exchange) for proxy in self.proxies]
+    def register(self, carried: _core.Carried) -> list[_core.LocalRegion]:
+        return [proxy.proxy.register_memory(carried) for proxy in self.proxies]
 
-    def attach(self, exchange: _core.Exchange, regions: list[_core.LocalRegion], descriptions: dict[int, list[bytes]]) -> None:
+    def attach(self, carried: _core.Carried, regions: list[_core.LocalRegion], descriptions: dict[int, list[bytes]]) -> None:
         for number, (proxy, region) in enumerate(zip(self.proxies, regions, strict=True)):
             mine = {rank: of_peer[number] for rank, of_peer in descriptions.items() if self._number(rank) == number}
-            proxy.proxy.attach(exchange, region, mine)
+            proxy.proxy.attach(carried, region, mine)
         self.users += 1
 
-    def detach(self, exchange: _core.Exchange, regions: list[_core.LocalRegion], timeout: float) -> None:
+    def detach(self, carried: _core.Carried, regions: list[_core.LocalRegion], timeout: float) -> None:
         if self._closed:
             return
         end = time.monotonic() + timeout
         for proxy, region in zip(self.proxies, regions, strict=True):
-            proxy.proxy.detach(exchange, region, max(0.1, end - time.monotonic()))
+            proxy.proxy.detach(carried, region, max(0.1, end - time.monotonic()))
         self.users -= 1
 
     def peer_died(self, rank: int) -> None:

@@ -49,7 +49,7 @@ def device_index(device: torch.device) -> int:
 
 
 def allocate(config: _core.Config, device: int, what: str) -> _cuda.SharedMemory:
-    memory = cuda_module().SharedMemory(device, config.heap_bytes, what)
+    memory = cuda_module().SharedMemory(device, config.shared_bytes, what)
     built().leave_blank(config, memory)
     return memory
 

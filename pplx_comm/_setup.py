@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class Wiring:
     """What carries to whom, once it stands."""
 
-    exchange: _core.Exchange
+    exchange: Any  # _core.Exchange or _cuda.Exchange
     mapped: list[int]
     remote: list[int]
     hosts: dict[int, str]  # by rank, see host_key
@@ -31,10 +32,19 @@ class Wiring:
     carrier: ProxyCarrier | None = None
     regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
 
+    @property
+    def carried(self) -> _core.Carried:
+        """What the proxy sees of it."""
+        return self.exchange if isinstance(self.exchange, _core.Exchange) else self.exchange.host
+
     def detach(self, timeout: float) -> None:
-        """Takes the AllToAll off its proxy, waiting that long for writes under way."""
-        if self.carrier is not None:
-            self.carrier.detach(self.exchange, self.regions, timeout)
+        """Takes the AllToAll off its proxy, waiting that long for kernels and writes under way."""
+        if self.carrier is None:
+            return
+        end = time.monotonic() + timeout
+        if not isinstance(self.exchange, _core.Exchange):
+            self.exchange.ended(timeout)
+        self.carrier.detach(self.carried, self.regions, max(0.0, end - time.monotonic()))
         self.carrier = None
 
 
@@ -136,8 +146,6 @@ def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list
                 "each other's memory: they run on different hosts, or in different network or IPC namespaces"
             )
         (mapped if together else remote).append(peer)
-    if request.gpu is not None and remote:
-        raise Error(f"device='cuda' reaches only ranks of one node so far: {_name_ranks(remote)} cannot share memory with this one")
     if request.transport == "mapped" and remote:
         raise Error(
             f"transport='mapped' reaches only ranks of one node, and {_name_ranks(remote)} cannot share memory with "
@@ -177,16 +185,21 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
         )
     config.object = free[0]
     config.remote_peers = len(remote)
+    config.spaced_sends = request.gpu is not None
     hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
     ranks_here = list(hosts.values()).count(host_key())
 
-    exchange = (_share if request.gpu is None else _share_gpu)(comm, request, mapped, ranks_here)
+    proxied = any(answer is not None and answer["remote"] for answer in answers)
+    if request.gpu is None:
+        exchange = _share(comm, request, mapped, ranks_here)
+    else:
+        exchange = _share_gpu(comm, request, mapped, remote, proxied)
     if len(alive) < comm.world_size:  # made after a reset, by those that are left
         exchange.reset(exchange.generation, [rank in alive for rank in range(comm.world_size)])
     wiring = Wiring(exchange, mapped, remote, hosts)
     here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
     wiring.places = {rank: Place(**answer["place"]) for rank, answer in here}
-    if any(answer is not None and answer["remote"] for answer in answers):
+    if proxied:
         _connect(comm, request, wiring, alive)
     # Nobody writes before everybody can receive.
     _agree(comm, "AllToAll: ready", {}, timeout)
@@ -210,8 +223,8 @@ def _share(comm: Communicator, request: Request, mapped: list[int], ranks_here: 
     return exchange
 
 
-def _share_gpu(comm: Communicator, request: Request, mapped: list[int], _: int) -> Any:
-    """The same in device memory."""
+def _share_gpu(comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool) -> Any:
+    """The same in device memory, and host memory for the proxy if any rank has one."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     errors: list[str] = []
@@ -233,7 +246,9 @@ def _share_gpu(comm: Communicator, request: Request, mapped: list[int], _: int) 
         for theirs in received.values():
             _gpu.close_all(theirs)
     make = _gpu.cuda_module().Exchange
-    exchange = None if errors else _attempt(errors, lambda: make(config, own, peers, gpu, request.timeout, request.num_sms))
+    exchange = None
+    if not errors:
+        exchange = _attempt(errors, lambda: make(config, own, peers, remote, proxied, gpu, request.timeout, request.num_sms))
     _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
     return exchange
 
@@ -311,7 +326,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
         _attempt(errors, lambda: carrier.connect(addresses))
         if not errors:
             carriers.proxies[key] = carrier
-    regions = None if errors else _attempt(errors, lambda: carrier.register(wiring.exchange))
+    regions = None if errors else _attempt(errors, lambda: carrier.register(wiring.carried))
     answers = _agree(
         comm,
         "AllToAll: regions",
@@ -320,7 +335,7 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     )
     assert regions is not None
     descriptions = {r: _unpack(answers[r]["regions"]) for r in wiring.remote}  # type: ignore[index]
-    _attempt(errors, lambda: carrier.attach(wiring.exchange, regions, descriptions))
+    _attempt(errors, lambda: carrier.attach(wiring.carried, regions, descriptions))
     if not errors:
         wiring.carrier, wiring.regions = carrier, regions
     _agree(comm, "AllToAll: proxy", {"error": errors[0] if errors else None}, timeout)

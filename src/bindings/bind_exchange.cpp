@@ -82,6 +82,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("max_rows", &Config::max_rows)
       .def_readwrite("max_per_expert", &Config::max_per_expert)
       .def_readwrite("remote_peers", &Config::remote_peers)
+      .def_readwrite("spaced_sends", &Config::spaced_sends)
       .def_readwrite("first_step", &Config::first_step)
       .def_readwrite("object", &Config::object)
       .def_readwrite("dtype", &Config::dtype)
@@ -91,6 +92,7 @@ void bind_config(py::module_& m) {
       .def_readwrite("scale_tma", &Config::scale_tma)
       .def_property_readonly("invalid", [](const Config& c) { return invalid(c) == nullptr ? "" : invalid(c); })
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
+      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Of the part that peers write into.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
       .def_property_readonly("local_experts", [](const Config& c) { return local_experts(c, c.rank); })
       .def_property_readonly("scales_per_row", [](const Config& c) { return scales_per_row(c); })
@@ -160,7 +162,7 @@ std::shared_ptr<SharedExchange> make_exchange(const Config& config, std::shared_
   return std::make_shared<SharedExchange>(config, std::move(memory), std::move(mappings), threads, timeout);
 }
 
-void bind_phases(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cls) {
+void bind_phases(py::class_<SharedExchange, Carried, std::shared_ptr<SharedExchange>>& cls) {
   cls.def(
       "dispatch_send",
       [](SharedExchange& e, std::shared_ptr<Plan> plan, Address x, std::uint64_t x_stride, Address scales, std::uint64_t scale_row_stride,
@@ -240,7 +242,7 @@ void bind_phases(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cl
       py::arg("step"));
 }
 
-void bind_life(py::class_<SharedExchange, std::shared_ptr<SharedExchange>>& cls) {
+void bind_life(py::class_<SharedExchange, Carried, std::shared_ptr<SharedExchange>>& cls) {
   cls.def(
          "fail",
          [](SharedExchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
@@ -293,7 +295,8 @@ void bind_exchange(py::module_& m) {
   bind_config(m);
   bind_plan(m);
   bind_memory(m);
-  py::class_<SharedExchange, std::shared_ptr<SharedExchange>> cls(m, "Exchange");
+  py::class_<Carried, std::shared_ptr<Carried>>(m, "Carried", "An AllToAll as its proxy sees it.");
+  py::class_<SharedExchange, Carried, std::shared_ptr<SharedExchange>> cls(m, "Exchange");
   cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("threads"), py::arg("timeout"));
   bind_phases(cls);
   bind_life(cls);

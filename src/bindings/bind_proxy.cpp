@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "proxy/carried.h"
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
-#include "shared_exchange.h"
 
 namespace py = pybind11;
 
@@ -29,39 +29,39 @@ void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabr
     throw FabricError(std::string("the proxy thread did not answer within 30 s to: ") + what + ". It hangs inside the provider.");
 }
 
-LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared) {
+LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<Carried>& carried) {
   const auto region = std::make_shared<LocalRegion>();
-  call(thread, "register memory", [region, shared](Proxy&, Fabric& fabric) {
-    *region = fabric.register_memory(shared->own, shared->mappings.front()->bytes());
+  call(thread, "register memory", [region, carried](Proxy&, Fabric& fabric) {
+    *region = fabric.register_memory(carried->memory(), carried->bytes());
   });
   return *region;
 }
 
-void attach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, const LocalRegion& region,
+void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const LocalRegion& region,
             const std::map<std::uint32_t, std::string>& descriptions) {
   const auto object = std::make_shared<ProxyObject>();
-  object->config = shared->exchange.config();
-  object->generation = shared->exchange.generation();
-  object->memory = shared->own;
+  object->config = carried->config();
+  object->generation = carried->generation();
+  object->memory = carried->memory();
   object->region = region;
   object->peers.resize(object->config.world);
-  object->owner = shared;
-  const std::weak_ptr<SharedExchange> weak = shared;
+  object->owner = carried;
+  const std::weak_ptr<Carried> weak = carried;
   const std::uint32_t rank = object->config.rank;
   call(thread, "attach an AllToAll", [object, descriptions, weak, rank](Proxy& proxy, Fabric& fabric) {
     for (const auto& [peer, text] : descriptions)
       object->peers.at(peer) =
           std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), Blob(text.begin(), text.end())));
     object->on_failure = [weak, rank](const ProxyFailure& f) {
-      if (const std::shared_ptr<SharedExchange> e = weak.lock()) e->exchange.lost_network(f.abort(rank), f.text(rank));
+      if (const std::shared_ptr<Carried> c = weak.lock()) c->lost_network(f.abort(rank), f.text(rank));
     };
     proxy.attach(std::move(*object));
   });
 }
 
 // Waits for the writes that still read this object's memory, but no longer than `timeout`.
-void detach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, const LocalRegion& region, double timeout) {
-  const std::uint32_t number = shared->exchange.config().object;
+void detach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const LocalRegion& region, double timeout) {
+  const std::uint32_t number = carried->config().object;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
   const auto quiet = std::make_shared<std::atomic<bool>>(false);
   do {
@@ -70,7 +70,7 @@ void detach(ProxyThread& thread, const std::shared_ptr<SharedExchange>& shared, 
     sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   const bool safe = *quiet;
-  if (!safe) thread.keep(shared);   // the provider may still read it
+  if (!safe) thread.keep(carried);   // the provider may still read it
   thread.call(
       [=](Proxy& proxy, Fabric& fabric) {
         proxy.detach(number);
@@ -131,9 +131,9 @@ void bind_proxy(py::module_& m) {
             call(thread, "insert a peer", [peer, address](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, Blob(address.begin(), address.end())); });
           },
           py::arg("peer"), py::arg("address"), Unlocked())
-      .def("register_memory", &register_memory, py::arg("exchange"), Unlocked())
-      .def("attach", &attach, py::arg("exchange"), py::arg("region"), py::arg("descriptions"), Unlocked())
-      .def("detach", &detach, py::arg("exchange"), py::arg("region"), py::arg("timeout"), Unlocked())
+      .def("register_memory", &register_memory, py::arg("carried"), Unlocked())
+      .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"), Unlocked())
+      .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
       .def("stats", [](ProxyThread& thread) { return stats(thread); })
       .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(), "False if the thread hangs in the provider and was left behind.");
 }

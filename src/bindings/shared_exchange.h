@@ -8,13 +8,20 @@
 
 #include "cpu/exchange.h"
 #include "memory/mapping.h"
+#include "proxy/carried.h"
 
 namespace pplx {
 
-struct SharedExchange {
+struct SharedExchange : Carried {
   SharedExchange(const Config& config, cpu::Exchange::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
                  double timeout)
       : mappings(std::move(mappings)), own(memory.own), exchange(config, std::move(memory), threads, timeout) {}
+
+  const Config& config() const override { return exchange.config(); }
+  std::uint32_t generation() const override { return exchange.generation(); }
+  char* memory() const override { return own; }
+  std::size_t bytes() const override { return mappings.front()->bytes(); }
+  void lost_network(const Abort& abort, const std::string& message) override { exchange.lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
   char* own;

@@ -34,6 +34,10 @@ struct Control {
   std::uint32_t combine;  // send units claimed of the running combine
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
+  // Blocks of remote peers, see remote.cuh. By set and op.
+  unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
+  std::uint32_t stored[kMaxInFlight][kOps][kMaxPeers];  // of the block that is being written
+  std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
 };
 inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retired Control's dispatch: more than there are
 
@@ -70,11 +74,13 @@ struct Common {
   Divider top_k;
   std::uint32_t experts = 0;  // local ones
   std::uint32_t living = 0;
-  std::uint8_t order[kMaxPeers] = {};  // the living, in the order in which all ranks visit them: rank + 1 first, oneself last
+  std::uint8_t order[kMaxPeers] = {};  // the living: remote ones, then those of the node; of each, rank + 1 first, oneself last
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
+  std::uint64_t remote = 0;  // peers of other nodes, dead ones included, a bit each
+  char* host = nullptr;  // pinned memory, laid out like `heap`, for what the proxy moves
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
-  char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched
+  char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none
   Control* control = nullptr;
   Report* report = nullptr;
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]

@@ -10,6 +10,8 @@ inline constexpr std::uint32_t kAmongWorkers = 1;
 inline constexpr std::uint32_t kStored = 2;  // and 3, for units in turn: workers to publisher
 inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to workers
 inline constexpr std::uint32_t kPlaced = 6;  // workers to publisher, once
+inline constexpr std::uint32_t kStepKnown = 7;  // workers to publisher, once, where there are remote peers
+inline constexpr std::uint32_t kCleared = 8;  // publisher to workers, after that
 
 __device__ inline bool is_publisher() { return threadIdx.x >= kWorkers; }
 

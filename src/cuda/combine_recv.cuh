@@ -8,7 +8,10 @@ namespace pplx::cuda {
 
 __device__ inline void receive_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer)) return;
+  const bool remote = is_remote(k, peer);
+  if (remote ? !wait_for_proxy(k, step, Signal::Combine, Phase::CombineRecv, peer)
+             : !wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer))
+    return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
@@ -18,7 +21,20 @@ __device__ inline void receive_combine_header(const CombineArguments& a, std::ui
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, h.flags);
   else if (h.rows != expected)
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, h.rows);
+  else if (remote)
+    pass_on(k, step, Signal::Combine, peer);
   if ((h.flags & kOverflowed) != 0) k.report->overflowed = 1 + peer;
+}
+
+// Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
+__device__ inline void receive_remote_headers(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  bool mine = false;
+  if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
+  if (__syncthreads_or(mine) == 0) return;
+  const std::uint32_t peer = threadIdx.x;
+  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_combine_header(a, step, peer);
+  __syncwarp();
 }
 
 // Neighbours go to different multiprocessors.
@@ -38,7 +54,8 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
                                  const char* row, std::uint32_t rank) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  const bool good = lane >= n || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
+  const bool good =
+      lane >= n || is_remote(k, rank) || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
   if (!__all_sync(~0u, good)) return false;
   const std::uint64_t at = std::uint64_t{token} * k.c.top_k + lane;
   const std::int32_t id = lane < k.c.top_k ? a.plan.ids[at] : -1;
@@ -60,6 +77,7 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
   const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
   const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
   const std::uint32_t units = a.release ? 0 : a.tokens * strips;
+  if (k.remote != 0) receive_remote_headers(a, step);
   for (std::uint32_t unit = warp; unit < units; unit += warps) {
     const std::uint32_t token = unit / strips, strip = unit % strips;
     if (unit != warp) entry = load_token_row(a, unit);
@@ -81,7 +99,7 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
   }
   // The last warps, which have the least to do.
   for (std::uint32_t i = warps - 1 - warp; i < k.living; i += warps)
-    if (lane == 0) receive_combine_header(a, step, k.order[i]);
+    if (lane == 0 && !is_remote(k, k.order[i])) receive_combine_header(a, step, k.order[i]);
 }
 
 }  // namespace pplx::cuda

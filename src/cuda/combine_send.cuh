@@ -4,6 +4,7 @@
 
 #include "blank.cuh"
 #include "number.cuh"
+#include "remote.cuh"
 #include "rows.cuh"
 
 namespace pplx::cuda {
@@ -16,7 +17,11 @@ constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
 __device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  char* block = slot_at_peer(k, set_of(k.c, step), Op::Weights, peer);
+  char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
+  if (is_remote(k, peer)) {
+    const bool good = lane != 0 || has_left_for(k, step, Op::Weights, Phase::Weights, peer);
+    if (!__all_sync(~0u, good)) return;
+  }
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
   for (std::uint32_t t = lane; t < a.tokens; t += 32) {
     const std::uint64_t at = std::uint64_t{t} * k.c.top_k;
@@ -33,17 +38,61 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     }
   }
   __syncwarp();
-  if (lane == 0) raise_at_peer(k, step, Signal::Weights, peer);
+  if (lane != 0) return;
+  if (is_remote(k, peer))
+    tell_proxy(k, step, Op::Weights, peer, a.plan.rows[peer]);
+  else
+    raise_at_peer(k, step, Signal::Weights, peer);
 }
 
-__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+// A warp's part: a lane looks after a remote peer's word.
+__device__ inline void pass_on_weights(const Common& k, std::uint32_t step) {
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32)
+    if (is_remote(k, peer) && (k.dead >> peer & 1) == 0 && wait_for_proxy(k, step, Signal::Weights, Phase::Weights, peer))
+      pass_on(k, step, Signal::Weights, peer);
+  __syncwarp();
+}
+
+// Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
+// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
+// 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
+struct SendOrder {
+  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint32_t common;  // rows that every source has
+  bool may_send;  // the blocks of remote peers may be written
+
+  __device__ void find(const Common& k, std::uint32_t n, std::uint32_t& source, std::uint32_t& row) const {
+    if (n < common * k.living) {
+      row = n / k.living;
+      source = k.order[n % k.living];
+      return;
+    }
+    n -= common * k.living;
+    for (std::uint32_t i = 0;; ++i) {
+      source = k.order[i];
+      const std::uint32_t more = rows_begin[source + 1] - rows_begin[source] - common;
+      if (n < more) break;
+      n -= more;
+    }
+    row = common + n;
+  }
+};
+
+// parts: of each row.
+__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const SendOrder& order,
+                                           std::uint32_t parts) {
   const Common& k = a.common;
+  if (is_remote(k, peer) && !order.may_send) return;
   const std::uint32_t rows = a.release ? 0 : a.received.rows_begin[peer + 1] - a.received.rows_begin[peer];
   const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u) |
                               (*a.received.overflowed != 0 ? kOverflowed : 0u);
-  write_header(k, slot_at_peer(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
+  write_header(k, block_for(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
   __syncwarp();
-  if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Combine, peer);
+  if (threadIdx.x % 32 != 0) return;
+  if (is_remote(k, peer))
+    count_stored(k, step, Op::Combine, peer, kComplete - rows * parts, [&] { return rows; });
+  else
+    raise_at_peer(k, step, Signal::Combine, peer);
 }
 
 // The weights of this row's choices that its source gave to combine. False: they will not come.
@@ -69,6 +118,12 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
     weight =
         __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
   return true;
+}
+
+// For a warp: waits for a remote peer's combine.
+__device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::uint32_t peer) {
+  const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer);
+  return __all_sync(~0u, good);
 }
 
 // Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
@@ -98,20 +153,29 @@ struct Sums {
     }
   }
 
-  // The same for rows that are on their way; their places are blank afterwards. rank(i): whose row i is. False: they will not come.
+  // The same for rows that are on their way. rank(i): whose row i is. A node's peer leaves no other trace, and its places are blank
+  // afterwards; a remote peer's rows are there when its block is. False: they will not come.
   template <typename Pointer, typename Rank>
   __device__ bool add_arriving(const Common& k, std::uint32_t step, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
                                const Pointer& pointer, const Rank& rank) {
     for (std::uint32_t first = 0; first < n; first += kBatch) {
       uint4 v[kBatch][kVectors];
       char* row[kBatch];
+      bool remote[kBatch];
       std::uint32_t missing = 0;  // a bit each
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         row[i] = first + i < n ? pointer(first + i) : nullptr;
+        remote[i] = k.remote != 0 && row[i] != nullptr && is_remote(k, rank(first + i));
+        if (remote[i] && !block_is_there(k, step, rank(first + i))) return false;
 #pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-          if (row[i] != nullptr && begin + j * 512 < end) missing |= 1u << (i * kVectors + j);
+        for (int j = 0; j < kVectors; ++j) {
+          if (row[i] == nullptr || begin + j * 512 >= end) continue;
+          if (remote[i])
+            v[i][j] = load_arrived(row[i] + begin + j * 512);
+          else
+            missing |= 1u << (i * kVectors + j);
+        }
       }
       const auto look = [&] {
 #pragma unroll
@@ -135,6 +199,7 @@ struct Sums {
       for (int i = 0; i < kBatch; ++i) {
         if (row[i] == nullptr) continue;
         add_row(v[i], 1.0f);
+        if (remote[i]) continue;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
           if (begin + j * 512 < end) make_blank(row[i] + begin + j * 512);
@@ -179,30 +244,6 @@ struct Sums {
   }
 };
 
-// Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
-// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
-// 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
-struct SendOrder {
-  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
-  std::uint32_t common;  // rows that every source has
-
-  __device__ void find(const Common& k, std::uint32_t n, std::uint32_t& source, std::uint32_t& row) const {
-    if (n < common * k.living) {
-      row = n / k.living;
-      source = k.order[n % k.living];
-      return;
-    }
-    n -= common * k.living;
-    for (std::uint32_t i = 0;; ++i) {
-      source = k.order[i];
-      const std::uint32_t more = rows_begin[source + 1] - rows_begin[source] - common;
-      if (n < more) break;
-      n -= more;
-    }
-    row = common + n;
-  }
-};
-
 // The floats of a row's choices, each at its k, so that the token's rank need not know what else lives here.
 __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choices, std::uint32_t place, char* to) {
   const Common& k = a.common;
@@ -243,7 +284,9 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;
 
   const std::uint32_t bytes = row_bytes(k), last = min(strip + strips, strips_of_row(k, kSentVectors));
-  char* to = slot_at_peer(k, set_of(k.c, step), Op::Combine, source) + k.combine.row_at(row);
+  const bool remote = is_remote(k, source);
+  if (remote && !order.may_send) return;
+  char* to = block_for(k, set_of(k.c, step), Op::Combine, source) + k.combine.row_at(row);
   const auto pointer = [&](std::uint32_t i) -> const char* {
     const std::uint32_t from = __shfl_sync(~0u, place, i);
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
@@ -255,13 +298,21 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     Sums<T, kSentVectors> sums;
     if (compact && __any_sync(~0u, place != kNone)) sums.start(-0.0f);  // a row that is only copied keeps its sign of zero
     sums.add(n, begin, end, pointer, weight_of);
-    sums.send(to, begin, end);
+    if (remote)
+      sums.store(to, begin, end);
+    else
+      sums.send(to, begin, end);
     linger(k, std::uint64_t{step} << 32 | begin);
   }
-  if (!kTail || last != strips_of_row(k, kSentVectors)) return;
-  write_tail(a, choices, place, to + k.combine.tail_at);  // any bits at all: it needs the arrival word
+  const bool with_tail = kTail && last == strips_of_row(k, kSentVectors);
+  if (with_tail) write_tail(a, choices, place, to + k.combine.tail_at);
+  if (!with_tail && !remote) return;
   __syncwarp();
-  if (lane == 0) publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));
+  if (lane != 0) return;
+  if (remote)
+    count_stored(k, step, Op::Combine, source, 1, [&] { return order.rows_begin[source + 1] - order.rows_begin[source]; });
+  else
+    publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }
 
 template <typename T, bool kTail>
@@ -274,6 +325,12 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   if (threadIdx.x == 0) first = atomicAdd(&k.control->combine, kWarps);
   if (threadIdx.x <= world) order.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) order.common = k.c.max_tokens;
+  if (k.remote != 0) {
+    const std::uint32_t peer = threadIdx.x;
+    const bool wanted = peer < world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
+    const bool good = __syncthreads_and(!wanted || has_left_for(k, step, Op::Combine, Phase::CombineSend, peer)) != 0;
+    if (threadIdx.x == 0) order.may_send = good;
+  }
   __syncthreads();
   if (threadIdx.x < world && (k.dead >> threadIdx.x & 1) == 0)
     atomicMin(&order.common, order.rows_begin[threadIdx.x + 1] - order.rows_begin[threadIdx.x]);
@@ -281,7 +338,9 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   const std::uint32_t rows = a.release ? 0 : order.rows_begin[world];
   const std::uint32_t strips = strips_of_row(k, kSentVectors), together = rows * strips <= kWarps * gridDim.x ? 1 : 2;
   const std::uint32_t runs = ceil_div(strips, together);
-  const std::uint32_t weights = a.uses_weights ? k.living : 0, headers = weights + k.living;
+  const std::uint32_t weights = a.uses_weights ? k.living : 0;
+  const std::uint32_t passing = weights + (a.uses_weights && k.remote != 0 ? 1 : 0);  // after all that peers wait for
+  const std::uint32_t headers = passing + k.living;
   const std::uint32_t units = headers + rows * runs;
   std::uint32_t unit = first + threadIdx.x / 32;
   if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;  // the very last claim
@@ -293,8 +352,10 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
     }
     if (unit < weights)
       send_weights(a, step, k.order[unit]);
+    else if (unit < passing)
+      pass_on_weights(k, step);
     else if (unit < headers)
-      send_combine_header(a, step, k.order[unit - weights]);
+      send_combine_header(a, step, k.order[unit - passing], order, runs);
     else
       send_strips<T, kTail>(a, step, order, (unit - headers) / runs, (unit - headers) % runs * together, together);
     unit = __shfl_sync(~0u, next, 0);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "barriers.cuh"
+#include "remote.cuh"
 #include "rows.cuh"
 #include "words.cuh"
 
@@ -115,6 +116,32 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
     if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(s.rows_begin[world]);
   }
   return true;
+}
+
+// A warp's part: what remote peers' headers say becomes count words, as a peer of the node writes them, and their arrival words come
+// to device memory. A lane looks after a peer.
+__device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t set = set_of(k.c, step);
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
+    if (!wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer)) return;
+    const char* block = own_slot(k, set, Op::Dispatch, peer);
+    bool good = true;
+    const BlockHeader h = read_header(k, block, Phase::DispatchRecv, step, peer, good);
+    if (!good) return;
+    auto* words = reinterpret_cast<std::uint64_t*>(k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer));
+    const auto* counts = reinterpret_cast<const uint4*>(block + sizeof(BlockHeader));
+    for (std::uint32_t e = 0; e < k.experts; e += 4) {
+      const uint4 n = __ldcg(counts + e / 4);
+      store_relaxed(words + 1 + e, count_word(k.generation, step, n.x));
+      if (e + 1 < k.experts) store_relaxed(words + 2 + e, count_word(k.generation, step, n.y));
+      if (e + 2 < k.experts) store_relaxed(words + 3 + e, count_word(k.generation, step, n.z));
+      if (e + 3 < k.experts) store_relaxed(words + 4 + e, count_word(k.generation, step, n.w));
+    }
+    store_relaxed(words, count_word(k.generation, step, h.rows));
+    pass_on(k, step, Signal::Dispatch, peer);
+  }
 }
 
 // False: the row is not one that this peer may send.
@@ -292,6 +319,10 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   if (is_publisher()) {
+    bool mine = false;
+    if (k.remote != 0 && lane == 0) mine = claim_words(k, step, Op::Dispatch);
+    if (__any_sync(~0u, mine)) pass_on_dispatches(a, step);
+    __syncwarp();
     await(kPlaced);
   } else {
     const bool good = place_experts(a, step, s, base);
@@ -314,7 +345,10 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
     while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
     const char* row = own_slot(k, set, Op::Dispatch, r.source) + k.dispatch.row_at(r.at - s.rows_begin[r.source]);
     bool good = true;
-    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+    if (lane == 0)
+      good = is_remote(k, r.source)
+                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
+                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
     const bool with_scales = quantised(wire) && part == parts - 1;

@@ -5,8 +5,8 @@
 
 #include "barriers.cuh"
 #include "number.cuh"
+#include "remote.cuh"
 #include "rows.cuh"
-#include "words.cuh"
 
 namespace pplx::cuda {
 
@@ -29,9 +29,11 @@ struct SendShared {
   std::int32_t ids[kMostTokensOfUnit * kMaxTopK];
   float weights[kMostTokensOfUnit * kMaxTopK];
   std::uint32_t index[kMostTokensOfUnit * kMaxTopK];
-  char* to[2][kMostTokensOfUnit][kMaxTopK];  // by unit in turn: the token's rows, peers from rank + 1 on
+  char* to[2][kMostTokensOfUnit][kMaxTopK];  // by unit in turn: the token's rows, in the order of `order`
   std::uint32_t rows[2][kMostTokensOfUnit];  // how many
+  unsigned long long remote[2][kMostTokensOfUnit];  // those that go to other nodes, the first ones: a bit by rank
   bool ended[2];
+  bool may_send;  // the blocks of remote peers may be written
 
   __device__ unsigned long long ranks(std::uint32_t token) const {
     return wanted[token][0] | std::uint64_t{wanted[token][1]} << 32;
@@ -177,6 +179,25 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
   if (rows[1] != 0) atomicAdd(&s.rows_before[lane + 32], rows[1]);
 }
 
+// The same for a remote peer: a header. Its block's rows are counted, wherever they are written.
+__device__ inline void write_dispatch_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer,
+                                             const SendShared& s, const std::uint32_t* experts) {
+  const Common& k = a.common;
+  const bool planned = a.ids == nullptr;
+  const std::uint32_t first = first_expert(k.c, peer), rows = planned ? a.plan.rows[peer] : s.rows_before[peer];
+  char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
+  write_header(k, block, step, rows, 0, threadIdx.x);
+  auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
+  for (std::uint32_t e = threadIdx.x; e < local_experts(k.c, peer); e += kWorkers) {
+    const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
+    counts[e] = n;
+    if (!planned) a.plan.counts[first + e] = n;
+  }
+  if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
+  sync_workers();
+  if (threadIdx.x == 0) count_stored(k, step, Op::Dispatch, peer, kComplete - rows, [&] { return rows; });
+}
+
 // A word each: counts say themselves which step they are of.
 __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
                                    const std::uint32_t* experts) {
@@ -195,11 +216,14 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
 }
 
-// The peers before r in the order in which this rank visits those in `ranks`: from rank + 1 on, itself last.
-__device__ inline std::uint32_t visited_before(std::uint32_t rank, unsigned long long ranks, std::uint32_t r) {
-  const unsigned long long below = ranks & ((1ull << r) - 1);
-  const unsigned long long up_to_own = ranks & ((2ull << rank) - 1);  // rank 63: all ones
-  return r > rank ? __popcll(below & ~up_to_own) : __popcll(ranks & ~up_to_own) + __popcll(below);
+// The peers before r in the order in which this rank visits those in `ranks`: remote ones first, for the proxy has the longer way;
+// of each kind from rank + 1 on, itself last.
+__device__ inline std::uint32_t visited_before(const Common& k, unsigned long long ranks, std::uint32_t r) {
+  const unsigned long long kind = is_remote(k, r) ? ranks & k.remote : ranks & ~k.remote;
+  const unsigned long long below = kind & ((1ull << r) - 1);
+  const unsigned long long up_to_own = kind & ((2ull << k.c.rank) - 1);  // rank 63: all ones
+  const std::uint32_t before = r > k.c.rank ? __popcll(below & ~up_to_own) : __popcll(kind & ~up_to_own) + __popcll(below);
+  return is_remote(k, r) ? before : before + __popcll(ranks & k.remote);
 }
 
 // This thread's choice of a unit, loaded early.
@@ -259,9 +283,12 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t fir
       for (std::uint32_t j = 0; j < token; ++j) row += s.ranks(j) >> r & 1;
       *entry = r << 20 | row;
     }
-    s.to[turn][token][visited_before(k.c.rank, ranks, r)] = s.rows_at[r] + std::uint64_t{row} * k.dispatch.row_bytes;
+    s.to[turn][token][visited_before(k, ranks, r)] = s.rows_at[r] + std::uint64_t{row} * k.dispatch.row_bytes;
   }
-  if (tid < kMostTokensOfUnit) s.rows[turn][tid] = tid < n ? __popcll(s.ranks(tid)) : 0;
+  if (tid < kMostTokensOfUnit) {
+    s.rows[turn][tid] = tid < n ? __popcll(s.ranks(tid)) : 0;
+    s.remote[turn][tid] = tid < n ? s.ranks(tid) & k.remote : 0;
+  }
   if (!planned && tid < choices && tid % k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks(k.top_k.divide(tid)))))
     a.plan.token_rows[at + tid] = kNone;
   sync_workers();
@@ -279,7 +306,7 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
     const std::uint32_t choice = token * k.c.top_k + lane;
     const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
     const std::uint32_t choices = __ballot_sync(~0u, here);
-    char* route = s.to[turn][token][visited_before(k.c.rank, ranks, r)] + k.dispatch.route_at;
+    char* route = s.to[turn][token][visited_before(k, ranks, r)] + k.dispatch.route_at;
     if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(first + token, choices);  // a RouteHead
     if (here) {
       const std::uint32_t place = route_place(static_cast<std::uint32_t>(s.ids[choice]) - first_expert(k.c, r), s.index[choice]);
@@ -353,7 +380,14 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   }
   sync_workers();
   const std::uint32_t step = s.step;
-  if (tid < k.c.world) s.rows_at[tid] = slot_at_peer(k, set_of(k.c, step), Op::Dispatch, tid) + k.dispatch.row_at(0);
+  if (tid < k.c.world) s.rows_at[tid] = block_for(k, set_of(k.c, step), Op::Dispatch, tid) + k.dispatch.row_at(0);
+  if (k.remote != 0) signal(kStepKnown);
+  bool asked = k.remote == 0;  // whether remote peers' blocks may be written
+  const auto may_send = [&] {
+    if (!asked) await(kCleared);
+    asked = true;
+    return k.remote == 0 || s.may_send;
+  };
   for (std::uint32_t unit; (unit = s.unit) < units;) {
     sync_workers();
     std::uint32_t claimed = 0;
@@ -377,7 +411,16 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
       sync_workers();
     }
     if (counts) {
-      send_counts(a, step, k.order[unit], s, experts);
+      const std::uint32_t peer = k.order[unit];
+      if (!is_remote(k, peer))
+        send_counts(a, step, peer, s, experts);
+      else if (may_send())
+        write_dispatch_header(a, step, peer, s, experts);
+      if (tid == 0) s.unit = claimed;
+      sync_workers();
+      continue;
+    }
+    if (!may_send()) {  // all has failed, and ends; the blocks may still be read
       if (tid == 0) s.unit = claimed;
       sync_workers();
       continue;
@@ -403,6 +446,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     if (tid == 0) s.unit = claimed;
     sync_workers();
   }
+  may_send();  // whoever waits at that barrier is met
   const std::uint32_t turn = sent % 2;
   if (sent >= 2) await(kPublished + turn);
   if (tid == 0) s.ended[turn] = true;
@@ -410,16 +454,37 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   return step;
 }
 
+// Whether the blocks of the set's last step have left for all remote peers.
+__device__ inline bool may_write_remote(const Common& k, std::uint32_t step) {
+  bool good = true;
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32)
+    if (is_remote(k, peer) && (k.dead >> peer & 1) == 0)
+      good = has_left_for(k, step, Op::Dispatch, Phase::DispatchSend, peer) && good;
+  return __all_sync(~0u, good);
+}
+
 // The last warp's part. The workers have stored, and arrived at a barrier: one release covers what all of them wrote.
 __device__ inline std::uint32_t publish_dispatch(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
+  if (k.remote != 0) {
+    await(kStepKnown);
+    const bool good = may_write_remote(k, s.step);
+    if (lane == 0) s.may_send = good;
+    __syncwarp();
+    signal(kCleared);
+  }
   for (std::uint32_t unit = 0;; ++unit) {
     const std::uint32_t turn = unit % 2;
     await(kStored + turn);
     if (s.ended[turn]) return s.step;
+    for (std::uint32_t peer = lane; k.remote != 0 && peer < k.c.world; peer += 32) {
+      std::uint32_t rows = 0;
+      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += s.remote[turn][i] >> peer & 1;
+      if (rows != 0) count_stored(k, s.step, Op::Dispatch, peer, rows, [&] { return a.plan.rows[peer]; });
+    }
     for (std::uint32_t i = lane; i < kMostTokensOfUnit * kMaxTopK; i += 32)
-      if (i % kMaxTopK < s.rows[turn][i / kMaxTopK])
+      if (i % kMaxTopK < s.rows[turn][i / kMaxTopK] && i % kMaxTopK >= __popcll(s.remote[turn][i / kMaxTopK]))
         publish(k, s.to[turn][i / kMaxTopK][i % kMaxTopK] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
     signal(kPublished + turn);
   }

@@ -129,10 +129,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
     if (peer != config.rank && !memory_.peers.at(peer)) continue;
     const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
-    if (theirs.bytes() < common_.heap.bytes)
+    if (theirs.bytes() < common_.heap.shared_bytes)
       throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
     common_.peers[peer] = theirs.data();
   }
+  if (memory_.proxied) host_ = std::make_shared<HostHeap>(config, memory_.remote);
+  common_.remote = memory_.remote;
+  common_.host = host_ ? host_->memory() : nullptr;
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
@@ -140,7 +143,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   check(load_kernels(config), "loading the kernels");
   std::vector<bool> alive(config.world, true);
-  for (std::uint32_t peer = 0; peer < config.world; ++peer) alive[peer] = common_.peers[peer] != nullptr;
+  for (std::uint32_t peer = 0; peer < config.world; ++peer)
+    alive[peer] = common_.peers[peer] != nullptr || (memory_.remote >> peer & 1) != 0;
   rebuild_order(alive);
   check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
@@ -150,9 +154,21 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
         "cudaHostAlloc");
   *common_.report = Report{};
   check(cudaEventCreateWithFlags(&sent_, cudaEventDisableTiming), "cudaEventCreate");
+  listen();
+}
+
+void Exchange::listen() {
+  if (!host_) return;
+  host_->listen([this](const Abort& abort, const std::string& message) {
+    const bool left = abort.peer < kMaxPeers && (load_acquire(&common_.report->left) >> abort.peer & 1) != 0;
+    Abort told = abort;
+    if (left) told.reason = AbortReason::Closed;   // that is why its network is gone
+    fail(told, left ? rank_text(abort.peer) + " closed its Communicator, and then " + message : message);
+  });
 }
 
 Exchange::~Exchange() {
+  if (host_) host_->listen(nullptr);
   int before = 0;
   cudaGetDevice(&before);
   cudaSetDevice(device_);
@@ -162,6 +178,7 @@ Exchange::~Exchange() {
   }
   memory_.peers.clear();
   memory_.own.reset();
+  host_.reset();
   cudaFree(controls_);
   cudaFreeHost(common_.report);
   cudaEventDestroy(sent_);
@@ -392,6 +409,8 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
                         cudaMemcpyHostToDevice, own_stream_),
         "cudaMemcpyAsync");
   leave_blank(common_.c, *memory_.own, own_stream_);
+  if (host_) host_->reset(generation);
+  listen();
   common_.generation = generation;
   common_.control = controls_ + generation % kControls;
   rebuild_order(alive);
@@ -408,13 +427,15 @@ void Exchange::rebuild_order(const std::vector<bool>& alive) {
   const Config& c = common_.c;
   common_.living = 0;
   common_.dead = 0;
-  for (std::uint32_t i = 1; i <= c.world; ++i) {
-    const std::uint32_t peer = (c.rank + i) % c.world;
-    if (alive[peer])
-      common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
-    else
-      common_.dead |= 1ull << peer;
-  }
+  for (const bool remote : {true, false})
+    for (std::uint32_t i = 1; i <= c.world; ++i) {
+      const std::uint32_t peer = (c.rank + i) % c.world;
+      if (((common_.remote >> peer & 1) != 0) != remote) continue;
+      if (alive[peer])
+        common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
+      else
+        common_.dead |= 1ull << peer;
+    }
 }
 
 void Exchange::write_control(std::uint32_t generation, const Control& value) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../cpu/failure.h"
+#include "host_heap.h"
 #include "kernels.h"
 #include "memory/shared_memory.h"
 
@@ -36,7 +37,9 @@ class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
-    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself and for who is dead
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for other nodes
+    std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
+    bool proxied = false;                               // some rank has a proxy: then each does
   };
   struct Tokens {
     std::uint32_t count = 0;
@@ -72,6 +75,7 @@ class Exchange {
 
   const Config& config() const { return common_.c; }
   std::uint32_t generation() const { return common_.generation; }
+  const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
   // `halves`: the send half, the receive half, or both in one launch. Returns the step's number as the host counts.
   std::uint32_t dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer);
@@ -84,6 +88,7 @@ class Exchange {
   // may store into its memory.
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
+  bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
   void raise_failure();
   void raise_notice();
   std::uint32_t open_steps() const;
@@ -108,7 +113,7 @@ class Exchange {
   void after(Mark& m, cudaStream_t stream);
   void follow(cudaStream_t stream, bool sends);
   void mark_send(cudaStream_t stream);
-  bool ended(double seconds) const;
+  void listen();
   void rebuild_order(const std::vector<bool>& alive);
   void write_control(std::uint32_t generation, const Control& value);
 
@@ -128,6 +133,7 @@ class Exchange {
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   Control* controls_ = nullptr;  // by generation, in turn
   std::string message_;
+  std::shared_ptr<HostHeap> host_;
 };
 
 }  // namespace pplx::cuda

@@ -53,9 +53,11 @@ T* pointer(Address address) {
 }
 
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
-                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, int device,
-                                        double timeout, std::uint32_t num_sms) {
-  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world)};
+                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
+                                        const std::vector<std::uint32_t>& remote, bool proxied, int device, double timeout,
+                                        std::uint32_t num_sms) {
+  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied};
+  for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
 }
@@ -99,9 +101,12 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_exchange(py::module_& m) {
+  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "Pinned host memory that the proxy moves blocks in.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
-      .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("device"), py::arg("timeout"),
-           py::arg("num_sms"))
+      .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
+           py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
+      .def_property_readonly("host", &Exchange::host, "What the proxy carries for; None inside a node.")
+      .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "Whether all that was launched has ended by then.")
       .def(
           "dispatch",
           [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids,

@@ -36,11 +36,15 @@ __device__ inline void publish(const Common& k, void* word, std::uint64_t value)
   store_release(word, value);
 }
 
+__device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (k.remote >> peer & 1) != 0; }
+
+// Where this rank finds the peer's block, and where it writes its own for the peer: there, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
-  return k.peers[k.c.rank] + k.heap.slot_at(k.c, set, op, peer);
+  return (is_remote(k, peer) ? k.host : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
 }
-__device__ inline char* slot_at_peer(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
-  return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
+__device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
+  if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
+  return k.host + k.heap.spaced_send_at(k.c, set, op, __popcll(k.remote & ((1ull << peer) - 1)));
 }
 __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
@@ -56,9 +60,11 @@ static __device__ __noinline__ void fail(const Common& k, const Abort& what, std
   k.report->expected = expected;
   k.report->seen = seen;
   store_release(&k.report->failure, word);
-  for (std::uint32_t i = 0; i < k.living; ++i)
+  for (std::uint32_t i = 0; i < k.living; ++i) {
+    if (is_remote(k, k.order[i])) continue;  // the host tells them
     atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[k.order[i]] + Heap::abort_at(k.generation)), 0ull,
                      static_cast<unsigned long long>(word));
+  }
 }
 
 // Whether anybody has failed. The host's word lies across PCIe, so it is asked for rarely.

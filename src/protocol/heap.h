@@ -21,6 +21,7 @@ struct Heap {
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
   std::uint64_t send_bytes[kOps] = {};  // of one set
+  std::uint64_t shared_bytes = 0;       // of the part that peers write into
   std::uint64_t bytes = 0;
 
   // Generations take turns: a rank that was left out at a reset still has this memory mapped, and when it wakes up in a step of
@@ -46,6 +47,10 @@ struct Heap {
   constexpr std::uint64_t send_at(std::uint32_t set, Op op) const {
     return send[std::uint32_t(op)] + send_bytes[std::uint32_t(op)] * set;
   }
+  // The block for the nth remote peer, with spaced_sends.
+  constexpr std::uint64_t spaced_send_at(const Config& c, std::uint32_t set, Op op, std::uint32_t nth) const {
+    return send_at(set, op) + nth * (send_bytes[std::uint32_t(op)] / c.remote_peers);
+  }
 };
 
 constexpr Heap heap_of(const Config& c) {
@@ -66,6 +71,7 @@ constexpr Heap heap_of(const Config& c) {
     h.share_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), 64);
     at = align_up(at + h.share_bytes * c.in_flight * c.replicas, page);
   }
+  h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
   h.mailbox = at;
   h.outgoing = h.mailbox + align_up(words, 64);
@@ -79,7 +85,9 @@ constexpr Heap heap_of(const Config& c) {
   for (std::uint32_t op = 0; op < kOps; ++op) {
     const BlockLayout block = block_layout(c, Op(op));
     h.send[op] = at;
-    h.send_bytes[op] = align_up(c.remote_peers * align_up(block.header_bytes, 64) + rows[op] * block.row_bytes + 64ull * c.remote_peers, 64);
+    h.send_bytes[op] = c.spaced_sends
+                           ? c.remote_peers * align_up(block.bytes(most), 64)
+                           : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
     at = align_up(at + h.send_bytes[op] * c.in_flight, page);
   }
   h.bytes = at;

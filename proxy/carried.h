@@ -1,0 +1,23 @@
+// What a proxy carries for: one AllToAll's memory on this rank, and who hears when the network fails it.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "../src/protocol/config.h"
+#include "../src/protocol/words.h"
+
+namespace pplx {
+
+class Carried {
+ public:
+  virtual ~Carried() = default;
+  virtual const Config& config() const = 0;
+  virtual std::uint32_t generation() const = 0;
+  virtual char* memory() const = 0;              // a Heap
+  virtual std::size_t bytes() const = 0;
+  // Called on the proxy's thread.
+  virtual void lost_network(const Abort& abort, const std::string& message) = 0;
+};
+
+}  // namespace pplx

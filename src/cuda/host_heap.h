@@ -1,0 +1,48 @@
+// The part of an AllToAll that its proxy moves, in pinned host memory: blocks from and for ranks of other nodes, and the words
+// that kernels and proxy tell each other about them.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <mutex>
+#include <thread>
+
+#include "../../proxy/carried.h"
+#include "../protocol/heap.h"
+
+namespace pplx::cuda {
+
+class HostHeap : public Carried {
+ public:
+  // `remote`: a bit for each peer that the proxy carries to.
+  HostHeap(const Config& config, std::uint64_t remote);
+  ~HostHeap() override;
+
+  const Config& config() const override { return config_; }
+  std::uint32_t generation() const override { return generation_; }
+  char* memory() const override { return memory_; }
+  std::size_t bytes() const override { return heap_.bytes; }
+  // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
+  void lost_network(const Abort& abort, const std::string& message) override;
+
+  using OnFailure = std::function<void(const Abort&, const std::string&)>;
+  void listen(OnFailure on_failure);   // none: nobody, from now on; a call under way has ended
+  void reset(std::uint32_t generation);   // no kernel and no proxy is at work
+
+ private:
+  void wait_then_tell(std::unique_lock<std::mutex> lock);
+
+  const Config config_;
+  const Heap heap_;
+  char* memory_ = nullptr;
+  std::uint32_t generation_ = 1;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  OnFailure on_failure_;
+  std::thread waiter_;
+  bool lost_ = false, over_ = false;
+  Abort abort_;
+  std::string message_;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,70 @@
+// Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
+// which kernels write and read as they do a peer's.
+//
+//   sending     Each warp (or thread block) that has stored its part of a block says so in a count, and the header, which knows how
+//               many parts there are, counts, too. Whoever completes the count tells the proxy, by the peer's word in the mailbox.
+//   receiving   The proxy raises arrival words in host memory, which lie across PCIe: one thread for each of them looks there, and
+//               raises the same word in device memory for everybody else.
+//
+// Who looks is not decided by number but claimed, since only a thread block that runs can be waited for.
+#pragma once
+
+#include "words.cuh"
+
+namespace pplx::cuda {
+
+// A count is complete when it has reached this. The header's share is that, less what the others will add.
+inline constexpr std::uint32_t kComplete = 1u << 30;
+
+__device__ inline char* host_word(const Common& k, std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) {
+  return k.host + words + kWordBytes * k.heap.word_index(k.c, set_of(k.c, step), op, peer);
+}
+__device__ inline std::uint64_t* announced(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return &k.control->announced[set_of(k.c, step)][static_cast<int>(op)][peer];
+}
+
+// A block is written again only after all of it has left. False: something failed.
+__device__ inline bool has_left_for(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  const std::uint64_t last = *announced(k, step, op, peer);
+  return last == 0 || wait<Match::Reached>(k, host_word(k, k.heap.sent, step, op, peer), phase, static_cast<std::uint32_t>(last), peer);
+}
+
+// The block is complete, and this thread knows it.
+__device__ inline void tell_proxy(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
+  *announced(k, step, op, peer) = arrival_word(k.generation, step);
+  publish(k, host_word(k, k.heap.mailbox, step, op, peer), mail_word(step, rows, true));
+}
+
+// What this thread's group has stored, all of it before they met, is `parts` of the block's. rows(): of the block, asked of whoever
+// completes it; what it reads may have been written by another part.
+template <typename Rows>
+__device__ inline void count_stored(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t parts,
+                                    const Rows& rows) {
+  std::uint32_t* count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer];
+  linger(k, std::uint64_t{step} << 32 | peer);
+  std::uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(parts) : "memory");
+  if (before + parts != kComplete) return;
+  *count = 0;
+  tell_proxy(k, step, op, peer, rows());
+}
+
+// Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
+__device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
+  const unsigned long long mine = 1ull << 32 | step;
+  return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
+}
+
+__device__ inline bool wait_for_proxy(const Common& k, std::uint32_t step, Signal signal, Phase phase, std::uint32_t peer) {
+  return wait<Match::Reached>(k, k.host + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer), phase, step, peer);
+}
+
+// For the other threads of this GPU, who wait for it in device memory.
+__device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
+  const std::uint64_t value = arrival_word(k.generation, step);
+  linger(k, value);
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+
+}  // namespace pplx::cuda
