@@ -328,9 +328,7 @@ class AllToAll:
     def stats(self) -> dict[str, Any]:
         """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase; the proxy's own."""
         self._check_usable("stats")
-        if self.device.type == "cuda":
-            return {"steps": self._core.steps, "open_steps": self._core.open_steps}
-        stats: dict[str, Any] = self._core.stats()
+        stats: dict[str, Any] = {"steps": self._core.steps} if self.device.type == "cuda" else self._core.stats()
         stats["open_steps"] = self._core.open_steps
         if self._wiring.carrier is not None:
             stats["proxy"] = self._wiring.carrier.stats()

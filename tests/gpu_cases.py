@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import chaos_cases
 import failure_cases
 import rank_cases
 import torch
@@ -174,7 +175,7 @@ def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return Carried(cpu(me, case, **{"device": str(device), **changes}), checked=True)
 
     module, _, function = name.partition(":")
-    users = (rank_cases, failure_cases, training_cases)
+    users = (rank_cases, failure_cases, training_cases, chaos_cases)
     for user in users:
         user.open_all_to_all = opened  # type: ignore[assignment]
     try:

@@ -1,0 +1,159 @@
+"""device="cuda" where peers are reached through the proxy: on one host, over shm and tcp, with the same cases as inside a node.
+
+Ranks have a GPU each if there are enough, else they share one. "mixed": two ranks a node, so a step uses NVLink and the proxy.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from crew import Crew, Crews, seed
+from rank_cases import WIRES, Case, random_case
+from test_failure import CLOSED, NOTICED, left_in_shm
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
+
+RANKS = 4 if GPUS >= 4 else 2
+CARRIERS = ["proxy:shm", "proxy:tcp", *(["mixed:tcp"] if RANKS == 4 else [])]
+CHAOS = {
+    "PPLX_COMM_CHAOS": f"seed={seed()},delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3",
+    "PPLX_COMM_ENDPOINTS": "2",
+    "PPLX_COMM_SHARD_BYTES": "300",
+}
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    crews = Crews(RANKS)
+    yield crews
+    crews.close()
+
+
+@pytest.fixture(scope="module")
+def unruly() -> Iterator[Crews]:
+    crews = Crews(RANKS, CHAOS)
+    yield crews
+    crews.close()
+
+
+def small(transport: str, **changes: object) -> Case:
+    case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, transport=transport)
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_random_shapes(crew: Crews, transport: str) -> None:
+    begin = seed() * 100_000 + 60_000
+    for number in range(40):
+        crew.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)))
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_random_shapes_in_a_chaos(unruly: Crews, transport: str) -> None:
+    begin = seed() * 100_000 + 70_000
+    for number in range(20):
+        unruly.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)), timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("wire", WIRES)
+def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, transport: str) -> None:
+    case = small(transport, num_experts=64, top_k=8, hidden=7168, max_tokens=64, wire=wire, align=128, threads=4)
+    crew.run("gpu_cases:both_devices", case, 2, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_soak(crew: Crews, transport: str) -> None:
+    case = small(transport, first_step=2**32 - 500)
+    assert crew.run("gpu_cases:soak", case, 1000, timeout=200) == [0] * RANKS
+    assert crew.run("gpu_cases:soak", replace(case, max_tokens=1, hidden=7168), 1000, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_soak_in_a_chaos(unruly: Crews, transport: str) -> None:
+    assert unruly.run("gpu_cases:soak", small(transport, wire="fp8"), 300, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_graph_replay(crew: Crews, transport: str) -> None:
+    """No host call of ours: the proxy follows the mailbox."""
+    case = small(transport, wire="fp8", align=8)
+    assert crew.run("gpu_cases:replay", case, 300, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_streams(crew: Crews, transport: str) -> None:
+    crew.run("gpu_cases:streams", small(transport), 40, timeout=120)
+    crew.run("gpu_cases:streams", small(transport, in_flight=2), 40, timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_a_silent_rank(transport: str) -> None:
+    with Crew(RANKS) as crew:
+        found = crew.run("gpu_cases:lost_peer", small(transport), 0.5, timeout=100)
+        assert found == [RANKS - 1] * (RANKS - 1) + ["silent"]
+
+
+# libfabric 1.17's shm may hang a survivor's poll when a busy peer is killed.
+@pytest.mark.parametrize("transport", [carrier for carrier in CARRIERS if not carrier.endswith("shm")])
+def test_killed(transport: str) -> None:
+    ranks = max(RANKS, 3)
+    case = Case(seed(), ranks, num_experts=3 * ranks + 1, top_k=3, hidden=256, max_tokens=32, transport=transport)
+    with Crew(ranks) as crew:
+        crew.start("gpu_cases:killed", case, 1)
+        crew.heard(1)
+        died = crew.kill(1)
+        for peer, at in crew.collect(100, [rank for rank in range(ranks) if rank != 1]):
+            assert peer == 1 and at - died < NOTICED, (peer, at - died)
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize("transport", [carrier for carrier in CARRIERS if not carrier.endswith("shm")])
+def test_reset(transport: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
+    with Crew(4) as crew:
+        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
+        for r in crew.collect(120, [1, 3]):
+            for i in range(2):
+                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
+            assert r["closing"] < CLOSED, r
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("how", ["kill", "mute"])
+def test_cut_link(transport: str, how: str) -> None:
+    """A write fails, or is never heard of again: every rank names an end of the link in time, and all go on after reset()."""
+    a, b = (1, 3) if RANKS == 4 else (0, 1)
+    case = small(transport, max_tokens=16, hidden=256, in_flight=1)
+    with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,{how}={a}-{b}@40"}) as crew:
+        results = crew.run("gpu_cases:on_gpu", "chaos_cases:until_failure", case, 3.0, again=True, timeout=100)
+        for r in results:
+            assert r.get("is_peer") and r["peer"] in (a, b) and r["closing"] < CLOSED, r
+            assert r["waited"] < (2.0 if how == "kill" else 5.0), r
+
+
+def test_leaving_after_the_last_step_is_no_failure() -> None:
+    with Crew(RANKS) as crew:
+        case = Case(seed(), RANKS, max_tokens=32, hidden=1024, transport="proxy:tcp")
+        crew.run("gpu_cases:on_gpu", "failure_cases:leave_at_once", case, 12, timeout=200)
+
+
+@pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
+def test_ranks_that_end_a_step_differently(kind: str) -> None:
+    with Crew(RANKS) as crew:
+        results = crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), RANKS, transport="proxy:tcp"), kind, timeout=120)
+        for r in results:
+            assert r.get("is_peer") and r["closing"] < CLOSED, r
