@@ -559,6 +559,14 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     if (f.phase != phase_of(trap.immediate.op)) wrong("names the wrong phase");
     if ((f.step & 0xffu) != trap.immediate.step) wrong("names the wrong step");
   };
+  // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up, and perhaps a replica
+  // of that one first, which waits for rows that it cannot finish.
+  const auto gave_up_on_silent = [&](bool silent) {
+    if (!silent || f.reason != AbortReason::Timeout || f.peer >= ranks_.size()) return false;
+    if (!late_[f.peer] && !waits_for(f.peer, victim_)) return false;
+    late_[f.peer] = true;
+    return true;
+  };
   switch (trouble_) {
     case Trouble::Kill:
     case Trouble::Leave: must_blame(victim_); break;
@@ -570,13 +578,13 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
-      // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up.
-      if (f.peer != trap.peer && ranks_[victim_].objects[trap.immediate.object].closed == steps_ && waits_for(f.peer, victim_)) break;
+      if (f.peer != trap.peer && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_)) break;
       must_blame(trap.peer);
       if (first_hand && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
       break;
     case Trouble::FailSomewhere:
     case Trouble::Overrun:
+      if (gave_up_on_silent(steps_done(ranks_[victim_]))) break;
       if (first_hand && !rank.told && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
       must_blame(victim_);
       break;
