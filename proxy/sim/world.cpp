@@ -311,6 +311,7 @@ bool World::advance(Rank& rank, Object& object) {
   object.overflowed |= step->overflows;
   object.walkers.erase(object.walkers.begin() + static_cast<std::ptrdiff_t>(which));
   ++object.closed;
+  if (!rank.alive) return true;   // of a generation that is over: the scripts are those of the next one
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   if (++step->closed == living) {
     ++totals_.steps;
@@ -559,6 +560,14 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     if (f.phase != phase_of(trap.immediate.op)) wrong("names the wrong phase");
     if ((f.step & 0xffu) != trap.immediate.step) wrong("names the wrong step");
   };
+  // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up, and perhaps a replica
+  // of that one first, which waits for rows that it cannot finish.
+  const auto gave_up_on_silent = [&](bool silent) {
+    if (!silent || f.reason != AbortReason::Timeout || f.peer >= ranks_.size()) return false;
+    if (!late_[f.peer] && !waits_for(f.peer, victim_)) return false;
+    late_[f.peer] = true;
+    return true;
+  };
   switch (trouble_) {
     case Trouble::Kill:
     case Trouble::Leave: must_blame(victim_); break;
@@ -570,13 +579,13 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
-      // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up.
-      if (f.peer != trap.peer && ranks_[victim_].objects[trap.immediate.object].closed == steps_ && waits_for(f.peer, victim_)) break;
+      if (f.peer != trap.peer && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_)) break;
       must_blame(trap.peer);
       if (first_hand && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
       break;
     case Trouble::FailSomewhere:
     case Trouble::Overrun:
+      if (gave_up_on_silent(steps_done(ranks_[victim_]))) break;
       if (first_hand && !rank.told && f.reason != AbortReason::Fabric) wrong("gives the wrong reason");
       must_blame(victim_);
       break;

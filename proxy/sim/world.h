@@ -134,7 +134,7 @@ class World {
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // by object and node, when the first of its ranks did
-  std::vector<bool> late_;                     // Vanish: by rank, blamed by a timeout while it waited for the victim, as it may be
+  std::vector<bool> late_;                     // by rank, blamed by a timeout while it waited for the victim, as it may be
 };
 
 }  // namespace pplx::sim
