@@ -102,9 +102,12 @@ class _Size:
                 point.floor[phase] = self._floor(a2a, op)
         a, b = point.floor["dispatch"], point.floor["combine"]
         point.floor["round trip"] = Figure(a.n, a.p50 + b.p50, a.p90 + b.p90, a.p99 + b.p99, a.least + b.least)
-        for peer in peers:
-            phases = self._peer(peer)
-            results.peers.append(PeerPoint(peer.name, tokens, phases, {}))
+        for peer in list(peers):
+            try:
+                results.peers.append(PeerPoint(peer.name, tokens, self._peer(peer), {}))
+            except Off as off:  # its state is unknown: neither used again nor closed
+                peers.remove(peer)
+                results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
         ids = np.ascontiguousarray(self._batches[0].ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
         world.barrier()
@@ -202,8 +205,9 @@ class _Size:
         return Figure.of(self._slowest(times, "floor"))
 
     def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
-        """A call is from the first event to the last on the stream, with whatever its host code waits for."""
-        peer.prepare(self._shape)
+        """A call is from the first event to the last on the stream, with whatever its host code waits for. Off where one fails."""
+        patience = 2 * self._options.timeout  # ranks that wait in the peer for one that failed give up after one of it
+        self._world.all_or_none(lambda: peer.prepare(self._shape), f"peer {peer.name} prepares", patience)
         times: dict[str, list[float]] = {"dispatch": [], "combine": [], "round trip": []}
         for turn in range(self._options.replays + WARMING):
             i = turn % self._options.pairs
@@ -216,7 +220,8 @@ class _Size:
 
             for phase, call in (("dispatch", dispatch), ("combine", combine), ("round trip", round_trip)):
                 self._world.barrier()
-                took = self._device.time(call)
+                timed = partial(self._device.time, call)
+                took = self._world.all_or_none(timed, f"peer {peer.name}: {phase}", patience)
                 if turn >= WARMING:
                     times[phase].append(took)
         return {phase: Figure.of(self._slowest(mine, f"{peer.name}: {phase}")) for phase, mine in times.items()}

@@ -76,7 +76,8 @@ def _layout(layout: Layout) -> str:
 
 
 def table(options: Options, results: Results, world: World) -> str:
-    peers = [name for name in options.peers if name not in results.peers_off]
+    measured_peers = {point.peer for point in results.peers}  # also those that failed at a later size
+    peers = [name for name in options.peers if name in measured_peers or name not in results.peers_off]
     header = ["transport", "tokens", "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
     for name in peers:
         header += [name, "/ours"]
