@@ -246,7 +246,9 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
     assert [(p["transport"], p["tokens"]) for p in record["points"]] == [("mapped", 1), ("mapped", 5)]
     for point in record["points"]:
         phases = point["phases"]
-        assert set(phases) == PHASES | {"wall", "halves", "eager", "host"}
+        assert set(phases) == PHASES | {"wall", "halves", "eager", "host", "host dispatch", "host combine"}
+        assert phases["host"]["n"] == 4 * phases["eager"]["n"] and phases["eager"]["p50"] > 0
+        assert all(0 < phases[f"host {phase}"]["p50"] < phases["host"]["p50"] for phase in ("dispatch", "combine"))
         assert phases["dispatch"]["p50"] == 3.0 and phases["combine"]["p50"] == 5.0 and phases["round trip"]["p50"] == 8.0
         assert phases["dispatch"]["n"] == 3 * 4 and phases["combine"]["n"] == 3 * 3  # the last combine has nothing after it
         assert phases["wall"]["n"] == 3

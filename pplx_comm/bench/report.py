@@ -63,7 +63,7 @@ def _besides(point: Point) -> str:
         ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
         return (
             f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
-            f"of which the host {p50['host']}"
+            f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']})"
         )
     return (
         f"halves: dispatch {p50['dispatch_send']} send + {p50['dispatch_recv']} recv, "
