@@ -6,7 +6,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from pplx_comm.bench import gpu_peers, symmetric
 from pplx_comm.bench.batch import Shape, Source
 from pplx_comm.bench.clock import Clock
 from pplx_comm.bench.floor import Copies
@@ -52,4 +54,50 @@ def floor_copies(me: Any, arguments: list[str], remote: list[int]) -> dict[str, 
             "only here": int((batch.wants[me.rank].sum(axis=1) == 1)[batch.wants[me.rank, :, me.rank]].sum()),
         }
     finally:
+        world.close()
+
+
+def symmetric_by_rank(me: Any, arguments: list[str]) -> None:
+    """The peer for many experts a rank, over an all_to_all_vdev made of gloo's collectives: rows get to their experts and back."""
+    options = parse(arguments, "test")
+    world = World(options, None)
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def exchange(send: torch.Tensor, recv: torch.Tensor, splits: torch.Tensor, placed: torch.Tensor, group: str) -> None:
+        assert group == "everybody" and splits.shape == (world.size,) and placed.shape == (2, world.size)
+        dist.all_to_all_single(placed[0], splits)
+        placed[1] = placed[0].cumsum(0) - placed[0]
+        mine, theirs = splits.tolist(), placed[0].tolist()
+        dist.all_to_all_single(recv[: sum(theirs)], send[: sum(mine)], theirs, mine)
+
+    library.impl("all_to_all_vdev", exchange, "CPU")
+    gpu_peers.group(world, options, "gloo")
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        way = symmetric.way_of(shape, "everybody", lambda *size, dtype: torch.empty(*size, dtype=dtype))
+        assert isinstance(way, symmetric.ByRank)
+        local = shape.config.experts_per_rank
+        source = Source(shape)
+        for i in range(3):
+            batch = source.batch(i)
+            ids = batch.topk_ids
+            x = torch.arange(shape.tokens)[:, None].expand(-1, options.hidden).to(options.dtype) + 256 * me.rank
+            way.dispatch(x, ids)
+            everybody = [None] * world.size
+            dist.all_gather_object(everybody, ids)
+            expected = [
+                256 * rank + token
+                for expert in range(me.rank * local, (me.rank + 1) * local)
+                for rank, of in enumerate(everybody)
+                for token in range(shape.tokens)
+                for choice in of[token].tolist()  # type: ignore[index]
+                if choice == expert
+            ]
+            assert way._sorted[:, -1].tolist() == expected
+            back = way.combine()
+            assert torch.equal(back, x.index_select(0, way.order // options.top_k))
+            way._recv.fill_(-1)
+    finally:
+        dist.destroy_process_group()
+        library._destroy()
         world.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import torch
+
 import pplx_comm
 from pplx_comm.bench.main import leave, main
 
@@ -28,18 +30,33 @@ def dies(a2a: pplx_comm.AllToAll, d: pplx_comm.Dispatched) -> object:
     return right_dispatch_recv(a2a, d)
 
 
+def peer_that_fails(who: str) -> None:
+    """At three tokens, before anything is exchanged."""
+    from pplx_comm.bench.gpu_peers import Collective
+
+    right = Collective.dispatch
+
+    def dispatch(peer: Collective, x: torch.Tensor, *rest: torch.Tensor) -> None:
+        if len(x) == 3 and (who == "all" or peer._world.rank == 1):
+            raise RuntimeError("planted: too many experts\nand a stack of calls")
+        right(peer, x, *rest)
+
+    setattr(Collective, "dispatch", dispatch)  # noqa: B010
+
+
 right_combine_recv, right_dispatch_recv = pplx_comm.AllToAll.combine_recv, pplx_comm.AllToAll.dispatch_recv
 
 if __name__ == "__main__":
     plant = sys.argv.pop(1)
-    if plant == "gpu":
+    if plant == "gpu" or plant.startswith("peer of "):
         import bench_on_cpu
 
         from pplx_comm.bench import gpu
 
         setattr(gpu, "opened", lambda rank: bench_on_cpu.Cpu())  # noqa: B010
-        plant = "combine"
-    if plant == "combine":
+    if plant.startswith("peer of "):
+        peer_that_fails(plant.removeprefix("peer of "))
+    elif plant in ("combine", "gpu"):
         setattr(pplx_comm.AllToAll, "combine_recv", wrong_combine)  # noqa: B010
     elif plant == "dispatch":
         setattr(pplx_comm.AllToAll, "dispatch_recv", wrong_dispatch)  # noqa: B010

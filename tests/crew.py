@@ -28,6 +28,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,9 @@ from typing import Any
 from multirank import clean_environment
 
 TESTS = Path(__file__).resolve().parent
+
+GRACE = 5.0
+"""Seconds that the others get to say what they saw after a rank has failed: those that wait for it may do so for long."""
 
 
 def seed() -> int:
@@ -223,19 +227,36 @@ class Crew:
     def start(self, name: str, *args: Any, ranks: Sequence[int] | None = None, **kwargs: Any) -> None:
         """The call begins; collect() brings what it returns."""
         for rank in range(self.world_size) if ranks is None else ranks:
-            self._pipes[rank].send((name, args, kwargs))
+            try:
+                self._pipes[rank].send((name, args, kwargs))
+            except OSError:
+                self.broken = True
+                raise RankFailed(f"before {name}, {self._gone(rank)}") from None
 
     def collect(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        results, problems = [], []
-        for rank in range(self.world_size) if ranks is None else ranks:
-            try:
-                results.append(self._next(rank, "returned", deadline))
-            except RankFailed as problem:
-                problems.append(str(problem))
+        """Whoever fails first is named first, and ends the waiting for those that hang for it."""
+        wanted = list(range(self.world_size) if ranks is None else ranks)
+        waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
+        deadline, late = time.monotonic() + timeout, f"{timeout:g} s"
+        results: dict[int, Any] = {}
+        problems: list[str] = []
+        while waiting:
+            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    results[rank] = self._next(rank, "returned", deadline)
+                except RankFailed as problem:
+                    if not problems and time.monotonic() + GRACE < deadline:
+                        deadline, late = time.monotonic() + GRACE, f"{GRACE:g} s after the first failure"
+                    problems.append(str(problem))
+            if not ready:
+                self.broken = True
+                problems += [f"rank {rank} is not back in time, {late}:\n{self._stack(rank)}" for rank in waiting.values()]
+                break
         if problems:
             raise RankFailed("\n".join(problems))
-        return results
+        return [results[rank] for rank in wanted]
 
     def heard(self, rank: int, timeout: float = 30.0) -> Any:
         """The next that the rank says."""
@@ -251,13 +272,20 @@ class Crew:
                     return value
                 problem = f"rank {rank} {kind}:\n{value}{self.output(rank)}"
         except (EOFError, ConnectionResetError):
-            problem = f"rank {rank} is gone (exit code {self.wait(rank, 5)}):\n{self.output(rank)}"
+            problem = self._gone(rank)
         self.broken = True
         raise RankFailed(problem)
 
+    def _gone(self, rank: int) -> str:
+        return f"rank {rank} is gone (exit code {self.wait(rank, 5)}):\n{self.output(rank)}"
+
     def run(self, name: str, *args: Any, timeout: float = 60.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
-        self.start(name, *args, ranks=ranks, **kwargs)
-        return self.collect(timeout, ranks)
+        try:
+            self.start(name, *args, ranks=ranks, **kwargs)
+            return self.collect(timeout, ranks)
+        except BaseException:  # a test that is stopped here leaves ranks in the middle of a call
+            self.broken = True
+            raise
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self.pids[rank], number)
@@ -300,7 +328,8 @@ class Crew:
         for rank in range(self.world_size):
             if self.wait(rank, 0.5 if self.broken else 10.0) is None:
                 os.kill(self.pids[rank], signal.SIGKILL)
-                self.wait(rank)
+        for rank in range(self.world_size):
+            self.wait(rank)
         for file in self._output:
             file.close()
 
@@ -332,23 +361,33 @@ class Crew:
 
 
 class Crews:
-    """A crew for many tests, made anew after one that broke it."""
+    """A crew for many tests, made anew after one that broke it. What ranks died of between tests, close() raises."""
 
     def __init__(self, world_size: int, env: dict[str, str] | None = None) -> None:
         self.world_size, self.env = world_size, env
         self._crew: Crew | None = None
+        self._died: list[str] = []
 
     def run(self, name: str, *args: Any, **kwargs: Any) -> list[Any]:
+        if self._crew is not None and not self._crew.broken:
+            died = [rank for rank in range(self.world_size) if self._crew.wait(rank, 0) is not None]
+            self._crew.broken = bool(died)
+            self._died += [f"before {name}, {self._crew._gone(rank)}" for rank in died]
         if self._crew is None or self._crew.broken:
-            self.close()
+            self._end()
             self._crew = Crew(self.world_size, self.env)
         return self._crew.run(name, *args, **kwargs)
 
-    def close(self) -> None:
+    def _end(self) -> None:
         crew, self._crew = self._crew, None
         if crew is not None:
             with crew:
                 pass
+
+    def close(self) -> None:
+        self._end()
+        if self._died:
+            raise RankFailed("\n".join(self._died))
 
 
 def run_ranks(

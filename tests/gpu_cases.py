@@ -37,6 +37,9 @@ def _use_module(path: str) -> None:
 if "PPLX_TEST_CUDA" in os.environ:
     _use_module(os.environ["PPLX_TEST_CUDA"])
 
+HELD = 10.0
+"""Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""
+
 _TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
 
 
@@ -451,7 +454,11 @@ def streams(me: Any, case: Case, steps: int) -> None:
 
 
 def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
-    """Steps beside a kernel that holds all multiprocessors but `left`. Returns how many elements are wrong."""
+    """Steps beside a kernel that holds all multiprocessors but `left`. Returns how many elements are wrong.
+
+    The holding kernel outlives every step, so nothing in them may wait for the whole GPU: what is launched is loaded, and what is
+    allocated is in torch's pool, after some steps without it.
+    """
     from pplx_comm import _cuda
 
     device = gpu_of(me)
@@ -462,22 +469,37 @@ def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
     x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
-        a2a.warmup()
+
+        def step() -> None:
+            ids = torch.randint(0, case.num_experts, (case.max_tokens, case.top_k), generator=g, device=device)
+            d = a2a.dispatch(x, ids)
+            y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+            wrong.add_((y != case.top_k).sum())
+
+        for _ in range(3):
+            step()
         torch.cuda.synchronize()
+        a2a.check()
         me.comm.barrier()
+        reserved = torch.cuda.memory_reserved()
         try:
-            _cuda.hold(words.data_ptr(), held, side.cuda_stream)
-            until = time.monotonic() + 20
+            _cuda.hold(words.data_ptr(), held, HELD, side.cuda_stream)
+            until = time.monotonic() + HELD / 2
             while int(words[1:].sum()) < held:
                 assert time.monotonic() < until, f"{int(words[1:].sum())} of {held} multiprocessors could be held"
                 time.sleep(0.001)
-            for _ in range(steps):
-                ids = torch.randint(0, case.num_experts, (case.max_tokens, case.top_k), generator=g, device=device)
-                d = a2a.dispatch(x, ids)
-                y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
-                wrong += (y != case.top_k).sum()
-            torch.cuda.current_stream().synchronize()
-            assert not side.query(), "nothing was held"
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(steps):
+                    step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query() and not side.query():
+                time.sleep(0.001)
+            assert done.query() and not side.query(), f"the steps were not done within the {HELD:g} s that the GPU was held for"
+            assert torch.cuda.memory_reserved() == reserved, "the steps allocate from the driver, which may wait for the GPU"
             a2a.check()
         finally:
             words[0] = 1

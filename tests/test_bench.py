@@ -246,7 +246,9 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
     assert [(p["transport"], p["tokens"]) for p in record["points"]] == [("mapped", 1), ("mapped", 5)]
     for point in record["points"]:
         phases = point["phases"]
-        assert set(phases) == PHASES | {"wall", "halves", "eager", "host"}
+        assert set(phases) == PHASES | {"wall", "halves", "eager", "host", "host dispatch", "host combine"}
+        assert phases["host"]["n"] == 4 * phases["eager"]["n"] and phases["eager"]["p50"] > 0
+        assert all(0 < phases[f"host {phase}"]["p50"] < phases["host"]["p50"] for phase in ("dispatch", "combine"))
         assert phases["dispatch"]["p50"] == 3.0 and phases["combine"]["p50"] == 5.0 and phases["round trip"]["p50"] == 8.0
         assert phases["dispatch"]["n"] == 3 * 4 and phases["combine"]["n"] == 3 * 3  # the last combine has nothing after it
         assert phases["wall"]["n"] == 3
@@ -266,6 +268,26 @@ def test_a_wrong_result_fails_the_gpu_benchmark() -> None:
     statuses, said = ranks_of("bench_planted.py", "gpu", *arguments)
     assert statuses == [1, 1], said
     assert "wrong results" in said and "combine: y[0, 0]" in said, said
+
+
+@pytest.mark.parametrize("who", ["one", "all"])
+def test_a_peer_that_fails_is_left_out(who: str, tmp_path: Path) -> None:
+    """At the second size, on rank 1 or on all ranks: the rest is measured, and the table says why."""
+    written = tmp_path / "gpu.json"
+    arguments = ["--device", "cuda", "--tokens", "2,3", "--pairs", "2", "--replays", "2", "--json", str(written), *TINY]
+    arguments += ["--timeout", "15"]
+    statuses, said = ranks_of("bench_planted.py", f"peer of {who}", *arguments)
+    assert statuses == [0, 0], said
+    assert "nccl off: at 3 tokens: planted: too many experts\n" in said, said
+    record = json.loads(written.read_text())
+    assert [p["tokens"] for p in record["points"]] == [2, 3]
+    assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [("nccl", 2)]
+    assert "nccl" in record["peers_off"]
+
+
+def test_the_peer_for_many_experts_brings_rows_to_them(crew: Crew) -> None:
+    arguments = ["--tokens", "5", "--hidden", "8", "--experts", "60", "--top-k", "4", "--wire", "native", "--dtype", "fp32"]
+    crew.run("bench_cases:symmetric_by_rank", arguments)
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,14 +34,8 @@ class Cuda:
         torch.cuda.synchronize()
         return float(begin.elapsed_time(end)) * 1000
 
-    def time_host(self, run: Replay) -> tuple[float, float]:
-        """Microseconds until the calls are back, and until the device is done."""
+    def synchronize(self) -> None:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
-        run()
-        back = time.perf_counter()
-        torch.cuda.synchronize()
-        return (back - begun) * 1e6, (time.perf_counter() - begun) * 1e6
 
     def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
         """int64 [steps, 2], nanoseconds: launches from now on note there when they begin."""

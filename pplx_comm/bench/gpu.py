@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -32,7 +33,10 @@ WARMING = 2
 
 EXPERT_OUTPUTS = 8
 PUSHES = 50
-EAGER_ROUNDS = 5
+EAGER_TURNS = 5
+EAGER_WARMING = 2
+EAGER_ROUNDS = 4
+"""Of all pairs; so few that their launches find room in the GPU's queue, or the host would wait there."""
 _TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
 
 
@@ -102,9 +106,12 @@ class _Size:
                 point.floor[phase] = self._floor(a2a, op)
         a, b = point.floor["dispatch"], point.floor["combine"]
         point.floor["round trip"] = Figure(a.n, a.p50 + b.p50, a.p90 + b.p90, a.p99 + b.p99, a.least + b.least)
-        for peer in peers:
-            phases = self._peer(peer)
-            results.peers.append(PeerPoint(peer.name, tokens, phases, {}))
+        for peer in list(peers):
+            try:
+                results.peers.append(PeerPoint(peer.name, tokens, self._peer(peer), {}))
+            except Off as off:  # its state is unknown: neither used again nor closed
+                peers.remove(peer)
+                results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
         ids = np.ascontiguousarray(self._batches[0].ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
         world.barrier()
@@ -172,16 +179,37 @@ class _Size:
         point.phases["halves"] = Figure.of(self._slowest(halves, "halves"))
 
     def _eager(self, a2a: AllToAll, point: Point) -> None:
-        pairs = self._options.pairs
-        back, done = [], []
-        for _ in range(EAGER_ROUNDS):
+        """Calls back to back, as layers make them. Rounds of 32 pairs that each began with a wait told of a host gone cold: its
+        code took twice as long there (9.6 us a pair up to the launches, 17.8 after 20 ms of sleep)."""
+        calls: dict[str, list[float]] = {"host dispatch": [], "host combine": [], "host": [], "eager": []}
+        for _ in range(EAGER_TURNS):
             self._world.barrier()
-            took = self._device.time_host(lambda: self._pairs(a2a))
-            back.append(took[0] / pairs)
-            done.append(took[1] / pairs)
+            for _ in range(EAGER_WARMING):
+                self._calls(a2a)
+            self._device.synchronize()
+            begun = time.perf_counter()
+            for _ in range(EAGER_ROUNDS):
+                dispatch, combine = self._calls(a2a)
+                for name, took in (("host dispatch", dispatch), ("host combine", combine), ("host", dispatch + combine)):
+                    calls[name].append(took)
+            self._device.synchronize()
+            calls["eager"].append((time.perf_counter() - begun) * 1e6 / (EAGER_ROUNDS * self._options.pairs))
         a2a.check()
-        point.phases["host"] = Figure.of(self._slowest(back, "host"))
-        point.phases["eager"] = Figure.of(self._slowest(done, "eager"))
+        for name, mine in calls.items():
+            point.phases[name] = Figure.of(self._slowest(mine, name))
+
+    def _calls(self, a2a: AllToAll) -> tuple[float, float]:
+        """Microseconds of a dispatch and of a combine until the calls are back, in the mean of all pairs."""
+        now = time.perf_counter
+        dispatch = combine = 0.0
+        before = now()
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch(x, ids, weights)
+            between = now()
+            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            after = now()
+            dispatch, combine, before = dispatch + between - before, combine + after - between, after
+        return dispatch * 1e6 / len(self.x), combine * 1e6 / len(self.x)
 
     # ---- beside ------------------------------------------------------------------------------------------------------
 
@@ -202,8 +230,9 @@ class _Size:
         return Figure.of(self._slowest(times, "floor"))
 
     def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
-        """A call is from the first event to the last on the stream, with whatever its host code waits for."""
-        peer.prepare(self._shape)
+        """A call is from the first event to the last on the stream, with whatever its host code waits for. Off where one fails."""
+        patience = 2 * self._options.timeout  # ranks that wait in the peer for one that failed give up after one of it
+        self._world.all_or_none(lambda: peer.prepare(self._shape), f"peer {peer.name} prepares", patience)
         times: dict[str, list[float]] = {"dispatch": [], "combine": [], "round trip": []}
         for turn in range(self._options.replays + WARMING):
             i = turn % self._options.pairs
@@ -216,7 +245,8 @@ class _Size:
 
             for phase, call in (("dispatch", dispatch), ("combine", combine), ("round trip", round_trip)):
                 self._world.barrier()
-                took = self._device.time(call)
+                timed = partial(self._device.time, call)
+                took = self._world.all_or_none(timed, f"peer {peer.name}: {phase}", patience)
                 if turn >= WARMING:
                     times[phase].append(took)
         return {phase: Figure.of(self._slowest(mine, f"{peer.name}: {phase}")) for phase, mine in times.items()}

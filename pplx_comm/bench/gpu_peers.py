@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from . import symmetric
 from .batch import Shape
 from .options import Options
 from .peers import Peer
@@ -77,48 +78,32 @@ class Collective:
 
 
 class SymmetricMemory:
-    """torch.ops.symm_mem.all_to_all_vdev_2d: counts stay on the device. bfloat16 both ways; the sum is the user's."""
-
     name = "symm_mem"
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._device = device.device
-        memory = importlib.import_module("torch.distributed._symmetric_memory")
-        if self._device.type != "cuda" or not memory.is_nvshmem_available():
+        self._memory = symmetric.opened(self._device)
+        if self._memory is None:
             raise Off("torch's symmetric memory has no NVSHMEM here")
-        memory.set_backend("NVSHMEM")
         self._group = group(world, options, "nccl").group_name
-        memory.enable_symm_mem_for_group(self._group)
-        self._memory: Any = memory
+        symmetric.enable(self._memory, self._group)
+
+    def _empty(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor: torch.Tensor = self._memory.empty(*size, dtype=dtype, device=self._device)
+        self._memory.rendezvous(tensor, self._group)
+        return tensor
 
     def prepare(self, shape: Shape) -> None:
-        o, world = shape.options, shape.world
-        self._experts, self._top_k = shape.config.experts_per_rank * world, o.top_k
-        choices = shape.tokens * o.top_k
-        room = world * choices + shape.config.experts_per_rank * 128
-
-        def symmetric(*size: int, dtype: torch.dtype) -> torch.Tensor:
-            tensor: torch.Tensor = self._memory.empty(*size, dtype=dtype, device=self._device)
-            self._memory.rendezvous(tensor, self._group)
-            return tensor
-
-        self._send, self._recv = (symmetric(n, o.hidden, dtype=o.dtype) for n in (choices, room))
-        self._back = symmetric(choices, o.hidden, dtype=o.dtype)
-        self._splits = symmetric(self._experts, dtype=torch.int64)
-        self._placed, self._returned = (symmetric(2, self._experts, dtype=torch.int64) for _ in range(2))
+        self._way = symmetric.way_of(shape, self._group, self._empty)
 
     def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        flat = ids.view(-1)
-        self._order = torch.argsort(flat, stable=True)
-        self._splits.copy_(torch.bincount(flat, minlength=self._experts))
-        torch.index_select(x, 0, self._order // self._top_k, out=self._send)
-        torch.ops.symm_mem.all_to_all_vdev_2d(self._send, self._recv, self._splits, self._placed, self._group, major_align=128)
+        self._way.dispatch(x, ids)
 
     def combine(self, weights: torch.Tensor) -> None:
-        torch.ops.symm_mem.all_to_all_vdev_2d_offset(self._recv, self._back, self._placed, self._returned, self._group)
-        copies = torch.empty_like(self._back)
-        copies[self._order] = self._back
-        torch.bmm(weights[:, None].to(copies.dtype), copies.view(*weights.shape, -1))
+        back = self._way.combine()
+        copies = torch.empty_like(back)
+        copies[self._way.order] = back
+        self.y = torch.bmm(weights[:, None].to(copies.dtype), copies.view(*weights.shape, -1))
 
     def close(self) -> None: ...
 

@@ -63,7 +63,7 @@ def _besides(point: Point) -> str:
         ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
         return (
             f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
-            f"of which the host {p50['host']}"
+            f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']})"
         )
     return (
         f"halves: dispatch {p50['dispatch_send']} send + {p50['dispatch_recv']} recv, "
@@ -76,7 +76,8 @@ def _layout(layout: Layout) -> str:
 
 
 def table(options: Options, results: Results, world: World) -> str:
-    peers = [name for name in options.peers if name not in results.peers_off]
+    measured_peers = {point.peer for point in results.peers}  # also those that failed at a later size
+    peers = [name for name in options.peers if name in measured_peers or name not in results.peers_off]
     header = ["transport", "tokens", "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
     for name in peers:
         header += [name, "/ours"]

@@ -76,22 +76,24 @@ class World:
         self.barrier()
         return result, span
 
-    def gather(self, value: Any, tag: str) -> list[Any]:
+    def gather(self, value: Any, tag: str, patience: float | None = None) -> list[Any]:
         """Everybody's JSON-able value."""
-        answers = self.comm._exchange({"value": value}, f"bench: {tag}", self.patience)
+        answers = self.comm._exchange({"value": value}, f"bench: {tag}", self.patience if patience is None else patience)
         return [answer["value"] if answer is not None else None for answer in answers]
 
-    def all_or_none(self, attempt: Callable[[], T], tag: str) -> T:
-        """The result; or Off on every rank if the attempt failed on any. It must not wait for ranks where it failed."""
+    def all_or_none(self, attempt: Callable[[], T], tag: str, patience: float | None = None) -> T:
+        """The result; or Off on every rank if the attempt failed on any. It must not wait longer than `patience` for ranks where
+        it failed."""
         result: list[T] = []
-        reason = None
+        failed = None
+        begun = time.monotonic()
         try:
             result.append(attempt())
         except Exception as problem:  # whatever one rank lacks, the others must hear of it
-            reason = f"{problem}" or type(problem).__name__
-        reasons = [found for found in self.gather(reason, tag) if found is not None]
-        if reasons:
-            raise Off(reasons[0])
+            failed = [time.monotonic() - begun, f"{problem}" or type(problem).__name__]
+        failures = [found for found in self.gather(failed, tag, patience) if found is not None]
+        if failures:  # who failed later may have waited for who failed first
+            raise Off(min(failures)[1])
         return result[0]
 
     def share(self, nbytes: int, what: str) -> Shared:

@@ -21,7 +21,8 @@ struct PushArguments {
 };
 cudaError_t launch_push(const PushArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
-// For tests: holds as many multiprocessors until words[0] is not zero. Those held say so in the words after it. In pinned memory.
-cudaError_t launch_hold(std::uint64_t* words, std::uint32_t blocks, cudaStream_t stream);
+// For tests: holds as many multiprocessors until words[0] is not zero, or for so long. Those held say so in the words after it. In
+// pinned memory.
+cudaError_t launch_hold(std::uint64_t* words, std::uint32_t blocks, std::uint64_t limit_ns, cudaStream_t stream);
 
 }  // namespace pplx::cuda

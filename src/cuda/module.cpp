@@ -204,11 +204,13 @@ void bind_exchange(py::module_& m) {
 void bind(py::module_& m) {
   m.def(
       "hold",
-      [](Address words, std::uint32_t multiprocessors, Address stream) {
-        check(launch_hold(pointer<std::uint64_t>(words), multiprocessors, pointer<CUstream_st>(stream)), "launching hold");
+      [](Address words, std::uint32_t multiprocessors, double seconds, Address stream) {
+        const auto limit = static_cast<std::uint64_t>(seconds * 1e9);
+        check(launch_hold(pointer<std::uint64_t>(words), multiprocessors, limit, pointer<CUstream_st>(stream)), "launching hold");
       },
-      py::arg("words"), py::arg("multiprocessors"), py::arg("stream"),
-      "For tests: holds multiprocessors until words[0] is not zero; each sets one of the words after it. int64 in pinned memory.");
+      py::arg("words"), py::arg("multiprocessors"), py::arg("seconds"), py::arg("stream"),
+      "For tests: holds multiprocessors until words[0] is not zero, and no longer than that; each sets one of the words after it. "
+      "int64 in pinned memory.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def("write_ordering", &write_ordering, py::arg("pci"),

@@ -23,6 +23,12 @@ from test_failure import CLOSED, NOTICED, left_in_shm
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
 
+LIMIT = 60
+"""Seconds for a case on GPUs, the default of a crew: who takes longer hangs, and is named."""
+
+COMPILED_LIMIT = 250
+"""The same where torch compiles, which takes most of it."""
+
 # Ranks that have a GPU each run thousands of steps; ranks that share one take turns of milliseconds.
 APART = [n for n in (1, 2, 4, 8) if n <= GPUS]
 
@@ -61,7 +67,7 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:
     case = Case(
         seed(), crew.world_size, num_experts=64, top_k=8, hidden=7168, max_tokens=64, wire=wire, dtype=dtype, align=128, threads=4
     )
-    crew.run("gpu_cases:both_devices", case, 2, timeout=200)
+    crew.run("gpu_cases:both_devices", case, 2)
 
 
 @pytest.mark.parametrize("wire", WIRES)
@@ -73,19 +79,19 @@ def test_what_is_no_number(crew: Crews, wire: str, dtype: str) -> None:
             seed() + hidden, crew.world_size, num_experts=16, top_k=4, hidden=hidden, max_tokens=48, wire=wire, dtype=dtype,
             align=8, threads=2, scale_layout=scale_layout,
         )  # fmt: skip
-        crew.run("gpu_cases:both_devices", case, 3, odd=True, timeout=100)
+        crew.run("gpu_cases:both_devices", case, 3, odd=True)
 
 
 def test_many_tokens(crew: Crews) -> None:
     """More tokens than thread blocks: units are runs of tokens."""
     case = Case(seed(), crew.world_size, num_experts=32, top_k=4, hidden=256, max_tokens=4096, wire="fp8", align=8, threads=4)
-    crew.run("gpu_cases:both_devices", case, 3, timeout=200)
+    crew.run("gpu_cases:both_devices", case, 3)
 
 
 @pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
 def test_soak(crew: Crews, wire: str) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32, wire=wire, first_step=2**32 - 500)
-    assert crew.run("gpu_cases:soak", case, 2000, timeout=120) == [0] * crew.world_size
+    assert crew.run("gpu_cases:soak", case, 2000) == [0] * crew.world_size
 
 
 @pytest.mark.slow
@@ -97,7 +103,7 @@ def test_long_soak(crew: Crews) -> None:
 
 def test_graph_replay(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32, wire="fp8", align=8)
-    assert crew.run("gpu_cases:replay", case, 1000, timeout=120) == [0] * crew.world_size
+    assert crew.run("gpu_cases:replay", case, 1000) == [0] * crew.world_size
 
 
 @pytest.mark.parametrize("run", ["compiled", "compiled_training"])
@@ -105,7 +111,7 @@ def test_graph_replay(crew: Crews) -> None:
 def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
     """As on the CPU: tests/test_graph.py."""
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, dtype="float32", layout=layout, align=8)
-    for r in crew.run(f"graph_cases:{run}", case, "inductor", 6, gpu=True, timeout=250):
+    for r in crew.run(f"graph_cases:{run}", case, "inductor", 6, gpu=True, timeout=COMPILED_LIMIT):
         assert r["worst"] < 1e-4 and r["open"] == 0, r
 
 
@@ -113,31 +119,31 @@ def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
 def test_autograd_as_in_one_process(crew: Crews, layout: str) -> None:
     n = crew.world_size
     case = Case(seed(), n, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", layout=layout, align=8)
-    for errors in crew.run("gpu_cases:on_gpu", "training_cases:gradients_of_autograd", case, "all", timeout=120):
+    for errors in crew.run("gpu_cases:on_gpu", "training_cases:gradients_of_autograd", case, "all"):
         assert max(errors.values()) < 1e-5, errors
 
 
 def test_tensors_of_before_a_reset(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, align=8, in_flight=2)
-    crew.run("graph_cases:old_tensors", case, gpu=True, timeout=250)
+    crew.run("graph_cases:old_tensors", case, gpu=True, timeout=COMPILED_LIMIT)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="nobody to lose")
 def test_lost_peer() -> None:
     ranks = APART[-1]
     with Crew(ranks) as crew:
-        assert crew.run("gpu_cases:lost_peer", Case(seed(), ranks), 0.5, timeout=60) == [ranks - 1] * (ranks - 1) + ["silent"]
+        assert crew.run("gpu_cases:lost_peer", Case(seed(), ranks), 0.5) == [ranks - 1] * (ranks - 1) + ["silent"]
 
 
 def test_streams(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32)
-    crew.run("gpu_cases:streams", case, 40, timeout=120)
+    crew.run("gpu_cases:streams", case, 40)
 
 
 @pytest.mark.parametrize("left", [4, 1])
 def test_beside_a_kernel_that_holds_the_gpu(crew: Crews, left: int) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=2048, max_tokens=128, wire="fp8")
-    assert crew.run("gpu_cases:held_sms", case, left, 50, timeout=120) == [0] * crew.world_size
+    assert crew.run("gpu_cases:held_sms", case, left, 50) == [0] * crew.world_size
 
 
 # ---- failures: what the CPU device's tests ask, and what only a GPU has
@@ -155,7 +161,7 @@ def test_killed() -> None:
         crew.heard(1)
         died = crew.kill(1)
         others = [rank for rank in range(ranks) if rank != 1]
-        for peer, at in crew.collect(60, others):
+        for peer, at in crew.collect(LIMIT, others):
             assert peer == 1 and at - died < NOTICED, (peer, at - died)
         crew.leave()
         assert left_in_shm(crew) == []
@@ -168,7 +174,7 @@ def test_reset(wire: str, tmp_path: Path) -> None:
     case = Case(seed(), ranks, num_experts=2 * ranks + 2, top_k=4, crowd="uneven", wire=wire, in_flight=2)
     with Crew(ranks) as crew:
         crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(120, [rank for rank in range(ranks) if rank not in (0, 2)]):
+        for r in crew.collect(LIMIT, [rank for rank in range(ranks) if rank not in (0, 2)]):
             for i in range(2):
                 assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
             assert r["closing"] < CLOSED, r
@@ -179,7 +185,7 @@ def test_reset(wire: str, tmp_path: Path) -> None:
 def test_reset_when_nobody_died() -> None:
     ranks = together(2)
     with Crew(ranks) as crew:
-        crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks), timeout=120)
+        crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks))
 
 
 def test_another_all_to_all_of_the_survivors(tmp_path: Path) -> None:
@@ -187,19 +193,19 @@ def test_another_all_to_all_of_the_survivors(tmp_path: Path) -> None:
     with Crew(ranks) as crew:
         case = Case(seed(), ranks, num_experts=2 * ranks + 2, top_k=3)
         crew.start("gpu_cases:on_gpu", "failure_cases:anew_after_death", case, 1, str(tmp_path / "died"))
-        crew.collect(60, [rank for rank in range(ranks) if rank != 1])
+        crew.collect(LIMIT, [rank for rank in range(ranks) if rank != 1])
         crew.leave()
 
 
 def test_a_graph_of_before_a_reset(crew: Crews) -> None:
-    crew.run("gpu_cases:old_graph", Case(seed(), crew.world_size, num_experts=8, top_k=2, hidden=256, max_tokens=16), timeout=120)
+    crew.run("gpu_cases:old_graph", Case(seed(), crew.world_size, num_experts=8, top_k=2, hidden=256, max_tokens=16))
 
 
 @pytest.mark.parametrize("what", ["all_to_all", "communicator"])
 def test_a_rank_that_leaves(what: str) -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
-        results = crew.run("gpu_cases:on_gpu", "failure_cases:leaves", Case(seed(), ranks), 2, what, timeout=120)
+        results = crew.run("gpu_cases:on_gpu", "failure_cases:leaves", Case(seed(), ranks), 2, what)
         left = results[2]["at"]
         for r in results[:2] + results[3:]:
             assert r.get("is_peer") and not r["is_timeout"] and r["peer"] == 2 and "closed" in r["message"], r
@@ -210,14 +216,14 @@ def test_leaving_after_the_last_step_is_no_failure() -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
         case = Case(seed(), ranks, max_tokens=32, hidden=1024)
-        crew.run("gpu_cases:on_gpu", "failure_cases:leave_at_once", case, 12, timeout=200)
+        crew.run("gpu_cases:on_gpu", "failure_cases:leave_at_once", case, 12)
 
 
 @pytest.mark.parametrize("kind", ["release", "weights", "no_weights", "tail", "no_tail"])
 def test_ranks_that_end_a_step_differently(kind: str) -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
-        results: list[Any] = crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), ranks), kind, timeout=120)
+        results: list[Any] = crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), ranks), kind)
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"] and r["closing"] < CLOSED, r
         assert any(kind.removeprefix("no_") in r["message"] for r in results), results
@@ -228,11 +234,11 @@ def test_ranks_that_end_a_step_differently(kind: str) -> None:
 
 def test_many_steps_of_ranks_that_share_a_gpu(sharing: Crews) -> None:
     case = Case(seed(), 2, num_experts=16, top_k=4, hidden=512, max_tokens=32, first_step=2**32 - 100)
-    assert sharing.run("gpu_cases:soak", case, 250, timeout=200) == [0] * 2
-    assert sharing.run("gpu_cases:soak", replace(case, wire="mxfp8"), 250, timeout=200) == [0] * 2
+    assert sharing.run("gpu_cases:soak", case, 250) == [0] * 2
+    assert sharing.run("gpu_cases:soak", replace(case, wire="mxfp8"), 250) == [0] * 2
 
 
 def test_ranks_that_share_a_gpu(sharing: Crews) -> None:
     begin = seed() * 100_000 + 20_000
     for number in range(10):
-        sharing.run("gpu_cases:exchange", random_case(begin + number, 2, ("mapped",)), timeout=120)
+        sharing.run("gpu_cases:exchange", random_case(begin + number, 2, ("mapped",)))

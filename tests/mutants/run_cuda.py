@@ -26,6 +26,9 @@ TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 
 WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
+BLANK = "src/cuda/blank.cuh"
+COMBINE_SEND = "src/cuda/combine_send.cuh"
+EXCHANGE = "src/cuda/exchange.cpp"
 
 MUTANTS = [
     Mutant(
@@ -68,6 +71,70 @@ MUTANTS = [
         "if (match == Match::Count) return is_count(word, k.generation, step);",
         "if (match == Match::Count) return word != 0;",
         "rows are placed by the counts of an earlier step",
+    ),
+    Mutant(
+        "a piece is not looked at for blank",
+        BLANK,
+        "return v.w == kBlank;",
+        "return v.w != v.w;",
+        "what has not come yet is added as it is: NaNs",
+    ),
+    Mutant(
+        "a piece is stored in halves",
+        BLANK,
+        """  asm volatile("{\\n\\t.reg .b128 piece;\\n\\tmov.b128 piece, {%1, %2};\\n\\tst.relaxed.sys.global.b128 [%0], piece;\\n\\t}" ::"l"(to),
+               "l"(low), "l"(high)
+               : "memory");
+""",
+        """  store_relaxed(to + 8, high);
+  __nanosleep(500);
+  store_relaxed(to, low);
+""",
+        "the half that says that the piece has come is there before the other",
+    ),
+    Mutant(
+        "a place is not made blank again",
+        COMBINE_SEND,
+        "if (begin + j * 512 < end) make_blank(row[i] + begin + j * 512);",
+        "if (begin + j * 512 < end && k.c.world == 0) make_blank(row[i] + begin + j * 512);",
+        "the row of an earlier step is taken for this one's",
+    ),
+    Mutant(
+        "a place is made blank before its row is read",
+        COMBINE_SEND,
+        "if (row[i] != nullptr && begin + j * 512 < end) missing |= 1u << (i * kVectors + j);",
+        """if (row[i] != nullptr && begin + j * 512 < end) {
+            missing |= 1u << (i * kVectors + j);
+            make_blank(row[i] + begin + j * 512);
+          }""",
+        "a row that came early is lost, and waited for in vain",
+    ),
+    Mutant(
+        "what has come is read again",
+        COMBINE_SEND,
+        "        add_row(v[i], 1.0f);\n",
+        """        for (int j = 0; j < kVectors; ++j)
+          if (begin + j * 512 < end) {
+            make_blank(row[i] + begin + j * 512);
+            v[i][j] = load_piece(row[i] + begin + j * 512);
+          }
+        add_row(v[i], 1.0f);
+""",
+        "a place that is blank already gives NaNs",
+    ),
+    Mutant(
+        "only the first piece of a lane is waited for",
+        COMBINE_SEND,
+        "if ((missing >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
+        "if ((missing >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
+        "the other pieces of its strip travel on their own, and may come later",
+    ),
+    Mutant(
+        "places are not blank at first",
+        EXCHANGE,
+        'check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");',
+        'check(cudaMemsetAsync(heap.data() + from, 0, to - from, stream), "cudaMemsetAsync");',
+        "the first rows of all are read before they come",
     ),
 ]
 
