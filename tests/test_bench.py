@@ -239,13 +239,18 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
     written, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
     arguments = ["--device", "cuda", "--tokens", "1,5", "--wire", "fp8", "--pairs", "4", "--replays", "3", "--hidden", "256"]
     arguments += ["--json", str(written), "--plot", str(picture), "--timeout", "30", "--experts", "8", "--top-k", "2"]
+    arguments += ["--transport", "mapped,proxy:tcp,proxy:nosuch"]
     statuses, said = ranks_of("bench_on_cpu.py", *arguments)
     assert statuses == [0, 0], said
     record = json.loads(written.read_text())
     assert record["options"]["device"] == "cuda" and record["options"]["pairs"] == 4
-    assert [(p["transport"], p["tokens"]) for p in record["points"]] == [("mapped", 1), ("mapped", 5)]
+    assert [p["tokens"] for p in record["points"]] == [1, 1, 1, 5, 5, 5]
+    assert [p["transport"] for p in record["points"]] == ["mapped", "proxy:tcp", "proxy:nosuch"] * 2
     for point in record["points"]:
         phases = point["phases"]
+        if point["transport"] == "proxy:nosuch":
+            assert "nosuch" in point["off"]
+            continue
         assert set(phases) == PHASES | {"wall", "halves", "eager", "host", "host dispatch", "host combine"}
         assert phases["host"]["n"] == 4 * phases["eager"]["n"] and phases["eager"]["p50"] > 0
         assert all(0 < phases[f"host {phase}"]["p50"] < phases["host"]["p50"] for phase in ("dispatch", "combine"))
@@ -253,6 +258,11 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
         assert phases["dispatch"]["n"] == 3 * 4 and phases["combine"]["n"] == 3 * 3  # the last combine has nothing after it
         assert phases["wall"]["n"] == 3
         assert set(point["floor"]) == PHASES
+        if point["transport"] == "proxy:tcp":
+            for phase, kernels in (("dispatch", 3.0), ("combine", 5.0)):
+                parts = {name: part["p50"] for name, part in point["floor_parts"][phase].items()}
+                assert parts["kernels"] == kernels and parts["handover"] == 2.0 and parts["writes"] > 0
+                assert point["floor"][phase]["p50"] == pytest.approx(sum(parts.values()))
         assert point["floor"]["round trip"]["p50"] == pytest.approx(sum(point["floor"][p]["p50"] for p in ("dispatch", "combine")))
         assert point["bytes_per_rank"]["combine"] > point["bytes_per_rank"]["dispatch"] > 0
     assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [("nccl", 1), ("nccl", 5)]

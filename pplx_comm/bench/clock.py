@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -69,6 +69,12 @@ class Figure:
     def of(cls, times: Times) -> Figure:
         p50, p90, p99 = np.percentile(times, (50, 90, 99))
         return cls(len(times), float(p50), float(p90), float(p99), float(times.min()))
+
+
+def total(parts: Sequence[Figure]) -> Figure:
+    """Of things that come one after the other; percentiles are added."""
+    sums = [sum(getattr(part, name) for part in parts) for name in ("p50", "p90", "p99", "least")]
+    return Figure(min(part.n for part in parts), *sums)
 
 
 @dataclass

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from .._gpu import cuda_module
+
 Replay = Callable[[], None]
 
 
@@ -45,6 +47,10 @@ class Cuda:
 
     def no_stamps(self, a2a: Any) -> None:
         a2a._core.stamp(0, 0)
+
+    def ping(self, rounds: int) -> list[float]:
+        """Microseconds from the host to the GPU and back."""
+        return [ns / 1000 for ns in cuda_module().ping(self.device.index, rounds)]
 
     def push(self, a2a: Any, bytes_to: list[int]) -> None:
         """Bare stores of so many bytes to each rank. Ends the use of this AllToAll."""

@@ -2,6 +2,10 @@
 
 A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
+
+The floor inside a node is bare stores of the same bytes. Where peers are reached by the proxy, it is the sum of what cannot be left
+out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the same
+run), and one way from the GPU to the host and back.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import numpy as np
 import torch
 
 from ..all_to_all import AllToAll
+from ..communicator import Communicator
 from ..errors import Error
 from .batch import Batch, Shape, Source
-from .clock import Figure, Times
+from .clock import Clock, Figure, Times, total
+from .floor import PHASES, Writes, remote_ranks
 from .gpu_peers import PEERS, GpuPeer
-from .options import Options
+from .options import Options, Transport
 from .progress import Progress
 from .reference import Checks, Wrong
 from .run import PeerPoint, Point, Results
@@ -31,6 +37,9 @@ from .world import Off, World
 WARMING = 2
 """Replays that do not count."""
 
+MAPPED = "mapped"
+PINGS = 1000
+BARE_TURNS = 60
 EXPERT_OUTPUTS = 8
 PUSHES = 50
 EAGER_TURNS = 5
@@ -54,7 +63,7 @@ def run(options: Options, world: World, device: Any) -> Results:
         with torch.no_grad():
             for tokens in options.tokens:
                 progress.show(tokens, "measuring", 0.0)
-                results.points.append(_Size(options, world, device, tokens, notes).measure(peers, results))
+                _Size(options, world, device, tokens, notes).measure(peers, results)
     finally:
         progress.close()
     for peer in peers:
@@ -86,36 +95,96 @@ class _Size:
             row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
             self._outputs.append(row.expand(first.shape).clone())
 
-    def _open(self) -> AllToAll:
+    def _open(self, comm: Communicator, transport: Transport) -> AllToAll:
         o = self._options
         return AllToAll(
-            self._world.comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
-            dtype=o.dtype, wire=o.wire, layout=o.layout, device=self._device.device, timeout=o.timeout, num_sms=o.num_sms,
+            comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
+            dtype=o.dtype, wire=o.wire, layout=o.layout, device=self._device.device, transport=transport.transport,
+            provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=o.num_sms,
         )  # fmt: skip
 
-    def measure(self, peers: list[GpuPeer], results: Results) -> Point:
-        tokens, world = self._shape.tokens, self._world
-        point = Point("mapped", tokens)
-        with self._open() as a2a:
+    def measure(self, peers: list[GpuPeer], results: Results) -> None:
+        world, tokens = self._world, self._shape.tokens
+        points: list[Point] = []
+        for transport in self._options.transports:
+            remote = remote_ranks(world, transport)
+            try:
+                if any(world.gather(len(remote), "remote ranks")):
+                    points.append(self._across(transport, remote, points))
+                else:
+                    points.append(self._inside(transport))
+            except Off as off:
+                points.append(Point(transport.name, tokens, off=str(off)))
+        results.points += points
+        self._peers(peers, results)
+        ids = np.ascontiguousarray(self._batches[0].ids)
+        results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
+        world.barrier()
+
+    def _across(self, transport: Transport, remote: frozenset[int], points: list[Point]) -> Point:
+        world, point = self._world, Point(transport.name, self._shape.tokens)
+        comm = world.fresh()  # a proxy's thread must not run while others are measured
+        try:
+            a2a = world.all_or_none(lambda: self._open(comm, transport), f"transport {transport.name}")
+            with a2a:
+                if self._options.check:
+                    self._check(a2a)
+                self._kernels(a2a, point)
+                self._eager(a2a, point)
+        finally:
+            comm.close()
+        point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
+        inside = next((p for p in points if p.transport == MAPPED and p.off is None), None)
+        if inside is None:
+            point.floor_off = "its kernels' part needs --transport mapped before it, and all ranks on one node"
+            return point
+        try:
+            writes = self._bare_writes(transport, remote)
+        except Off as off:
+            point.floor_off = str(off)
+            return point
+        handover = Figure.of(self._slowest(self._device.ping(PINGS), "handover"))
+        for phase in PHASES:
+            parts = {"writes": writes[phase], "kernels": inside.phases[phase], "handover": handover}
+            point.floor_parts[phase] = parts
+            point.floor[phase] = total(list(parts.values()))
+        point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:
+        writes = Writes(self._world, self._shape, transport, remote)
+        try:
+            clock = Clock(self._world)
+            for turn in range(BARE_TURNS + WARMING):
+                clock.recording = turn >= WARMING
+                writes.step(self._batches[turn % len(self._batches)], clock, None)
+            times = clock.collect()
+        finally:
+            writes.close()
+        return {phase: Figure.of(times[writes.name, phase]) for phase in PHASES}
+
+    def _inside(self, transport: Transport) -> Point:
+        world, point = self._world, Point(MAPPED, self._shape.tokens)
+        a2a = world.all_or_none(lambda: self._open(world.comm, transport), f"transport {transport.name}")
+        with a2a:
             if self._options.check:
                 self._check(a2a)
             self._kernels(a2a, point)
             self._eager(a2a, point)
-            point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(("dispatch", "combine"))}
+            point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
             for op, phase in ((1, "combine"), (0, "dispatch")):
                 point.floor[phase] = self._floor(a2a, op)
-        a, b = point.floor["dispatch"], point.floor["combine"]
-        point.floor["round trip"] = Figure(a.n, a.p50 + b.p50, a.p90 + b.p90, a.p99 + b.p99, a.least + b.least)
+        point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _peers(self, peers: list[GpuPeer], results: Results) -> None:
+        tokens = self._shape.tokens
         for peer in list(peers):
             try:
                 results.peers.append(PeerPoint(peer.name, tokens, self._peer(peer), {}))
             except Off as off:  # its state is unknown: neither used again nor closed
                 peers.remove(peer)
                 results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
-        ids = np.ascontiguousarray(self._batches[0].ids)
-        results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
-        world.barrier()
-        return point
 
     def _pairs(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):

@@ -10,6 +10,7 @@
 
 #include "error.h"
 #include "exchange.h"
+#include "handover.h"
 
 namespace py = pybind11;
 
@@ -211,6 +212,25 @@ void bind(py::module_& m) {
       py::arg("words"), py::arg("multiprocessors"), py::arg("seconds"), py::arg("stream"),
       "For tests: holds multiprocessors until words[0] is not zero, and no longer than that; each sets one of the words after it. "
       "int64 in pinned memory.");
+  m.def("ping", &ping, py::arg("device"), py::arg("rounds"), Unlocked(), "Nanoseconds from the host to the GPU and back, of each round.");
+  m.def(
+      "handover",
+      [](int device, std::uint32_t peers, int endpoints, std::uint32_t operations) {
+        Handover h;
+        {
+          const py::gil_scoped_release unlocked;
+          h = handover(device, peers, endpoints, operations);
+        }
+        py::dict d;
+        d["first"] = h.first;
+        d["last"] = h.last;
+        d["seen"] = h.seen;
+        d["ping"] = h.ping;
+        return d;
+      },
+      py::arg("device"), py::arg("peers"), py::arg("endpoints"), py::arg("operations"),
+      "Nanoseconds from a kernel's first mailbox store to the first post, to the last, and to all arrivals seen, over a network that "
+      "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def("write_ordering", &write_ordering, py::arg("pci"),
