@@ -4,8 +4,8 @@ A graph has --pairs dispatches and combines on as many different inputs, so that
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
 
 The floor inside a node is bare stores of the same bytes. Where peers are reached by the proxy, it is the sum of what cannot be left
-out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the same
-run), and one way from the GPU to the host and back.
+out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the
+same run), and one way from the GPU to the host and back.
 """
 
 from __future__ import annotations

@@ -154,6 +154,8 @@ def test_leaving_after_the_last_step_is_no_failure() -> None:
 @pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
 def test_ranks_that_end_a_step_differently(kind: str) -> None:
     with Crew(RANKS) as crew:
-        results = crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), RANKS, transport="proxy:tcp"), kind, timeout=120)
+        results = crew.run(
+            "gpu_cases:on_gpu", "failure_cases:mismatch", Case(seed(), RANKS, transport="proxy:tcp"), kind, timeout=120
+        )
         for r in results:
             assert r.get("is_peer") and r["closing"] < CLOSED, r

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Latency between the GPUs of AWS p5, p5e and p5en nodes: NVLink inside a node, EFA between them.
+#
+#     bench/p5.sh --hosts FILE                       8 ranks on each host of FILE (Open MPI's: a name a line)
+#     bench/p5.sh --ranks 4 --node-size 2 --provider tcp      the same on one host without EFA, in groups that play nodes
+#
+# What else is given goes to bench/latency.py; PYTHON names the interpreter.
+set -euo pipefail
+
+hosts="" ranks="" node_size=8 provider=efa
+more=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --help | -h) sed -n '2,7s/^# \{0,1\}//p' "$0" && exit 0 ;;
+        --hosts | --ranks | --node-size | --provider)
+            [ $# -gt 1 ] || { echo "bench/p5.sh: $1 needs a value" >&2 && exit 2; }
+            name=${1#--} && printf -v "${name//-/_}" %s "$2" && shift 2 ;;
+        *) more+=("$1") && shift ;;
+    esac
+done
+launch=(mpirun --allow-run-as-root)
+if [ -n "$hosts" ]; then
+    [ -r "$hosts" ] || { echo "bench/p5.sh: cannot read $hosts" >&2 && exit 2; }
+    # MPI itself only starts the ranks: it needs no EFA, and TCP is always there.
+    launch+=(-N "$node_size" --hostfile "$hosts" --bind-to none --mca pml ob1 --mca btl tcp,self -x PATH -x LD_LIBRARY_PATH)
+    [ -z "$ranks" ] || launch+=(-n "$ranks")
+elif [ -n "$ranks" ]; then
+    launch+=(--oversubscribe --bind-to none -n "$ranks")
+else
+    echo "bench/p5.sh: needs --hosts FILE, or --ranks N for this host alone; see --help" >&2 && exit 2
+fi
+cd "$(dirname "$0")/.."
+set -x
+exec "${launch[@]}" "${PYTHON:-python3}" bench/latency.py --device cuda --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
+    --wire fp8 --transport "auto:$provider" --node-size "$node_size" "${more[@]}"
