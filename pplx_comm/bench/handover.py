@@ -49,9 +49,9 @@ def table(points: list[dict[str, Any]]) -> str:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="bench/handover.py",
-        description="A kernel plays the device of an AllToAll, dispatches and combines by turns; a proxy carries over a fabric that "
-        "costs nothing, where every peer answers at once. Microseconds. The clocks of host and GPU are compared by pings: times "
-        "from one to the other may be off by half of the fastest ping.",
+        description="A kernel plays the device of an AllToAll, dispatches and combines by turns; a proxy carries over a fabric "
+        "that costs nothing, where every peer answers at once. Microseconds. The clocks of host and GPU are compared by pings: "
+        "times from one to the other may be off by half of the fastest ping.",
     )
     numbers = lambda text: [int(one) for one in text.split(",")]  # noqa: E731
     p.add_argument("--device", type=int, default=0, help="GPU (0)")
