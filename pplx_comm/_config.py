@@ -159,8 +159,6 @@ class Arguments:
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas,
             )  # fmt: skip
-            if where.type == "cuda" and self.replicas > 1:
-                raise Error("replicas= is not built yet for device='cuda'")
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(

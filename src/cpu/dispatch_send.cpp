@@ -164,9 +164,7 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& inp
   if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
   if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
-    throw Misuse("dispatch: " + std::to_string(input.plan->tokens) + " tokens are more than the " +
-                 std::to_string(input.plan->lane.of) + " replicas of this group that are left can send, " +
-                 std::to_string(max_rows_of_block(config_)) + " each");
+    throw Misuse(too_many_tokens_text(input.plan->tokens, input.plan->lane.of, max_rows_of_block(config_)));
   for (std::uint32_t replica : replicas_)
     if (!mapped(replica)) throw Misuse("dispatch: replicas must share a node, and " + rank_text(replica) + " is behind the proxy");
   if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");

@@ -131,12 +131,8 @@ void Exchange::check_header(const BlockHeader& h, Phase phase, std::uint32_t ste
 
 void Exchange::check_replica(const BlockHeader& h, const Plan& plan, std::uint32_t step, std::uint32_t peer) const {
   if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;
-  const std::string theirs = rank_text(peer), own = rank_text(config_.rank);
-  const std::string what = h.tokens == plan.tokens ? theirs + " and " + own + " passed different topk_ids"
-                                                   : theirs + " passed " + std::to_string(h.tokens) + " tokens and " + own +
-                                                         " passed " + std::to_string(plan.tokens);
-  throw PeerFailure(what + " to the dispatch of step " + std::to_string(step) + ": replicas must pass the same tokens",
-                    AbortReason::Protocol, peer, Phase::DispatchRecv, step);
+  throw PeerFailure(tokens_apart_text(step, {peer, h.tokens}, {config_.rank, plan.tokens}), AbortReason::Protocol, peer,
+                    Phase::DispatchRecv, step);
 }
 
 void Exchange::note_overflow(std::uint32_t peer) const {

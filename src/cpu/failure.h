@@ -61,4 +61,22 @@ inline std::string abort_text(const Abort& a) {
   return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
 }
 
+// Of replicas, which must hold the same.
+struct TokensOf {
+  std::uint32_t rank, tokens;
+};
+inline std::string tokens_apart_text(std::uint32_t step, TokensOf theirs, TokensOf own) {
+  const std::string what = theirs.tokens == own.tokens
+                               ? rank_text(theirs.rank) + " and " + rank_text(own.rank) + " passed different topk_ids"
+                               : rank_text(theirs.rank) + " passed " + std::to_string(theirs.tokens) + " tokens and " +
+                                     rank_text(own.rank) + " passed " + std::to_string(own.tokens);
+  return what + " to the dispatch of step " + std::to_string(step) + ": replicas must pass the same tokens";
+}
+
+// Of replicas that are left, when each of them can send `most`.
+inline std::string too_many_tokens_text(std::uint32_t tokens, std::uint32_t replicas, std::uint32_t most) {
+  return "dispatch: " + std::to_string(tokens) + " tokens are more than the " + std::to_string(replicas) +
+         " replicas of this group that are left can send, " + std::to_string(most) + " each";
+}
+
 }  // namespace pplx

@@ -5,6 +5,9 @@
 //   send units    claimed from a counter in device memory, all of them before any receive unit
 //   receive units dealt out by number; each waits only for what a peer sends
 //
+// What a replica finishes for the others it sends, too: those units, in the receive half of a combine, are claimed, and come before
+// all that wait for replicas.
+//
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
 // runs on the GPU. The step number lives in the same word as dispatch's counter, so one addition brings both; everybody's last
 // claim finds no unit, and the very last of them resets the counter and advances the step. No launch carries a number that would be
@@ -15,6 +18,7 @@
 #pragma once
 
 #include "../protocol/heap.h"
+#include "../protocol/replicas.h"
 
 namespace pplx::cuda {
 
@@ -32,6 +36,7 @@ inline constexpr std::uint32_t kNone = 0xffffffffu;
 struct Control {
   unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
   std::uint32_t combine;  // send units claimed of the running combine
+  std::uint32_t shares[kMaxInFlight];  // by set: units claimed of what this replica finishes
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
   // Blocks of remote peers, see remote.cuh. By set and op.
@@ -56,6 +61,8 @@ struct Report {
 // In a Report's `expected`, beside the flags that a combine's header must have: `seen` are those that it has.
 inline constexpr std::uint64_t kFlags = 1ull << 63;
 inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail;  // on all ranks of a step
+// The same for how many tokens replicas passed; where that is equal, their ids differ.
+inline constexpr std::uint64_t kTokens = 1ull << 62;
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
 struct Divider {
@@ -73,6 +80,9 @@ struct Common {
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0;  // local ones
+  std::uint32_t most_rows = 0;  // of a block
+  Lane lane;  // which of the tokens this rank sends, and finishes
+  std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
   std::uint8_t order[kMaxPeers] = {};  // the living: remote ones, then those of the node; of each, rank + 1 first, oneself last
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
@@ -90,17 +100,19 @@ struct Common {
 #endif
 };
 
-// A step's plan, kept by the handle. In this order in one allocation.
+// A step's plan, kept by the handle. In this order in one allocation. `own`: the tokens of this rank's lane, without replicas all.
 struct PlanView {
   std::uint32_t* counts = nullptr;  // [num_experts]
   std::uint32_t* rows = nullptr;  // [world]
+  std::uint64_t* ids_digest = nullptr;  // with replicas
   float* weights = nullptr;  // [tokens, top_k], where the dispatch was given any: for further ones
-  std::int32_t* ids = nullptr;  // [tokens, top_k], -1 where the choice goes nowhere
-  std::uint32_t* index = nullptr;  // [tokens, top_k]: of this choice among those that go to its expert
-  std::uint32_t* token_rows = nullptr;  // [tokens, top_k]: rank << 20 | row, ranks ascending, then kNone
+  std::int32_t* ids = nullptr;  // [own, top_k], -1 where the choice goes nowhere
+  std::uint32_t* index = nullptr;  // [own, top_k]: of this choice among those that go to its expert
+  std::uint32_t* token_rows = nullptr;  // [own, top_k]: rank << 20 | row, ranks ascending, then kNone
 };
 constexpr std::uint64_t plan_rows_at(const Config& c) { return 4 * align_up(c.num_experts, 4); }
-constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
+constexpr std::uint64_t plan_digest_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
+constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_digest_at(c) + (c.replicas > 1 ? 16 : 0); }
 constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
   return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
@@ -142,7 +154,7 @@ struct DispatchArguments {
   const void* ids = nullptr;  // null: the plan is given
   bool wide_ids = false;  // int64
   bool send = true, recv = true;
-  std::uint32_t tokens = 0;
+  std::uint32_t tokens = 0, own = 0;  // own: those that this rank sends
   std::uint32_t tokens_per_unit = 1;
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
   PlanView plan;
@@ -160,7 +172,7 @@ struct CombineArguments {
   bool release = false;
   bool accumulate = false;
   bool send = true, recv = true;
-  std::uint32_t tokens = 0;
+  std::uint32_t tokens = 0, own = 0;
   const float* weights = nullptr;  // [tokens, top_k], when uses_weights
   bool has_tail = false;  // tails are bits, not numbers: a NaN stays the one that it is
   const std::uint32_t* tail = nullptr;  // [tail_rows], Compact [tail_rows, top_k]

@@ -1,8 +1,8 @@
 // combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
-// peer's header is waited for too: it says that the peer has read this rank's dispatch.
+// peer's header is waited for too: it says that the peer has read this rank's dispatch. Replicas: see shares.cuh.
 #pragma once
 
-#include "combine_send.cuh"
+#include "shares.cuh"
 
 namespace pplx::cuda {
 
@@ -40,25 +40,25 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
 // Neighbours go to different multiprocessors.
 __device__ inline std::uint32_t first_receive_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
 
-// This lane's row of a token, if it has so many. Known before the send half: loaded early.
+// This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
   const std::uint32_t lane = threadIdx.x % 32, token = unit / strips_of_row(a.common, kReceivedVectors);
-  return lane < a.common.c.top_k && token < a.tokens && !a.release
+  return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
 }
 
 // The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
 // rank. False: they will not come.
-__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t token, std::uint32_t n,
+template <bool kShared>
+__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
                                  const char* row, std::uint32_t rank) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const bool good =
       lane >= n || is_remote(k, rank) || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
   if (!__all_sync(~0u, good)) return false;
-  const std::uint64_t at = std::uint64_t{token} * k.c.top_k + lane;
-  const std::int32_t id = lane < k.c.top_k ? a.plan.ids[at] : -1;
+  const std::int32_t id = lane < k.c.top_k ? a.plan.ids[std::uint64_t{own} * k.c.top_k + lane] : -1;
   const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
   std::uint32_t value = 0;
   for (std::uint32_t i = 0; i < n; ++i) {
@@ -66,40 +66,75 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
     const auto* its_row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
     if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
-  if (lane < k.c.top_k) a.tail_out[at] = value;
+  if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.lane.token(own)} * k.c.top_k + lane] = value;
+  if (kShared) share_tail(k, step, own, value);
+  return true;
+}
+
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kShared: replicas get it, too. False: its rows will not come.
+template <typename T, bool kTail, bool kShared>
+__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
+  const std::uint32_t own = unit / strips, strip = unit % strips;
+  const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone));
+  char* row = nullptr;
+  if (entry != kNone) row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
+  const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  char* y = a.y + k.lane.token(own) * a.y_stride;
+  Sums<T, kReceivedVectors> sums;
+  if (a.accumulate) sums.load(y, begin, end);
+  const auto pointer = [&](std::uint32_t i) {
+    return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+  };
+  const auto rank = [&](std::uint32_t i) { return __shfl_sync(~0u, entry, i) >> 20; };
+  if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return false;
+  sums.store(y, begin, end);
+  if (kShared) share_strip(k, step, own, sums, begin, end);
+  return !kTail || strip != strips - 1 || read_tail<kShared>(a, step, own, n, row, entry >> 20);
+}
+
+// Of a replica: its own strips first, which the others wait for, then theirs. False: something failed.
+template <typename T, bool kTail>
+__device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t others = k.lane.of - 1, strips = strips_of_row(k, kReceivedVectors), units = others + a.own * strips;
+  std::uint32_t unit = claim_share(k, step, units);
+  while (unit < units) {
+    const std::uint32_t next = claim_share(k, step, units);
+    if (unit < others)
+      send_share_header(a, step, member(k, k.lane.number + 1 + unit));
+    else if (!receive_strip<T, kTail, true>(a, step, unit - others, load_token_row(a, unit - others)))
+      return false;
+    unit = next;
+  }
+  const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
+  for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
+    if (!take_strip<kTail>(a, step, unit)) return false;
+  for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
+    if (threadIdx.x % 32 == 0) receive_share_header(a, step, (k.lane.number + 1 + i) % k.lane.of);
   return true;
 }
 
 template <typename T, bool kTail>
 __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
-  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
-  const std::uint32_t units = a.release ? 0 : a.tokens * strips;
   if (k.remote != 0) receive_remote_headers(a, step);
-  for (std::uint32_t unit = warp; unit < units; unit += warps) {
-    const std::uint32_t token = unit / strips, strip = unit % strips;
-    if (unit != warp) entry = load_token_row(a, unit);
-    const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone));
-    char* row = nullptr;
-    if (entry != kNone) row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
-    const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-    const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
-    char* y = a.y + token * a.y_stride;
-    Sums<T, kReceivedVectors> sums;
-    if (a.accumulate) sums.load(y, begin, end);
-    const auto pointer = [&](std::uint32_t i) {
-      return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
-    };
-    const auto rank = [&](std::uint32_t i) { return __shfl_sync(~0u, entry, i) >> 20; };
-    if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return;
-    sums.store(y, begin, end);
-    if (kTail && strip == strips - 1 && !read_tail(a, step, token, n, row, entry >> 20)) return;
+  if (k.lane.of == 1) {
+    const std::uint32_t units = a.release ? 0 : a.own * strips_of_row(k, kReceivedVectors);
+    for (std::uint32_t unit = warp; unit < units; unit += warps) {
+      if (unit != warp) entry = load_token_row(a, unit);
+      if (!receive_strip<T, kTail, false>(a, step, unit, entry)) return;
+    }
+  } else if (!a.release && !receive_with_replicas<T, kTail>(a, step)) {
+    return;
   }
   // The last warps, which have the least to do.
   for (std::uint32_t i = warps - 1 - warp; i < k.living; i += warps)
-    if (lane == 0 && !is_remote(k, k.order[i])) receive_combine_header(a, step, k.order[i]);
+    if (threadIdx.x % 32 == 0 && !is_remote(k, k.order[i])) receive_combine_header(a, step, k.order[i]);
 }
 
 }  // namespace pplx::cuda

@@ -23,8 +23,9 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     if (!__all_sync(~0u, good)) return;
   }
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
-  for (std::uint32_t t = lane; t < a.tokens; t += 32) {
-    const std::uint64_t at = std::uint64_t{t} * k.c.top_k;
+  for (std::uint32_t own = lane; own < a.own; own += 32) {
+    const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
+    const float* weights = a.weights + std::uint64_t{k.lane.token(own)} * k.c.top_k;
     std::uint32_t row = kNone;
     for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
       const std::uint32_t entry = a.plan.token_rows[at + i];
@@ -34,7 +35,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     auto* to = reinterpret_cast<float*>(block + k.weights.row_at(row));
     for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
       const std::int32_t id = a.plan.ids[at + i];
-      if (id >= 0 && k.per_rank.divide(id) == peer) *to++ = a.weights[at + i];
+      if (id >= 0 && k.per_rank.divide(id) == peer) *to++ = weights[i];
     }
   }
   __syncwarp();
@@ -242,6 +243,16 @@ struct Sums {
     for (int j = 0; j < kVectors; ++j)
       if (begin + j * 512 < end) store_piece(to + begin + j * 512, T::pack(sum[j]));
   }
+  // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
+  // all the same.
+  __device__ void share(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint4 v = T::pack(sum[j]);
+      if (is_blank(v)) v.w = 0x7fffffffu;
+      if (begin + j * 512 < end) store_piece(to + begin + j * 512, v);
+    }
+  }
 };
 
 // The floats of a row's choices, each at its k, so that the token's rank need not know what else lives here.
@@ -324,7 +335,7 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   // The first unit of each warp comes by one addition for all of them; later ones singly, on their way while the warp works.
   if (threadIdx.x == 0) first = atomicAdd(&k.control->combine, kWarps);
   if (threadIdx.x <= world) order.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
-  if (threadIdx.x == 0) order.common = k.c.max_tokens;
+  if (threadIdx.x == 0) order.common = k.most_rows;
   if (k.remote != 0) {
     const std::uint32_t peer = threadIdx.x;
     const bool wanted = peer < world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;

@@ -37,6 +37,29 @@ __device__ inline void check_counts(const Common& k, std::uint32_t step, const R
   sync_workers();
 }
 
+// Replicas that do not hold the same tokens.
+static __device__ __noinline__ void check_replicas(const Common& k, std::uint32_t step) {
+  const std::uint32_t source = threadIdx.x;
+  if (source >= k.c.world || (k.replicas >> source & 1) == 0) return;
+  const auto words_of = [&](std::uint32_t rank) {
+    return k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), rank) + kWordBytes * replica_words_at(k.c);
+  };
+  std::uint32_t tokens[2] = {};
+  bool same = true;
+  for (std::uint32_t i = 0; i < kReplicaWords; ++i) {
+    std::uint32_t own = 0, theirs = 0;
+    if (!wait_count(k, words_of(k.c.rank) + kWordBytes * i, Phase::DispatchRecv, step, k.c.rank, own) ||
+        !wait_count(k, words_of(source) + kWordBytes * i, Phase::DispatchRecv, step, source, theirs))
+      return;
+    if (i == 0) {
+      tokens[0] = own;
+      tokens[1] = theirs;
+    }
+    same = same && own == theirs;
+  }
+  if (!same) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, kTokens | tokens[0], tokens[1]);
+}
+
 // base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends.
 __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, std::uint32_t* base) {
   const Common& k = a.common;
@@ -52,8 +75,8 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
       continue;
     }
     s.rows[source] = n;
-    if (good && n > k.c.max_tokens) {
-      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.c.max_tokens, n);
+    if (good && n > k.most_rows) {
+      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, n);
       good = false;
     }
   }
@@ -62,6 +85,7 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
   // One thread block reports; the last, which is the least likely to have sent anything.
   const bool reports = blockIdx.x == gridDim.x - 1, padded = k.c.layout == LayoutKind::Padded;
   if (reports) check_counts(k, step, s, base);
+  if (reports && k.lane.of > 1) check_replicas(k, step);
   if (tid <= world) {
     std::uint32_t begin = 0;
     for (std::uint32_t r = 0; r < tid; ++r) begin += s.rows[r];

@@ -33,6 +33,7 @@ struct SendShared {
   std::uint32_t rows[2][kMostTokensOfUnit];  // how many
   unsigned long long remote[2][kMostTokensOfUnit];  // those that go to other nodes, the first ones: a bit by rank
   bool ended[2];
+  unsigned long long digest;  // of all tokens' ids
   bool may_send;  // the blocks of remote peers may be written
 
   __device__ unsigned long long ranks(std::uint32_t token) const {
@@ -133,6 +134,13 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
   return -1;
 }
 
+// Where the nth choice of this rank's own tokens is among those of all tokens.
+__device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
+  if (k.lane.of == 1) return n;
+  const std::uint32_t own = k.top_k.divide(n);
+  return n + (k.lane.token(own) - own) * k.c.top_k;
+}
+
 // The first ids of all, loaded before anything is known.
 struct EarlyIds {
   static constexpr std::uint32_t kMany = 3;
@@ -141,12 +149,12 @@ struct EarlyIds {
 #pragma unroll
     for (std::uint32_t i = 0; i < kMany; ++i) {
       const std::uint32_t choice = i * kWorkers + threadIdx.x;
-      ids[i] = choice < a.tokens * a.common.c.top_k ? load_id(a, choice, false) : -1;
+      ids[i] = choice < a.own * a.common.c.top_k ? load_id(a, choice_at(a.common, choice), false) : -1;
     }
   }
 };
 
-// Adds tokens [from, to) to the counts of rows by rank and of choices by expert.
+// Adds this rank's tokens [from, to) to the counts of rows by rank and of choices by expert.
 __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, const EarlyIds& early,
                                     SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
@@ -161,7 +169,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
       const std::int32_t id = base == 0 && round == 0   ? early.ids[0]
                               : base == 0 && round == 1 ? early.ids[1]
                               : base == 0 && round == 2 ? early.ids[2]
-                                                        : load_id(a, std::uint64_t{base} * top_k + choice, false);
+                                                        : load_id(a, choice_at(k, base * top_k + choice), false);
       if (id < 0) continue;
       const std::uint32_t rank = k.per_rank.divide(id);
       atomicAdd(experts + id, 1);
@@ -198,8 +206,36 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   if (threadIdx.x == 0) count_stored(k, step, Op::Dispatch, peer, kComplete - rows, [&] { return rows; });
 }
 
+// A word each, like counts: what replicas must have in common. Also to itself, for the thread block that compares.
+static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
+  const Common& k = a.common;
+  const bool own = peer == k.c.rank;
+  std::uint64_t digest = 0;
+  if (a.ids == nullptr) {
+    digest = *a.plan.ids_digest;
+  } else {
+    if (threadIdx.x == 0) s.digest = 0;
+    sync_workers();
+    for (std::uint32_t i = threadIdx.x; i < a.tokens * k.c.top_k; i += kWorkers) {
+      digest += id_digest(i, load_id(a, i, own));
+      if (own && a.weights != nullptr) a.plan.weights[i] = a.weights[i];
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) digest += __shfl_xor_sync(~0u, static_cast<unsigned long long>(digest), i);
+    if (threadIdx.x % 32 == 0) atomicAdd(&s.digest, static_cast<unsigned long long>(digest));
+    sync_workers();
+    digest = s.digest;
+    if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
+  }
+  if (threadIdx.x >= kReplicaWords) return;
+  auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank)) + replica_words_at(k.c);
+  const std::uint32_t part = threadIdx.x == 0 ? a.tokens : static_cast<std::uint32_t>(digest >> 21 * (threadIdx.x - 1)) & 0x1fffffu;
+  linger(k, count_word(k.generation, step, part));
+  store_relaxed(words + threadIdx.x, count_word(k.generation, step, part));
+}
+
 // A word each: counts say themselves which step they are of.
-__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
+__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
                                    const std::uint32_t* experts) {
   const Common& k = a.common;
   auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank));
@@ -214,6 +250,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   }
   // Nobody else says how many rows the dead get.
   if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
+  if (k.lane.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) tell_replica(a, step, peer, s);
 }
 
 // The peers before r in the order in which this rank visits those in `ranks`: remote ones first, for the proxy has the longer way;
@@ -230,8 +267,9 @@ __device__ inline std::uint32_t visited_before(const Common& k, unsigned long lo
 struct Choice {
   std::int32_t id = -1;
   float weight = 1.0f;
-  __device__ void load(const DispatchArguments& a, std::uint64_t at) {
-    id = a.ids == nullptr ? a.plan.ids[at] : load_id(a, at, true);
+  __device__ void load(const DispatchArguments& a, std::uint32_t own) {
+    const std::uint32_t at = choice_at(a.common, own);
+    id = a.ids == nullptr ? a.plan.ids[own] : load_id(a, at, true);
     if (a.weights != nullptr) weight = a.weights[at];
   }
 };
@@ -262,7 +300,7 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t fir
         index = experts[s.ids[tid]];
         for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == s.ids[tid];
       }
-      if (a.weights != nullptr) a.plan.weights[at + tid] = mine.weight;
+      if (a.weights != nullptr && k.lane.of == 1) a.plan.weights[at + tid] = mine.weight;
       a.plan.ids[at + tid] = s.ids[tid];
       a.plan.index[at + tid] = index;
     }
@@ -307,7 +345,7 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
     const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
     const std::uint32_t choices = __ballot_sync(~0u, here);
     char* route = s.to[turn][token][visited_before(k, ranks, r)] + k.dispatch.route_at;
-    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(first + token, choices);  // a RouteHead
+    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(k.lane.token(first + token), choices);  // a RouteHead
     if (here) {
       const std::uint32_t place = route_place(static_cast<std::uint32_t>(s.ids[choice]) - first_expert(k.c, r), s.index[choice]);
       const std::uint32_t entry = __popc(choices & ((1u << lane) - 1));
@@ -341,7 +379,7 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
   const std::uint32_t words = scale_words(k.c);
   for (std::uint32_t i = threadIdx.x; i < n * words; i += kWorkers) {
     const std::uint32_t token = i / words, at = i % words;
-    const std::uint32_t word = given_scales<wire>(a, first + token, at);
+    const std::uint32_t word = given_scales<wire>(a, a.common.lane.token(first + token), at);
     const std::uint32_t rows = s.rows[turn][token];
     for (std::uint32_t d = 0; d < rows; ++d)
       *reinterpret_cast<std::uint32_t*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * at) = word;
@@ -354,7 +392,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x;
   const std::uint32_t bytes = payload_bytes(k.c);
-  const std::uint32_t units = k.living + ceil_div(a.tokens, a.tokens_per_unit);
+  const std::uint32_t units = k.living + ceil_div(a.own, a.tokens_per_unit);
   const auto claim = [&] {
     const unsigned long long word = atomicAdd(&k.control->dispatch, 1ull);
     if (static_cast<std::uint32_t>(word) == units + gridDim.x - 1) k.control->dispatch = ((word >> 32) + 1) << 32;
@@ -393,13 +431,13 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     std::uint32_t claimed = 0;
     if (tid == 0) claimed = static_cast<std::uint32_t>(claim());  // on its way while this unit is worked on
     const bool counts = unit < k.living;
-    const std::uint32_t first = counts ? a.tokens : (unit - k.living) * a.tokens_per_unit;
-    const std::uint32_t n = min(a.tokens - first, a.tokens_per_unit);
+    const std::uint32_t first = counts ? a.own : (unit - k.living) * a.tokens_per_unit;
+    const std::uint32_t n = min(a.own - first, a.tokens_per_unit);
     Round<Mode> next;
     Choice choice;
     if (!counts) {
-      next.load(a.x + first * a.x_stride, bytes, 0);
-      if (tid < n * k.c.top_k) choice.load(a, std::uint64_t{first} * k.c.top_k + tid);
+      next.load(a.x + k.lane.token(first) * a.x_stride, bytes, 0);
+      if (tid < n * k.c.top_k) choice.load(a, first * k.c.top_k + tid);
     }
     if (a.ids != nullptr) {
       if (first < counted) {  // this thread block had all tokens counted, for a peer
@@ -432,12 +470,12 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     if (quantised(Mode::kWire) && a.scales != nullptr) write_given_scales<Mode::kWire>(a, first, n, turn, s);
     for (std::uint32_t i = 0; i < n; ++i) {
       const Round<Mode> current = next;
-      if (i + 1 < n) next.load(a.x + (first + i + 1) * a.x_stride, bytes, 0);
+      if (i + 1 < n) next.load(a.x + k.lane.token(first + i + 1) * a.x_stride, bytes, 0);
       const std::uint32_t rows = s.rows[turn][i];
       current.store(s.to[turn][i], rows, k, step, bytes, 0);
       for (std::uint32_t at = Round<Mode>::kBytes; at < bytes; at += Round<Mode>::kBytes) {
         Round<Mode> more;
-        more.load(a.x + (first + i) * a.x_stride, bytes, at);
+        more.load(a.x + k.lane.token(first + i) * a.x_stride, bytes, at);
         more.store(s.to[turn][i], rows, k, step, bytes, at);
       }
     }

@@ -29,7 +29,7 @@ std::string difference_text(std::uint32_t mine, std::uint32_t theirs) {
   if ((differ & kReleased) != 0)
     return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines"
                                      : "a combine of a step that this rank released";
-  const std::string argument = (differ & kHasTail) != 0 ? "tail=" : "weights=";
+  const std::string argument = (differ & kHasTail) != 0 ? "tail=" : (differ & kUsesWeights) != 0 ? "weights=" : "accumulate=";
   return (theirs & differ) != 0 ? "a combine with " + argument + ", which this rank did not pass"
                                 : "a combine without " + argument + ", which this rank passed";
 }
@@ -75,7 +75,7 @@ BufferLayout buffer_layout(const Config& c) {
   };
   const bool padded = c.layout == LayoutKind::Padded, compact = c.layout == LayoutKind::Compact;
   const std::uint64_t experts = local_experts(c, c.rank), scales = scales_per_row(c);
-  const std::uint64_t received = std::uint64_t{c.world} * c.max_tokens;
+  const std::uint64_t received = std::uint64_t{c.world} * max_rows_of_block(c);
   b.rows = padded ? experts * c.max_per_expert : c.max_rows;
   b.counts = take(4 * experts);
   if (c.layout == LayoutKind::Ragged) b.offsets = take(4 * (experts + 1));
@@ -105,6 +105,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   const Heap h = heap_of(c);
   const std::uint64_t from = h.slots[std::uint32_t(Op::Combine)], to = h.slots[std::uint32_t(Op::Weights)];
   check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
+  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.share, 0xff, h.shared_bytes - h.share, stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
@@ -122,6 +123,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
   common_.experts = local_experts(config, config.rank);
+  common_.most_rows = max_rows_of_block(config);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
 #ifdef PPLX_CUDA_FUZZ
   if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);
@@ -269,6 +271,7 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
   const std::uint64_t choices = 4 * align_up(tokens * c.top_k, 4);
   p.counts = reinterpret_cast<std::uint32_t*>(plan);
   p.rows = reinterpret_cast<std::uint32_t*>(plan + plan_rows_at(c));
+  p.ids_digest = reinterpret_cast<std::uint64_t*>(plan + plan_digest_at(c));
   p.weights = reinterpret_cast<float*>(plan + plan_weights_at(c));
   char* at = plan + plan_weights_at(c) + choices;
   p.ids = reinterpret_cast<std::int32_t*>(at);
@@ -285,6 +288,9 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   if ((halves & kSend) != 0 && open_.size() == c.in_flight)
     throw Misuse("dispatch: a step is still open, and in_flight=" + std::to_string(c.in_flight) +
                  " allows no further one: combine it or call d.release() first");
+  const Lane& lane = common_.lane;
+  if ((halves & kSend) != 0 && lane.tokens(tokens.count) > common_.most_rows)
+    throw Misuse(too_many_tokens_text(tokens.count, lane.of, common_.most_rows));
   const OnDevice on(device_);
   const BufferLayout& b = layout_;
   DispatchArguments a;
@@ -298,6 +304,7 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   a.send = (halves & kSend) != 0;
   a.recv = (halves & kRecv) != 0;
   a.tokens = tokens.count;
+  a.own = lane.tokens(a.tokens);
   a.weights = tokens.weights;
   a.plan = plan_view(c, tokens.count, plan);
   a.received = received_view(b, buffer);
@@ -313,9 +320,9 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   point(a.out.topk_weights, buffer, b.topk_weights);
   point(a.out.num_rows, buffer, b.num_rows);
   // A step that gives no thread block a second unit is done sooner by fewer of them.
-  const std::uint32_t blocks = a.tokens + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
+  const std::uint32_t blocks = a.own + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
   // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
-  a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.tokens, 2 * blocks)));
+  a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.own, 2 * blocks)));
   follow(stream, a.send);
   if (a.send) after(combined_[set_of(c, next_step_)], stream);
   check(launch_dispatch(a, blocks, stream), "launching dispatch");
@@ -346,6 +353,7 @@ void Exchange::combine(cudaStream_t stream, unsigned halves, const Outputs& outp
   a.send = (halves & kSend) != 0;
   a.recv = (halves & kRecv) != 0;
   a.tokens = result.tokens;
+  a.own = common_.lane.tokens(a.tokens);
   a.plan = plan_view(common_.c, result.tokens, plan);
   a.received = received_view(layout_, buffer);
   a.y = result.y;
@@ -436,6 +444,11 @@ void Exchange::rebuild_order(const std::vector<bool>& alive) {
       else
         common_.dead |= 1ull << peer;
     }
+  common_.lane = lane_of(c, c.rank, &alive);
+  common_.replicas = 0;
+  for (std::uint32_t peer = first_replica(c, c.rank); peer < first_replica(c, c.rank) + c.replicas; ++peer)
+    if (peer != c.rank && alive[peer]) common_.replicas |= 1ull << peer;
+  if ((common_.replicas & common_.remote) != 0) throw Misuse("replicas must share a node, and one is behind the proxy");
 }
 
 void Exchange::write_control(std::uint32_t generation, const Control& value) {
@@ -455,9 +468,14 @@ void Exchange::raise_failure() {
     const std::lock_guard<std::mutex> lock(mutex_);
     message = message_.empty() || a.origin == config().rank ? abort_text(a) : message_;
   }
-  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (common_.report->expected & kFlags) != 0)
-    message += ": " + difference_text(static_cast<std::uint32_t>(common_.report->expected) & kFlagsAlike,
-                                      static_cast<std::uint32_t>(common_.report->seen) & kFlagsAlike);
+  const std::uint64_t expected = common_.report->expected;
+  const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);
+  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & kFlags) != 0) {
+    constexpr std::uint32_t named = kFlagsAlike | kAccumulates;
+    message += ": " + difference_text(mine & named, theirs & named);
+  }
+  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
+    message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
   if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);

@@ -163,7 +163,7 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
   h.flags = __ldcg(from + 3);
   h.source = __ldcg(from + 4);
   h.pieces = __ldcg(from + 5);
-  good = h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.c.max_tokens;
+  good = h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.most_rows;
   if (!good)
     fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
          arrival_word(h.generation, h.step));

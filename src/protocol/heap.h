@@ -9,9 +9,14 @@
 
 namespace pplx {
 
+// Of what a replica must have in common: its tokens, and the digest of their ids, 21 bits in each word.
+inline constexpr std::uint32_t kReplicaWords = 4;
+constexpr std::uint32_t replica_words_at(const Config& c) { return 1 + experts_per_rank(c); }
+constexpr std::uint32_t count_words(const Config& c) { return replica_words_at(c) + (c.replicas > 1 ? kReplicaWords : 0); }
+
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
-  std::uint64_t counts = 0;             // u64 [in_flight][world][1 + experts_per_rank]: rows, choices by local expert
+  std::uint64_t counts = 0;             // u64 [in_flight][world][count_words]: rows, choices by local expert, what replicas compare
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   std::uint64_t share = 0;              // blocks [in_flight][replicas]; none without replicas
@@ -33,7 +38,7 @@ struct Heap {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
   }
   constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return counts + kWordBytes * (std::uint64_t{set} * c.world + peer) * (1 + experts_per_rank(c));
+    return counts + kWordBytes * (std::uint64_t{set} * c.world + peer) * count_words(c);
   }
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
@@ -60,7 +65,7 @@ constexpr Heap heap_of(const Config& c) {
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
   h.counts = at;
-  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * (1 + experts_per_rank(c)), page);
+  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * count_words(c), page);
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
     h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);

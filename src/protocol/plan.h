@@ -76,11 +76,8 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
     plan.token_begin[t + 1] = static_cast<std::uint32_t>(plan.token_rows.size());
   }
   for (std::uint32_t r = 0; r < c.world; ++r) plan.rows_begin[r + 1] = plan.rows_begin[r] + rows[r];
-  if (c.replicas > 1) {
-    IdsDigest digest;
-    for (std::size_t i = 0; i < choices; ++i) digest.add(ids[i]);
-    plan.ids_digest = digest.value();
-  }
+  if (c.replicas > 1)
+    for (std::size_t i = 0; i < choices; ++i) plan.ids_digest += id_digest(static_cast<std::uint32_t>(i), ids[i]);
   plan.row_token.resize(plan.token_rows.size());
   for (std::uint32_t t = 0; t < tokens; ++t)
     for (std::uint32_t i = plan.token_begin[t]; i < plan.token_begin[t + 1]; ++i)

@@ -30,17 +30,13 @@ inline Lane lane_of(const Config& c, std::uint32_t rank, const std::vector<bool>
   return lane;
 }
 
-// What replicas compare, so that one that passes other expert ids is found out. Any negative id is the same.
-class IdsDigest {
- public:
-  void add(std::int64_t id) {
-    state_ ^= static_cast<std::uint64_t>(id < 0 ? -1 : id);
-    state_ = (state_ ^ state_ >> 29) * 0xbf58476d1ce4e5b9ull;
-  }
-  std::uint64_t value() const { return state_ ^ state_ >> 32; }
-
- private:
-  std::uint64_t state_ = 0x9e3779b97f4a7c15ull;
-};
+// What replicas compare, so that one that passes other expert ids is found out: the sum of this over all choices, in any order.
+// Any negative id is the same.
+constexpr std::uint64_t id_digest(std::uint32_t choice, std::int64_t id) {
+  std::uint64_t mixed = std::uint64_t{choice} << 32 | static_cast<std::uint32_t>(id < 0 ? -1 : id);
+  mixed = (mixed ^ mixed >> 30) * 0xbf58476d1ce4e5b9ull;
+  mixed = (mixed ^ mixed >> 27) * 0x94d049bb133111ebull;
+  return mixed ^ mixed >> 31;
+}
 
 }  // namespace pplx

@@ -1,0 +1,121 @@
+// Rows of the output that replicas finish for each other. They travel as the rows of a combine do: a place is blank until its piece
+// has come, and whoever reads it makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
+// by itself, says what replicas must have in common.
+//
+// Whoever waits for a replica's rows has none left that the replica waits for: a rank's own are claimed, so that thread blocks which
+// run finish all of them.
+#pragma once
+
+#include "combine_send.cuh"
+
+namespace pplx::cuda {
+
+// The rank that has the nth lane of this rank's group; n counts on past the last.
+__device__ inline std::uint32_t member(const Common& k, std::uint32_t n) {
+  unsigned long long ranks = k.replicas | 1ull << k.c.rank;
+  for (n %= k.lane.of; n > 0; --n) ranks &= ranks - 1;
+  return static_cast<std::uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
+}
+
+// Where `from` puts what it finishes for `to`.
+__device__ inline char* share_block(const Common& k, std::uint32_t step, std::uint32_t to, std::uint32_t from) {
+  return k.peers[to] + k.heap.share_at(k.c, set_of(k.c, step), from);
+}
+
+// For a warp: its next unit. The very last claim leaves the count as the set's next step must find it.
+__device__ inline std::uint32_t claim_share(const Common& k, std::uint32_t step, std::uint32_t units) {
+  std::uint32_t* count = &k.control->shares[set_of(k.c, step)];
+  std::uint32_t unit = 0;
+  if (threadIdx.x % 32 == 0) {
+    unit = atomicAdd(count, 1);
+    if (unit == units + kWarps * gridDim.x - 1) *count = 0;
+  }
+  return __shfl_sync(~0u, unit, 0);
+}
+
+__device__ inline std::uint32_t share_flags(const CombineArguments& a) { return a.accumulate ? kAccumulates : 0u; }
+
+__device__ inline void send_share_header(const CombineArguments& a, std::uint32_t step, std::uint32_t replica) {
+  const Common& k = a.common;
+  write_header(k, share_block(k, step, replica, k.c.rank), step, a.own, share_flags(a), threadIdx.x % 32);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Share, replica);
+}
+
+template <typename T, int kVectors>
+__device__ inline void share_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
+                                   std::uint32_t begin, std::uint32_t end) {
+  for (std::uint32_t i = 1; i < k.lane.of; ++i) {
+    linger(k, std::uint64_t{step} << 32 | i << 24 | begin);
+    sums.share(share_block(k, step, member(k, k.lane.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
+  }
+}
+
+// `value`: the float of this lane's choice.
+__device__ inline void share_tail(const Common& k, std::uint32_t step, std::uint32_t own, std::uint32_t value) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t i = 1; i < k.lane.of; ++i) {
+    char* row = share_block(k, step, member(k, k.lane.number + i), k.c.rank) + k.combine.row_at(own);
+    if (lane < k.c.top_k) reinterpret_cast<std::uint32_t*>(row + k.combine.tail_at)[lane] = value;
+    __syncwarp();
+    if (lane == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));
+  }
+}
+
+// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. False: it will not come.
+template <bool kTail>
+__device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, others = k.lane.of - 1;
+  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
+  const std::uint32_t nth = unit / strips, strip = unit % strips, row = nth / others;
+  const std::uint32_t number = nth % others + (nth % others >= k.lane.number ? 1 : 0), replica = member(k, number);
+  const std::uint64_t token = Lane{number, k.lane.of}.token(row);
+  char* from = share_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
+  const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  uint4 v[kReceivedVectors];
+  std::uint32_t missing = 0;  // a bit each
+#pragma unroll
+  for (int j = 0; j < kReceivedVectors; ++j)
+    if (begin + j * 512 < end) missing |= 1u << j;
+  const auto look = [&] {
+#pragma unroll
+    for (int j = 0; j < kReceivedVectors; ++j) {
+      if ((missing >> j & 1) == 0) continue;
+      v[j] = load_piece(from + begin + j * 512);
+      if (!is_blank(v[j])) missing &= ~(1u << j);
+    }
+    return missing == 0;
+  };
+  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
+#pragma unroll
+  for (int j = 0; j < kReceivedVectors; ++j) {
+    if (begin + j * 512 >= end) continue;
+    store16(a.y + token * a.y_stride + begin + j * 512, v[j]);
+    make_blank(from + begin + j * 512);
+  }
+  if (!kTail || strip != strips - 1) return true;
+  const bool good = lane != 0 || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, replica);
+  if (!__all_sync(~0u, good)) return false;
+  if (lane < k.c.top_k)
+    a.tail_out[token * k.c.top_k + lane] = __ldcg(reinterpret_cast<const std::uint32_t*>(from + k.combine.tail_at) + lane);
+  return true;
+}
+
+// number: of the replica's lane.
+__device__ inline void receive_share_header(const CombineArguments& a, std::uint32_t step, std::uint32_t number) {
+  const Common& k = a.common;
+  const std::uint32_t replica = member(k, number), flags = share_flags(a);
+  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Share, replica), Phase::CombineRecv, step, replica)) return;
+  bool good = true;
+  const BlockHeader h = read_header(k, share_block(k, step, k.c.rank, replica), Phase::CombineRecv, step, replica, good);
+  if (!good) return;
+  const std::uint32_t rows = Lane{number, k.lane.of}.tokens(a.tokens);
+  if (h.flags != flags)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, replica, step}, kFlags | flags, h.flags);
+  else if (h.rows != rows)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, replica, step}, rows, h.rows);
+}
+
+}  // namespace pplx::cuda
