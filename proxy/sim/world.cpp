@@ -311,6 +311,7 @@ bool World::advance(Rank& rank, Object& object) {
   object.overflowed |= step->overflows;
   object.walkers.erase(object.walkers.begin() + static_cast<std::ptrdiff_t>(which));
   ++object.closed;
+  if (!rank.alive) return true;   // of a generation that is over: the scripts are those of the next one
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   if (++step->closed == living) {
     ++totals_.steps;
