@@ -385,6 +385,12 @@ def only_living(tokens: Tokens, alive: list[bool], per_rank: int, living: bool) 
     return replace(tokens, ids=torch.where(lives & living, tokens.ids, -1))
 
 
+def _meet_and_step(me: Any, survivor: Survivor) -> None:
+    """The victim may have left the barrier, and be dead, while this rank still waits there for another's word."""
+    me.comm.barrier()
+    survivor.step()
+
+
 def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> dict[str, Any]:
     """Ranks die one after the other; the others reset each time and go on."""
     a2a = open_all_to_all(me, case)
@@ -393,11 +399,11 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str]) -> di
     old = survivor.step()
     result: dict[str, Any] = {"rounds": []}
     for victim, path in zip(victims, paths, strict=True):
-        me.comm.barrier()
         if me.rank == victim:
+            me.comm.barrier()
             survivor.send()
             _die(path)
-        r = raised(survivor.step)
+        r = raised(lambda: _meet_and_step(me, survivor))
         must(r.get("peer") == victim, "the victim is named:", r)
         result["rounds"].append(r["at"] - r["starved"])
         a2a.reset()
@@ -422,10 +428,10 @@ def anew_after_death(me: Any, case: Case, victim: int, path: str) -> None:
     with open_all_to_all(me, case) as a2a:
         survivor = Survivor(me, case, a2a, [True] * me.world_size)
         survivor.step()
-        me.comm.barrier()
         if me.rank == victim:
+            me.comm.barrier()
             _die(path)
-        r = raised(survivor.step)
+        r = raised(lambda: _meet_and_step(me, survivor))
         must(r.get("peer") == victim, "the victim is named:", r)
         must(victim not in a2a.reset(), "the victim is left out")
         with open_all_to_all(me, case) as other:
