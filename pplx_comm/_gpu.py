@@ -246,9 +246,13 @@ class Gpu:
         """What kernels take; tokens, stride of x, and whether ids are wide. Who looks like earlier inputs is not checked again."""
         ids, weights = topk_ids, topk_weights
         try:
-            key: Any = x.shape, x.stride(), x.dtype, x.device, ids.shape, ids.stride(), ids.dtype, ids.device  # type: ignore[union-attr]
+            # Strides take longer to get and to hash.
+            key: Any = (
+                x.shape, x.is_contiguous(), x.dtype, x.device,
+                ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
+            )  # fmt: skip
             if weights is not None:
-                key = *key, weights.shape, weights.stride(), weights.dtype, weights.device
+                key = *key, weights.shape, weights.is_contiguous(), weights.dtype, weights.device
         except AttributeError:
             key = None  # what is no tensor, the checks will name
         looks = self._known.get(key) if x_scale is None else None
@@ -259,7 +263,7 @@ class Gpu:
         ids, weights = checks.ids(topk_ids, tokens), checks.weights("topk_weights", topk_weights, tokens)
         rows, stride = self._rows_of(x)
         looks = tokens, stride, ids.dtype == torch.int64
-        if x_scale is None and rows is x and ids is topk_ids and weights is topk_weights:
+        if x_scale is None and rows is x and x.is_contiguous() and ids is topk_ids and weights is topk_weights:
             self._remember(key, looks)
         return rows, ids, weights, looks
 
@@ -298,7 +302,7 @@ class Gpu:
         plan = d.plan
         tokens = plan._tokens
         try:
-            key: Any = expert_out.shape, expert_out.stride(), expert_out.dtype, expert_out.device
+            key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
             at = expert_out.data_ptr()
         except AttributeError:
             key, at = None, 1
@@ -309,7 +313,7 @@ class Gpu:
             checks.expert_rows(expert_out)
             rows, stride = self._rows_of(expert_out.reshape(-1, owner.hidden) if self._padded else expert_out)
             count = rows.shape[0]
-            if rows.data_ptr() == at:
+            if rows.data_ptr() == at and expert_out.is_contiguous():
                 self._remember(key, (stride, count))
             at = rows.data_ptr()
         if weights is not None:
