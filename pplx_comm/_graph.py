@@ -74,7 +74,6 @@ class Graph:
             name for name in ("offsets", "weights", "topk_ids", "topk_weights", "num_rows")
             if name not in links.parts
         ]  # fmt: skip
-        self._order = torch.empty(0, dtype=torch.uint8, device=owner.device)
 
     def renew(self) -> None:
         """After a reset(). Compiled code has the spec as a constant, and is compiled again."""
@@ -120,8 +119,8 @@ class Graph:
         zeroed = torch.is_grad_enabled() and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
         if zeroed:
             self._check_differentiable("dispatch")
-        self._order, rows, scale, row_weights, link, new_plan = torch.ops.pplx_comm.dispatch(
-            self._spec, self._order, x, topk_ids, topk_weights, x_scale, None if plan is None else plan._link, zeroed, False
+        rows, scale, row_weights, link, new_plan = torch.ops.pplx_comm.dispatch(
+            self._spec, x, topk_ids, topk_weights, x_scale, None if plan is None else plan._link, zeroed, False
         )
         if plan is None or topk_weights is not plan.topk_weights:
             kept = None if topk_weights is None else topk_weights.detach().clone()
@@ -153,21 +152,17 @@ class Graph:
         if d._used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
         self.check_current("combine: this dispatch", d.plan._spec)
-        if accumulate and out is None:
-            raise Error("combine: accumulate=True needs out=")
+        self._owner._checks.out(out, accumulate, d.plan._tokens)
         if torch.is_grad_enabled():
             self._check_gradients(expert_out, d, weights, tail, out)
         weighted = weighted and not self._compact  # which are weighted already
-        ops, plan = torch.ops.pplx_comm, d.plan
-        if out is None:
-            self._order, y, back = ops.combine(
-                self._spec, self._order, expert_out, d._row_weights, d._link, plan._link, plan._tokens, weights, weighted, tail
-            )
-        else:
-            self._order, back = ops.combine_into(
-                self._spec, self._order, expert_out, d._link, plan._link, weights, weighted, tail, out, accumulate
-            )
-            y = out
+        plan = d.plan
+        y, back = torch.ops.pplx_comm.combine(
+            self._spec, expert_out, d._row_weights, d._link, plan._link, plan._tokens, weights, weighted, tail,
+            out if accumulate else None,
+        )  # fmt: skip
+        if out is not None:
+            y = out.copy_(y)
         d._used = given._used = True
         return y if tail is None else (y, back)
 
@@ -186,7 +181,7 @@ class Graph:
         if d._used:
             raise Error("release: this dispatch was combined or released already")
         self.check_current("release: this dispatch", d.plan._spec)
-        self._order = torch.ops.pplx_comm.release(self._spec, self._order, d._link, d.plan._link, d.plan._tokens)
+        torch.ops.pplx_comm.release(self._spec, d._link, d.plan._link, d.plan._tokens)
         d._used = True
 
     # ---- handles of calls that were not here -----------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """dispatch and combine as torch's operators, for torch.compile and autograd. torch sees tensors in and tensors out:
 
 spec   which AllToAll, and all that the shapes of the outputs follow from: they are functions of the arguments alone
-order  a tensor without elements that every operator of an AllToAll takes from the one before it, since nothing else tells the
-       compiler that steps have an order, or that one whose result nobody reads is needed by other ranks
 link   what a dispatch leaves for its combine, in memory that is the handle's; float32, so that it has a gradient, for the backward
        pass is a step too: the gradient of a link is the link of the backward step, which combine's backward opens and dispatch's
        backward closes. A link is combined once, so nothing is ever added to it.
 plan   the routing, for further dispatches
+
+Nothing in these tensors says that steps have an order, nor that other ranks need one whose result nobody here reads. Without tokens
+nobody does: a compiler knows what is in a tensor without elements. So the operators have effects, in order, forward and backward.
+torch allows that to operators that write to nothing they are given: what combine adds to is `onto`, and it returns another.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from ._halves import BOTH
 from .errors import Error
@@ -29,18 +32,14 @@ Optional = torch.Tensor | None
 
 _library = torch.library.Library("pplx_comm", "DEF")
 _library.define(
-    "dispatch(str spec, Tensor order, Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? x_scale, Tensor? plan, "
-    "bool zeroed, bool closed) -> (Tensor order, Tensor x, Tensor scale, Tensor weights, Tensor link, Tensor plan)"
+    "dispatch(str spec, Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? x_scale, Tensor? plan, "
+    "bool zeroed, bool closed) -> (Tensor x, Tensor scale, Tensor weights, Tensor link, Tensor plan)"
 )
 _library.define(
-    "combine(str spec, Tensor order, Tensor expert_out, Tensor row_weights, Tensor link, Tensor plan, SymInt tokens, "
-    "Tensor? weights, bool weighted, Tensor? tail) -> (Tensor order, Tensor y, Tensor tail)"
+    "combine(str spec, Tensor expert_out, Tensor row_weights, Tensor link, Tensor plan, SymInt tokens, "
+    "Tensor? weights, bool weighted, Tensor? tail, Tensor? onto) -> (Tensor y, Tensor tail)"
 )
-_library.define(
-    "combine_into(str spec, Tensor order, Tensor expert_out, Tensor link, Tensor plan, Tensor? weights, bool weighted, "
-    "Tensor? tail, Tensor(a!) out, bool accumulate) -> (Tensor order, Tensor tail)"
-)
-_library.define("release(str spec, Tensor order, Tensor link, Tensor plan, SymInt tokens) -> Tensor")
+_library.define("release(str spec, Tensor link, Tensor plan, SymInt tokens) -> ()")
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ def _nothing(like: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tens
 
 
 def _dispatch(
-    spec: str, order: torch.Tensor, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
+    spec: str, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
     zeroed: bool, closed: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     a2a = _owner(spec)
@@ -116,41 +115,30 @@ def _dispatch(
     outputs = a2a._phases.linked(d)
     if closed:
         a2a._release(d)
-    return _nothing(order), *outputs, _nothing(order) if plan is not None else a2a._phases.plan_link(d.plan)
+    return *outputs, _nothing(x) if plan is not None else a2a._phases.plan_link(d.plan)
 
 
 def _combine(
-    spec: str, order: torch.Tensor, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor,
-    tokens: int, weights: Optional, weighted: bool, tail: Optional,
+    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: int,
+    weights: Optional, weighted: bool, tail: Optional, onto: Optional,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     a2a = _owner(spec)
     d = a2a._phases.of_link(link, plan, tokens)
-    result = a2a._combine(BOTH, expert_out, d, weights, weighted, tail, None, False)._result
-    y, back = result if isinstance(result, tuple) else (result, _nothing(order, torch.float32))
-    return _nothing(order), y, back
+    out = None if onto is None else onto.clone(memory_format=torch.contiguous_format)
+    result = a2a._combine(BOTH, expert_out, d, weights, weighted, tail, out, out is not None)._result
+    return result if isinstance(result, tuple) else (result, _nothing(expert_out, torch.float32))
 
 
-def _combine_into(
-    spec: str, order: torch.Tensor, expert_out: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, weights: Optional,
-    weighted: bool, tail: Optional, out: torch.Tensor, accumulate: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    a2a = _owner(spec)
-    d = a2a._phases.of_link(link, plan, out.shape[0])
-    result = a2a._combine(BOTH, expert_out, d, weights, weighted, tail, out, accumulate)._result
-    return _nothing(order), result[1] if isinstance(result, tuple) else _nothing(order, torch.float32)
-
-
-def _release(spec: str, order: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> torch.Tensor:
+def _release(spec: str, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> None:
     a2a = _owner(spec)
     a2a._release(a2a._phases.of_link(link, plan, tokens))
-    return _nothing(order)
 
 
 # ---- what a compiler is told -------------------------------------------------------------------------------------------------
 
 
 def _dispatch_shapes(
-    spec: str, order: torch.Tensor, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
+    spec: str, x: torch.Tensor, topk_ids: Optional, topk_weights: Optional, x_scale: Optional, plan: Optional,
     zeroed: bool, closed: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     s = Spec.of(spec)
@@ -164,80 +152,69 @@ def _dispatch_shapes(
         scale = torch.empty_strided(shape, strides, dtype=_dtype(dtype), device=x.device)
     plan_dtype, elements = s.plan
     return (
-        _nothing(x), tensor(s.x_dtype, s.x_shape), scale, tensor("float32", s.weights_shape), tensor("float32", [s.link_words]),
+        tensor(s.x_dtype, s.x_shape), scale, tensor("float32", s.weights_shape), tensor("float32", [s.link_words]),
         tensor(plan_dtype, [elements]) if plan is None else _nothing(x),
     )  # fmt: skip
 
 
-def _tail_shape(s: Spec, tail: Optional, tokens: Any, like: torch.Tensor) -> torch.Tensor:
-    shape = (0,) if tail is None else (tokens, s.top_k)
-    return torch.empty(shape, dtype=torch.float32, device=like.device)
-
-
 def _combine_shapes(
-    spec: str, order: torch.Tensor, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor,
-    tokens: Any, weights: Optional, weighted: bool, tail: Optional,
+    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: Any,
+    weights: Optional, weighted: bool, tail: Optional, onto: Optional,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     s = Spec.of(spec)
     y = torch.empty((tokens, s.hidden), dtype=_dtype(s.dtype), device=expert_out.device)
-    return _nothing(order), y, _tail_shape(s, tail, tokens, y)
+    back = (0,) if tail is None else (tokens, s.top_k)
+    return y, torch.empty(back, dtype=torch.float32, device=expert_out.device)
 
 
-def _combine_into_shapes(
-    spec: str, order: torch.Tensor, expert_out: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, weights: Optional,
-    weighted: bool, tail: Optional, out: torch.Tensor, accumulate: bool,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    return _nothing(order), _tail_shape(Spec.of(spec), tail, out.shape[0], out)
-
-
-def _release_shapes(spec: str, order: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: Any) -> torch.Tensor:
-    return _nothing(order)
+def _release_shapes(spec: str, link: torch.Tensor, plan: torch.Tensor, tokens: Any) -> None:
+    pass
 
 
 # ---- backward ----------------------------------------------------------------------------------------------------------------
 
 
 def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.spec, _, x, _, _, _, plan, _, _ = inputs
+    ctx.spec, x, _, _, _, plan, _, _ = inputs
     ctx.tokens = x.shape[0]
-    ctx.save_for_backward(output[5] if plan is None else plan)
+    ctx.save_for_backward(output[4] if plan is None else plan)
     ctx.set_materialize_grads(False)
 
 
-def _dispatch_backward(ctx: Any, _: Any, rows: Optional, __: Any, weights: Optional, link: Optional, ___: Any) -> tuple[Any, ...]:
+def _dispatch_backward(ctx: Any, rows: Optional, _: Any, weights: Optional, link: Optional, __: Any) -> tuple[Any, ...]:
     """A combine, on the step that combine's backward has opened."""
     (plan,) = ctx.saved_tensors
     s, ops = Spec.of(ctx.spec), torch.ops.pplx_comm
-    order, dtype, device = _nothing(plan), _dtype(s.dtype), plan.device
+    dtype, device = _dtype(s.dtype), plan.device
     if link is None:  # what was dispatched was used, but not combined
         nothing = torch.zeros((ctx.tokens, s.hidden), dtype=dtype, device=device)
-        order, _, _, _, link, _ = ops.dispatch(ctx.spec, order, nothing, None, None, None, plan, False, False)
+        _, _, _, link, _ = ops.dispatch(ctx.spec, nothing, None, None, None, plan, False, False)
     if rows is None:
         rows = torch.zeros(s.x_shape, dtype=dtype, device=device)
     tail = None
-    if ctx.needs_input_grad[4]:
+    if ctx.needs_input_grad[3]:
         tail = torch.zeros(s.weights_shape, dtype=torch.float32, device=device) if weights is None else weights
     unweighted = _nothing(plan, torch.float32)
-    _, dx, dw = ops.combine(ctx.spec, order, rows.contiguous(), unweighted, link, plan, ctx.tokens, None, False, tail)
-    return None, None, dx if ctx.needs_input_grad[2] else None, None, None if tail is None else dw, None, None, None, None
+    dx, dw = ops.combine(ctx.spec, rows.contiguous(), unweighted, link, plan, ctx.tokens, None, False, tail, None)
+    return None, dx if ctx.needs_input_grad[1] else None, None, None if tail is None else dw, None, None, None, None
 
 
 def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.spec, _, expert_out, row_weights, _, plan, _, weights, ctx.weighted, _ = inputs
+    ctx.spec, expert_out, row_weights, _, plan, _, weights, ctx.weighted, _, _ = inputs
     ctx.save_for_backward(expert_out, row_weights, plan, weights)
-    ctx.y_shape = output[1].shape
+    ctx.y_shape = output[0].shape
     ctx.set_materialize_grads(False)
 
 
-def _combine_backward(ctx: Any, _: Any, dy: Optional, __: Any) -> tuple[Any, ...]:
+def _combine_backward(ctx: Any, dy: Optional, _: Any) -> tuple[Any, ...]:
     """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x."""
     expert_out, row_weights, plan, weights = ctx.saved_tensors
     s = Spec.of(ctx.spec)
-    wants_weights, wants_link = ctx.needs_input_grad[3], ctx.needs_input_grad[4]
+    wants_weights, wants_link = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
     if dy is None:
         dy = torch.zeros(ctx.y_shape, dtype=_dtype(s.dtype), device=plan.device)
-    _, rows, _, late_weights, link, _ = torch.ops.pplx_comm.dispatch(
-        ctx.spec, _nothing(plan), dy.contiguous(), None, weights, None, plan, True, not wants_link
+    rows, _, late_weights, link, _ = torch.ops.pplx_comm.dispatch(
+        ctx.spec, dy.contiguous(), None, weights, None, plan, True, not wants_link
     )
     rows = rows[: expert_out.shape[0]]  # the caller may leave out unused rows at the end
     d_out, d_weights = rows, None
@@ -247,17 +224,17 @@ def _combine_backward(ctx: Any, _: Any, dy: Optional, __: Any) -> tuple[Any, ...
         if wants_weights:
             d_weights = torch.zeros_like(row_weights)
             d_weights[: rows.shape[0]] = (rows.float() * expert_out.float()).sum(-1)
-    return None, None, d_out, d_weights, link if wants_link else None, None, None, None, None, None
+    return None, d_out, d_weights, link if wants_link else None, None, None, None, None, None, None
 
 
 for _name, _run, _shapes in (
     ("dispatch", _dispatch, _dispatch_shapes),
     ("combine", _combine, _combine_shapes),
-    ("combine_into", _combine_into, _combine_into_shapes),
     ("release", _release, _release_shapes),
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
     torch.library.register_fake(f"pplx_comm::{_name}", _shapes, lib=_library)
+    _register_effectful_op(getattr(torch.ops.pplx_comm, _name).default, _EffectType.ORDERED)
 torch.library.register_autograd("pplx_comm::dispatch", _dispatch_backward, setup_context=_keep_of_dispatch, lib=_library)
 torch.library.register_autograd("pplx_comm::combine", _combine_backward, setup_context=_keep_of_combine, lib=_library)

@@ -284,10 +284,11 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
             y = a2a.combine(first.x, first)
             a2a.dispatch(x * 0 + 3, ids).release()
             again = a2a.dispatch(x * 0 + 3, ids), a2a.dispatch(x * 0 + 3, ids)  # alike, and still two steps
-            for d in again:
-                a2a.combine(d.x, d)
+            out = torch.empty_like(x)
+            for d, accumulate in zip(again, (False, True), strict=True):
+                assert a2a.combine(d.x, d, out=out, accumulate=accumulate) is out
             assert isinstance(y, torch.Tensor)
-            return y
+            return y + out
 
         x, ids = torch.ones(4, case.hidden), torch.zeros(4, case.top_k, dtype=torch.int64)
         orders = []
@@ -295,7 +296,7 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
         try:
             for call in (steps, torch.compile(steps, fullgraph=True, backend=backend)):
                 seen.clear()
-                assert torch.equal(call(x, ids), x * case.top_k)
+                assert torch.equal(call(x, ids), x * case.top_k * (1 + 3 + 3))
                 orders.append(list(seen))
         finally:
             type(a2a._phases).dispatch = run  # type: ignore[method-assign]
@@ -303,12 +304,30 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
         return orders
 
 
+def without_tokens(me: Any, case: Case) -> dict[str, int]:
+    """A step forward and backward of a compiled layer. Nothing that has elements follows from it, but other ranks wait for it."""
+    torch._dynamo.reset()
+    with open_all_to_all(me, case) as a2a:
+        router = torch.randn(case.hidden, case.num_experts, requires_grad=True)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            weights, ids = (x @ router).softmax(-1).topk(case.top_k)
+            d = a2a.dispatch(x, ids, weights)
+            y = a2a.combine(torch.tanh(d.x), d)
+            assert isinstance(y, torch.Tensor)
+            return x + y
+
+        torch.compile(layer, fullgraph=True)(torch.empty(0, case.hidden, requires_grad=True)).square().sum().backward()
+        assert router.grad is not None and not router.grad.any()
+        return {"steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
+
+
 def operators(me: Any, case: Case) -> None:
     """torch's own checks of an operator, as far as calls may be repeated, and as two calls of the same need not bring the same links."""
     with open_all_to_all(me, case) as a2a, torch.no_grad():
         x, ids = torch.randn(4, case.hidden).to(a2a.dtype), torch.zeros(4, case.top_k, dtype=torch.int64)
         graph, ops = a2a._graph, torch.ops.pplx_comm
-        arguments = (graph._spec, graph._order, x, ids, None, None, None, False, True)  # a dispatch that closes its step
+        arguments = (graph._spec, x, ids, None, None, None, False, True)  # a dispatch that closes its step
         for utility in ("test_schema", "test_faketensor", "test_autograd_registration"):
             torch.library.opcheck(ops.dispatch.default, arguments, test_utils=utility)
         torch.library.opcheck(ops.combine.default, _combine_arguments(a2a, x, ids), test_utils="test_schema")
@@ -317,7 +336,5 @@ def operators(me: Any, case: Case) -> None:
 
 def _combine_arguments(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
     graph = a2a._graph
-    order, rows, _, weights, link, plan = torch.ops.pplx_comm.dispatch(
-        graph._spec, graph._order, x, ids, None, None, None, False, False
-    )
-    return graph._spec, order, rows, weights, link, plan, x.shape[0], None, True, None
+    rows, _, weights, link, plan = torch.ops.pplx_comm.dispatch(graph._spec, x, ids, None, None, None, False, False)
+    return graph._spec, rows, weights, link, plan, x.shape[0], None, True, None, None

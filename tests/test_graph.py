@@ -50,6 +50,13 @@ def test_compiled_training(crew: Crews, layout: str, backend: str) -> None:
         assert r["steps"] == 6 * 2 * 2 * 2 and r["open"] == 0, r  # two layers, twice, forward and backward
 
 
+@pytest.mark.slow
+def test_a_compiler_keeps_steps_without_tokens(crew: Crews) -> None:
+    case = replace(CASE, seed=seed(), world_size=crew.world_size)
+    for r in crew.run("graph_cases:without_tokens", case, timeout=250):
+        assert r == {"steps": 2, "open": 0}, r
+
+
 @pytest.mark.parametrize("through", ["all", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_autograd_as_in_one_process(crew: Crews, layout: str, through: str) -> None:
