@@ -322,12 +322,18 @@ def without_tokens(me: Any, case: Case) -> dict[str, int]:
         return {"steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
 
 
+def apart(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether no two share memory, as torch sees it."""
+    return len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
+
+
 def operators(me: Any, case: Case) -> None:
     """torch's own checks of an operator, as far as calls may be repeated, and as two calls of the same need not bring the same links."""
     with open_all_to_all(me, case) as a2a, torch.no_grad():
         x, ids = torch.randn(4, case.hidden).to(a2a.dtype), torch.zeros(4, case.top_k, dtype=torch.int64)
         graph, ops = a2a._graph, torch.ops.pplx_comm
         arguments = (graph._spec, x, ids, None, None, None, False, True)  # a dispatch that closes its step
+        assert apart(ops.dispatch(*arguments))
         for utility in ("test_schema", "test_faketensor", "test_autograd_registration"):
             torch.library.opcheck(ops.dispatch.default, arguments, test_utils=utility)
         torch.library.opcheck(ops.combine.default, _combine_arguments(a2a, x, ids), test_utils="test_schema")

@@ -16,7 +16,14 @@ LAYOUTS = ["ragged", "padded", "compact"]
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} ranks")
 def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
     cache = tmp_path_factory.mktemp("inductor")
-    crews = Crews(request.param, {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TORCHINDUCTOR_COMPILE_THREADS": "1"})
+    crews = Crews(
+        request.param,
+        {
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "1",  # what is a warning today
+        },
+    )
     yield crews
     crews.close()
 
