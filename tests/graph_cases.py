@@ -11,6 +11,7 @@ from rank_cases import Case, open_all_to_all
 import pplx_comm as pc
 
 INNER = 24
+PATIENCE = 60.0  # seconds: others wait while a rank compiles for as many tokens as only it has
 
 
 class Layer(torch.nn.Module):
@@ -91,7 +92,7 @@ def _model(me: Any, a2a: pc.AllToAll, case: Case) -> torch.nn.Module:
 def compiled(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
     """Steps of a compiled model beside the same eagerly; the largest relative difference."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a, torch.no_grad():
+    with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a, torch.no_grad():
         model = _model(me, a2a, case)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
@@ -113,7 +114,7 @@ def _gradients(model: torch.nn.Module, run: Any, x: torch.Tensor) -> list[torch.
 def compiled_training(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
     """The same with gradients."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a:
+    with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a:
         model = _model(me, a2a, case)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
@@ -216,7 +217,7 @@ def rules(me: Any, case: Case) -> None:
 def old_tensors(me: Any, case: Case, gpu: bool = False) -> None:
     """Of what was dispatched before a reset() nothing goes on: not its combine, its plan, nor its backward pass. Compiled code does."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case, device=_device(me, gpu)) as a2a:
+    with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a:
         x = torch.ones(case.max_tokens, case.hidden, dtype=a2a.dtype, device=a2a.device)
         ids = (torch.arange(case.max_tokens * case.top_k, device=a2a.device) % case.num_experts).view(-1, case.top_k)
 
@@ -270,7 +271,7 @@ def quantised(me: Any, case: Case) -> list[str]:
 def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
     """Steps that nothing orders but the program, and one whose result nobody reads: what the core saw, compiled and eagerly."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case) as a2a, torch.no_grad():
+    with open_all_to_all(me, case, timeout=PATIENCE) as a2a, torch.no_grad():
         seen: list[int] = []
         run = type(a2a._phases).dispatch
 
@@ -307,7 +308,7 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
 def without_tokens(me: Any, case: Case) -> dict[str, int]:
     """A step forward and backward of a compiled layer. Nothing that has elements follows from it, but other ranks wait for it."""
     torch._dynamo.reset()
-    with open_all_to_all(me, case) as a2a:
+    with open_all_to_all(me, case, timeout=PATIENCE) as a2a:
         router = torch.randn(case.hidden, case.num_experts, requires_grad=True)
 
         def layer(x: torch.Tensor) -> torch.Tensor:
