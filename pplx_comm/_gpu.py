@@ -135,6 +135,8 @@ class Gpu:
         self._config = config
         layout = built().buffer_layout(config)
         self._buffer_bytes: int = layout["bytes"]
+        self._weights = "topk_weights" if "topk_weights" in layout else "weights"
+        self._link_bytes = layout[self._weights]
         self.plan_layout: dict[str, int] = built().plan_layout(config)
         self._plan_bytes = self.plan_layout["bytes"]
         self._index = device.index
@@ -212,9 +214,10 @@ class Gpu:
         x_scale: torch.Tensor | None,
         plan: Plan | None,
         *,
+        apart: bool = False,
         zeroed: bool = False,
     ) -> Dispatched:
-        """zeroed: rows of d.x and d.weights that no token fills are zero."""
+        """apart: the rows have memory of their own. zeroed, with it: those of d.x and d.weights that no token fills are zero."""
         if plan is None:
             x, ids, weights, looks = self._inputs(x, topk_ids, topk_weights, x_scale)
             tokens, stride, wide = looks
@@ -230,15 +233,32 @@ class Gpu:
             assert isinstance(known, DevicePlan)
             device_plan, weights = known, known.topk_weights
             x, stride = self._rows_of(x)
-        make = torch.zeros if zeroed else torch.empty
-        buffer = make(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        rows = self._rows_apart(zeroed) if apart else None
+        buffer = torch.empty(self._buffer_bytes if rows is None else self._link_bytes, dtype=torch.uint8, device=self._device)
         size = self._scale_size
         scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
         step = self._core.dispatch(
             _raw_stream(self._index), halves, tokens, x.data_ptr(), stride, ids_at, wide,
             0 if weights is None else weights.data_ptr(), *scales, device_plan._buffer.data_ptr(), buffer.data_ptr(),
+            *((0, 0, 0) if rows is None else self._addresses(rows)),
         )  # fmt: skip
-        return DeviceDispatched(self._owner, self, device_plan, step, buffer, self._core if halves & RECV else None)
+        d = DeviceDispatched(self._owner, self, device_plan, step, buffer, self._core if halves & RECV else None)
+        if rows is not None:
+            d.__dict__.update(rows)
+        return d
+
+    def _rows_apart(self, zeroed: bool) -> dict[str, torch.Tensor]:
+        rows = {}
+        for name in ("x", "scale", self._weights):
+            if name in self.parts:
+                _, dtype, shape, strides = self.parts[name]
+                rows[name] = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+                if zeroed:
+                    rows[name].zero_()
+        return rows
+
+    def _addresses(self, rows: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+        return rows["x"].data_ptr(), rows["scale"].data_ptr() if "scale" in rows else 0, rows[self._weights].data_ptr()
 
     def _inputs(
         self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
@@ -277,8 +297,9 @@ class Gpu:
         self._check_generation("dispatch_recv", d)
         plan = d.plan
         self._core.dispatch(
-            _raw_stream(self._index), RECV, plan._tokens, 0, 0, 0, False, 0, 0, 0, 0, plan._buffer.data_ptr(), d._buffer.data_ptr()
-        )
+            _raw_stream(self._index), RECV, plan._tokens, 0, 0, 0, False, 0, 0, 0, 0, plan._buffer.data_ptr(), d._buffer.data_ptr(),
+            0, 0, 0,
+        )  # fmt: skip
         d._received = self._core
 
     # ---- combine -----------------------------------------------------------------------------------------------------
@@ -366,24 +387,15 @@ class Gpu:
     # ---- as tensors, for _ops.py -----------------------------------------------------------------------------------------
 
     def links(self) -> Links:
-        rows = self.parts["topk_weights" if "topk_weights" in self.parts else "weights"].shape
-        words, plan = self._buffer_bytes // 4, (torch.uint8, self._plan_bytes)
+        rows = self.parts[self._weights].shape
+        words, plan = self._link_bytes // 4, (torch.uint8, self._plan_bytes)
         return Links(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
 
     def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
-        """x, scale, weights and link: one memory, but what autograd counts as changed in one is not in the others."""
+        """x, scale, weights and link: each its own memory, if `d` was dispatched apart."""
         assert isinstance(d, DeviceDispatched)
-        storage = d._buffer.untyped_storage()
-
-        def tensor(name: str) -> torch.Tensor:
-            if name not in self.parts:
-                return torch.empty(0, device=self._device)
-            part = self.parts[name]
-            empty = torch.empty(0, dtype=part.dtype, device=self._device)
-            return empty.set_(storage, part.at // part.dtype.itemsize, part.shape, part.strides)
-
-        weights = "topk_weights" if "topk_weights" in self.parts else "weights"
-        return tensor("x"), tensor("scale"), tensor(weights), d._buffer.view(torch.float32)
+        scale = torch.empty(0, device=self._device) if d.scale is None else d.scale
+        return d.x, scale, getattr(d, self._weights), d._buffer[: self._link_bytes].view(torch.float32)
 
     def plan_link(self, plan: Plan) -> torch.Tensor:
         assert isinstance(plan, DevicePlan)
