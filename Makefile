@@ -110,8 +110,10 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 
 comma := ,
 
-# pytest comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
-check: lint sim cpp-asan cpp-tsan mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+# Two of the middle ones at a time: each has minutes in which it keeps one core busy. pytest measures times and has the machine for
+# itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
+check: lint sim  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+	$(MAKE) -j2 --no-print-directory --output-sync=target mutants cpp-asan cpp-tsan
 	$(PY) -m pytest tests -m ''
 
 wheel: $(deps)  ## a wheel in dist/

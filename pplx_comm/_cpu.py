@@ -41,9 +41,10 @@ class Cpu:
         x_scale: torch.Tensor | None,
         plan: Plan | None,
         *,
+        apart: bool = False,
         zeroed: bool = False,
     ) -> Dispatched:
-        """zeroed: rows of d.x and d.weights that no token fills are zero."""
+        """apart: for linked(), which sees to it here. zeroed: rows of d.x and d.weights that no token fills are zero."""
         owner = self._owner
         checks, core = owner._checks, owner._core
         tokens = checks.tokens(x, x_scale)
@@ -136,7 +137,7 @@ class Cpu:
         return Links(outputs.x_shape, outputs.parts, rows, outputs.small_bytes // 4, (torch.int64, 1), outputs.scale_like())
 
     def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
-        """x, scale, weights and link."""
+        """x, scale, weights and link, each its own memory."""
         weights = d.topk_weights if d.weights is None else d.weights
         assert weights is not None
         scale = torch.empty(0) if d.scale is None else d.scale

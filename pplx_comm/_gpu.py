@@ -50,7 +50,8 @@ def device_index(device: torch.device) -> int:
 
 def allocate(config: _core.Config, device: int, what: str) -> _cuda.SharedMemory:
     memory = cuda_module().SharedMemory(device, config.shared_bytes, what)
-    built().leave_blank(config, memory)
+    with torch.cuda.device(device):  # which need not be the current one; only it can write there
+        built().leave_blank(config, memory)
     return memory
 
 
@@ -74,10 +75,6 @@ def close_all(fds: list[int]) -> None:
 def _raw_stream(device: int) -> int:
     """torch.cuda.current_stream() makes an object, ten times as slow."""
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def _looks(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    return (None,) if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class DevicePlan(Plan):
@@ -111,18 +108,18 @@ class DeviceDispatched(Dispatched):
     """Its tensors are views of one buffer, made when they are asked for."""
 
     plan: DevicePlan
+    _inputs: tuple[Any, ...] = ()
+    _used = False
 
     def __init__(self, owner: AllToAll, gpu: Gpu, plan: DevicePlan, step: int, buffer: torch.Tensor, received: Any) -> None:
-        self.__dict__.update(gpu.absent)  # what this layout and wire do not have
         self._owner, self._gpu, self.plan, self.step = owner, gpu, plan, step
         self._buffer, self._received = buffer, received
-        self._inputs, self._used = (), False
 
     def __getattr__(self, name: str) -> Any:
         gpu = self.__dict__.get("_gpu")
-        if gpu is None or name not in gpu.parts:
+        if gpu is None or (name not in gpu.parts and name not in gpu.absent):
             raise AttributeError(name)
-        view = gpu.parts[name].of(self._buffer)
+        view = None if name in gpu.absent else gpu.parts[name].of(self._buffer)
         self.__dict__[name] = view
         return view
 
@@ -138,6 +135,8 @@ class Gpu:
         self._config = config
         layout = built().buffer_layout(config)
         self._buffer_bytes: int = layout["bytes"]
+        self._weights = "topk_weights" if "topk_weights" in layout else "weights"
+        self._link_bytes = layout[self._weights]
         self.plan_layout: dict[str, int] = built().plan_layout(config)
         self._plan_bytes = self.plan_layout["bytes"]
         self._index = device.index
@@ -148,7 +147,7 @@ class Gpu:
         self._rows: int = layout["rows"]
         self.parts = self._parts(layout)
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
-        self.absent = {name: None for name in optional if name not in self.parts}
+        self.absent = {name for name in optional if name not in self.parts}  # what this layout and wire do not have
 
     def close(self) -> None:
         del self._core
@@ -215,9 +214,10 @@ class Gpu:
         x_scale: torch.Tensor | None,
         plan: Plan | None,
         *,
+        apart: bool = False,
         zeroed: bool = False,
     ) -> Dispatched:
-        """zeroed: rows of d.x and d.weights that no token fills are zero."""
+        """apart: the rows have memory of their own. zeroed, with it: those of d.x and d.weights that no token fills are zero."""
         if plan is None:
             x, ids, weights, looks = self._inputs(x, topk_ids, topk_weights, x_scale)
             tokens, stride, wide = looks
@@ -233,34 +233,57 @@ class Gpu:
             assert isinstance(known, DevicePlan)
             device_plan, weights = known, known.topk_weights
             x, stride = self._rows_of(x)
-        make = torch.zeros if zeroed else torch.empty
-        buffer = make(self._buffer_bytes, dtype=torch.uint8, device=self._device)
+        rows = self._rows_apart(zeroed) if apart else None
+        buffer = torch.empty(self._buffer_bytes if rows is None else self._link_bytes, dtype=torch.uint8, device=self._device)
         size = self._scale_size
         scales = (0, 0, 0) if x_scale is None else (x_scale.data_ptr(), size * x_scale.stride(0), size * x_scale.stride(1))
         step = self._core.dispatch(
             _raw_stream(self._index), halves, tokens, x.data_ptr(), stride, ids_at, wide,
             0 if weights is None else weights.data_ptr(), *scales, device_plan._buffer.data_ptr(), buffer.data_ptr(),
+            *((0, 0, 0) if rows is None else self._addresses(rows)),
         )  # fmt: skip
-        return DeviceDispatched(self._owner, self, device_plan, step, buffer, self._core if halves & RECV else None)
+        d = DeviceDispatched(self._owner, self, device_plan, step, buffer, self._core if halves & RECV else None)
+        if rows is not None:
+            d.__dict__.update(rows)
+        return d
+
+    def _rows_apart(self, zeroed: bool) -> dict[str, torch.Tensor]:
+        rows = {}
+        for name in ("x", "scale", self._weights):
+            if name in self.parts:
+                _, dtype, shape, strides = self.parts[name]
+                rows[name] = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+                if zeroed:
+                    rows[name].zero_()
+        return rows
+
+    def _addresses(self, rows: dict[str, torch.Tensor]) -> tuple[int, int, int]:
+        return rows["x"].data_ptr(), rows["scale"].data_ptr() if "scale" in rows else 0, rows[self._weights].data_ptr()
 
     def _inputs(
         self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, int, bool]]:
         """What kernels take; tokens, stride of x, and whether ids are wide. Who looks like earlier inputs is not checked again."""
+        ids, weights = topk_ids, topk_weights
         try:
-            key: Any = x.shape, x.stride(), x.dtype, x.device, *_looks(topk_ids), *_looks(topk_weights)
+            # Strides take longer to get and to hash.
+            key: Any = (
+                x.shape, x.is_contiguous(), x.dtype, x.device,
+                ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
+            )  # fmt: skip
+            if weights is not None:
+                key = *key, weights.shape, weights.is_contiguous(), weights.dtype, weights.device
         except AttributeError:
             key = None  # what is no tensor, the checks will name
         looks = self._known.get(key) if x_scale is None else None
         if looks is not None and x.data_ptr() % _ROW_ALIGN == 0:
-            assert topk_ids is not None
-            return x, topk_ids, topk_weights, looks
+            return x, ids, weights, looks  # type: ignore[return-value]
         checks = self._owner._checks
         tokens = checks.tokens(x, x_scale)
         ids, weights = checks.ids(topk_ids, tokens), checks.weights("topk_weights", topk_weights, tokens)
         rows, stride = self._rows_of(x)
         looks = tokens, stride, ids.dtype == torch.int64
-        if x_scale is None and rows is x and ids is topk_ids and weights is topk_weights:
+        if x_scale is None and rows is x and x.is_contiguous() and ids is topk_ids and weights is topk_weights:
             self._remember(key, looks)
         return rows, ids, weights, looks
 
@@ -274,8 +297,9 @@ class Gpu:
         self._check_generation("dispatch_recv", d)
         plan = d.plan
         self._core.dispatch(
-            _raw_stream(self._index), RECV, plan._tokens, 0, 0, 0, False, 0, 0, 0, 0, plan._buffer.data_ptr(), d._buffer.data_ptr()
-        )
+            _raw_stream(self._index), RECV, plan._tokens, 0, 0, 0, False, 0, 0, 0, 0, plan._buffer.data_ptr(), d._buffer.data_ptr(),
+            0, 0, 0,
+        )  # fmt: skip
         d._received = self._core
 
     # ---- combine -----------------------------------------------------------------------------------------------------
@@ -292,21 +316,27 @@ class Gpu:
         accumulate: bool,
     ) -> Combining:
         owner, checks = self._owner, self._owner._checks
-        checks.received(d)
+        if d._received is None or d._used:
+            checks.received(d)
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine", d)
         plan = d.plan
         tokens = plan._tokens
-        key = _looks(expert_out) if isinstance(expert_out, torch.Tensor) else None
-        stride = self._known.get(key)
-        if stride is not None and expert_out.data_ptr() % _ROW_ALIGN == 0:
-            rows, count = expert_out, self._rows if self._padded else expert_out.shape[0]
+        try:
+            key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
+            at = expert_out.data_ptr()
+        except AttributeError:
+            key, at = None, 1
+        looks = self._known.get(key)
+        if looks is not None and at % _ROW_ALIGN == 0:
+            rows, (stride, count) = expert_out, looks
         else:
             checks.expert_rows(expert_out)
             rows, stride = self._rows_of(expert_out.reshape(-1, owner.hidden) if self._padded else expert_out)
             count = rows.shape[0]
-            if rows.data_ptr() == expert_out.data_ptr():
-                self._remember(key, stride)
+            if rows.data_ptr() == at and expert_out.is_contiguous():
+                self._remember(key, (stride, count))
+            at = rows.data_ptr()
         if weights is not None:
             weights = checks.combine_weights(weights, weighted, tokens)
         tail_out = None
@@ -325,7 +355,7 @@ class Gpu:
         c._y, c._y_stride, c._uses_weights = y, y_stride, weights is not None
         d._used = True
         self._core.combine(
-            _raw_stream(self._index), halves, tokens, rows.data_ptr(), stride, count, weighted, weights is not None,
+            _raw_stream(self._index), halves, tokens, at, stride, count, weighted, weights is not None,
             0 if weights is None else weights.data_ptr(),
             *((False, 0, 0) if tail is None else (True, tail.data_ptr(), self._tail_rows(tail))),
             y.data_ptr(), y_stride, accumulate, c._tail_address, plan._buffer.data_ptr(), d._buffer.data_ptr(),
@@ -357,24 +387,15 @@ class Gpu:
     # ---- as tensors, for _ops.py -----------------------------------------------------------------------------------------
 
     def links(self) -> Links:
-        rows = self.parts["topk_weights" if "topk_weights" in self.parts else "weights"].shape
-        words, plan = self._buffer_bytes // 4, (torch.uint8, self._plan_bytes)
+        rows = self.parts[self._weights].shape
+        words, plan = self._link_bytes // 4, (torch.uint8, self._plan_bytes)
         return Links(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
 
     def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
-        """x, scale, weights and link: one memory, but what autograd counts as changed in one is not in the others."""
+        """x, scale, weights and link: each its own memory, if `d` was dispatched apart."""
         assert isinstance(d, DeviceDispatched)
-        storage = d._buffer.untyped_storage()
-
-        def tensor(name: str) -> torch.Tensor:
-            if name not in self.parts:
-                return torch.empty(0, device=self._device)
-            part = self.parts[name]
-            empty = torch.empty(0, dtype=part.dtype, device=self._device)
-            return empty.set_(storage, part.at // part.dtype.itemsize, part.shape, part.strides)
-
-        weights = "topk_weights" if "topk_weights" in self.parts else "weights"
-        return tensor("x"), tensor("scale"), tensor(weights), d._buffer.view(torch.float32)
+        scale = torch.empty(0, device=self._device) if d.scale is None else d.scale
+        return d.x, scale, getattr(d, self._weights), d._buffer[: self._link_bytes].view(torch.float32)
 
     def plan_link(self, plan: Plan) -> torch.Tensor:
         assert isinstance(plan, DevicePlan)

@@ -197,7 +197,8 @@ class Graph:
         phases = self._owner._phases
         self._owner._checks.received(d)
         _, _, weights, link = phases.linked(d)
-        return GraphDispatched(self._owner, self._linked_plan(d.plan), link, weights)
+        # The caller's d.weights may change in place; what the backward pass takes may not.
+        return GraphDispatched(self._owner, self._linked_plan(d.plan), link, weights.clone())
 
     @torch.compiler.disable
     def _linked_plan(self, plan: Plan) -> GraphPlan:

@@ -6,9 +6,11 @@ link   what a dispatch leaves for its combine, in memory that is the handle's; f
        backward closes. A link is combined once, so nothing is ever added to it.
 plan   the routing, for further dispatches
 
-Nothing in these tensors says that steps have an order, nor that other ranks need one whose result nobody here reads. Without tokens
-nobody does: a compiler knows what is in a tensor without elements. So the operators have effects, in order, forward and backward.
-torch allows that to operators that write to nothing they are given: what combine adds to is `onto`, and it returns another.
+Each has memory of its own, as torch wants it of what an operator returns.
+
+Nothing in them says that steps have an order, nor that other ranks need one whose result nobody here reads. Without tokens nobody
+does: a compiler knows what is in a tensor without elements. So the operators have effects, in order, forward and backward. torch
+allows that to operators that write to nothing they are given: what combine adds to is `onto`, and it returns another.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ def _dispatch(
     a2a = _owner(spec)
     a2a._check_usable("dispatch", notices=True)
     known = None if plan is None else a2a._phases.of_plan_link(plan, x.shape[0])
-    d = a2a._phases.dispatch(BOTH, x, topk_ids, topk_weights, x_scale, known, zeroed=zeroed)
+    d = a2a._phases.dispatch(BOTH, x, topk_ids, topk_weights, x_scale, known, apart=True, zeroed=zeroed)
     outputs = a2a._phases.linked(d)
     if closed:
         a2a._release(d)

@@ -34,6 +34,17 @@ log = logging.getLogger("pplx_comm")
 
 _CLOSE_TIMEOUT = 1.0  # seconds for what is still in the network
 
+_process = os.getpid()
+"""Kept, since asking takes longer than all other checks of a call together."""
+
+
+def _forked() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_forked)
+
 
 class AllToAll:
     """Dispatch and combine over the ranks of a Communicator. Making one is collective; one serves all layers of a shape.
@@ -91,7 +102,7 @@ class AllToAll:
         self._failed: BaseException | None = None
         self._lock = threading.Lock()
         self._failure_lock = threading.Lock()
-        self._pid = os.getpid()
+        self._pid = _process
         self._comm = comm
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
@@ -275,11 +286,14 @@ class AllToAll:
     def _check_usable(self, call: str, notices: bool = False) -> None:
         if self._closed:
             raise Error(f"{call}: this AllToAll is closed")
-        if os.getpid() != self._pid:
+        if _process != self._pid:
             raise Error(f"{call}: this AllToAll belongs to process {self._pid}, of which this one was forked; make another here")
         if notices:
-            with self._checking:
+            try:
                 self._core.raise_trouble()
+            except BaseException:
+                with self._checking:
+                    raise
 
     # ---- failure -----------------------------------------------------------------------------------------------------
 
@@ -364,7 +378,7 @@ class AllToAll:
 
     def close(self) -> None:
         """Gives back everything. Idempotent; talks to nobody, and returns within 2 s also when peers are dead."""
-        if self._closed or os.getpid() != self._pid:
+        if self._closed or _process != self._pid:
             return
         self._closed = True
         self._forget_failures()

@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import random
 import sys
 import time
 from typing import Any
@@ -254,13 +255,31 @@ def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
                 raise AssertionError(f"step {step}: combine differs, {case}")
 
 
-def soak(me: Any, case: Case, steps: int) -> int:
+def soak_for(me: Any, case: Case, seconds: float) -> dict[str, int]:
+    """Soaks of cases that are drawn, for so long: steps, bytes that this rank's proxy wrote, and how many elements were wrong."""
+    done = {"steps": 0, "bytes": 0, "wrong": 0}
+    r = random.Random(case.seed)
+    until, more = time.monotonic() + seconds, True
+    while more:
+        drawn = replace(
+            case, seed=r.randrange(2**30), num_experts=r.choice([4, 16, 61]), top_k=r.choice([1, 2, 4]),
+            hidden=r.choice([128, 512, 2048, 7168]), max_tokens=r.choice([1, 7, 32, 128]), wire=r.choice(["native", "fp8"]),
+        )  # fmt: skip
+        done["wrong"] += soak(me, drawn, 500, done)
+        done["steps"] += 500
+        # The first rank's clock decides for all.
+        more = bool(me.comm._exchange({"more": time.monotonic() < until}, "soak", 60.0)[0]["more"])
+    return done
+
+
+def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None) -> int:
     """Steps without a look at the host: a checker on the device counts what is wrong. Every element of a token says whose it is."""
     device = gpu_of(me)
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
     dtype = rank_cases.DTYPES[case.dtype]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+        before = a2a.stats().get("proxy", {}).get("bytes", 0)
         for step in range(steps):
             tokens = (step * 7 + me.rank * 3) % (case.max_tokens + 1)
             ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g, device=device)
@@ -284,6 +303,8 @@ def soak(me: Any, case: Case, steps: int) -> int:
             wrong += (y != (mine * (ids >= 0).sum(1))[:, None].to(dtype)).sum()
         torch.cuda.synchronize()
         a2a.check()
+        if done is not None:
+            done["bytes"] += a2a.stats()["proxy"]["bytes"] - before  # the proxy lives as long as its Communicator
     return int(wrong)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from graph_cases import apart
 from rank_cases import raised
 
 import pplx_comm as pc
@@ -17,7 +18,7 @@ class Recorded(NoLaunches):
     """Keeps the arguments of the last launches."""
 
     def dispatch(self, *arguments: Any) -> int:
-        names = "stream halves tokens x stride ids wide weights scales scale_row scale plan buffer"
+        names = "stream halves tokens x stride ids wide weights scales scale_row scale plan buffer rows_x rows_scales rows_weights"
         self.dispatched = dict(zip(names.split(), arguments, strict=True))
         return 1
 
@@ -50,6 +51,7 @@ def launches(me: Any, layout: str) -> None:
             assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
             assert (done["has_tail"], done["tail"], done["tail_out"]) == (False, 0, 0)
         _tailed(a2a, core, a2a.dispatch(x, ids, weights), rows)
+        _as_operators(a2a, core, x, ids, weights)
         _with_gradients(a2a, core, x, ids, weights)
         if layout == "ragged":
             _others(a2a, core, x, ids, weights)
@@ -57,6 +59,13 @@ def launches(me: Any, layout: str) -> None:
         # Bad input after good: as before anything was known.
         assert checks is a2a._checks
     a2a.close()
+    for scale_layout in ("row", "tma"):
+        quantised = pc.AllToAll(
+            me.comm, num_experts=4, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, layout=kind, wire="fp8",
+            scale_layout=scale_layout,
+        )  # fmt: skip
+        with quantised, without_launches(quantised, core), torch.no_grad():
+            _as_operators(quantised, core, x, ids, weights)
 
 
 def _tailed(a2a: pc.AllToAll, core: Recorded, d: pc.Dispatched, rows: torch.Tensor) -> None:
@@ -68,6 +77,25 @@ def _tailed(a2a: pc.AllToAll, core: Recorded, d: pc.Dispatched, rows: torch.Tens
     assert (done["weighted"], done["has_tail"], done["tail"]) == (False, True, tail.data_ptr())
     assert (done["tail_rows"], done["y"], done["tail_out"]) == (rows.numel() // HIDDEN, y.data_ptr(), back.data_ptr())
     assert back.shape == (TOKENS, TOP_K)
+
+
+def _as_operators(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Their outputs share no memory: a launch is told where each is."""
+    ops, spec = torch.ops.pplx_comm, a2a._graph._spec
+    outputs = ops.dispatch(spec, x, ids, weights, None, None, True, False)
+    rows, scale, row_weights, link, plan = outputs
+    seen = core.dispatched
+    assert apart(outputs) and (scale.numel() > 0) == a2a.wire.quantised
+    assert [seen[name] for name in ("rows_x", "rows_scales", "rows_weights", "buffer", "plan")] == [
+        t.data_ptr() for t in (rows, scale, row_weights, link, plan)
+    ]
+    assert not rows.view(torch.uint8).any() and not row_weights.any()
+    d = a2a._phases.dispatch(3, x, ids, weights, None, None)
+    assert (core.dispatched["rows_x"], core.dispatched["rows_weights"]) == (0, 0)
+    assert a2a._phases.linked(d)[3].shape == link.shape  # that of a dispatch which was no operator
+    expert_out = torch.zeros(rows.shape, dtype=torch.bfloat16)
+    ops.combine(spec, expert_out, row_weights, link, plan, len(x), None, True, None, None)
+    assert core.combined["buffer"] == seen["buffer"]
 
 
 def _with_gradients(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:

@@ -160,7 +160,7 @@ def test_a_rank_that_leaves(transport: str, what: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
     with Crew(3) as crew:
-        crew.run("failure_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 12)
+        crew.run("failure_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 12, timeout=200)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

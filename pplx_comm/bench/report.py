@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -131,7 +132,8 @@ def _what_time_is(options: Options, world: World) -> str:
 
 def _machine_line() -> str:
     m = machine()
-    return f"{m['cpu']}, {m['cores_allowed']} cores"
+    bound = f" of {os.cpu_count()}: this rank is bound (Open MPI: --bind-to none)"
+    return f"{m['cpu']}, {m['cores_allowed']} cores{bound if m['cores_allowed'] < 3 <= (os.cpu_count() or 1) else ''}"
 
 
 def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:

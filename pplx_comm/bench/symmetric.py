@@ -1,4 +1,4 @@
-"""torch's symmetric memory as a peer: counts stay where the NICs or links want them. bfloat16 both ways; the sum is the user's."""
+"""torch's symmetric memory as a peer: counts go from device to device. bfloat16 both ways; the sum is the user's."""
 
 from __future__ import annotations
 

@@ -86,10 +86,10 @@ BufferLayout buffer_layout(const Config& c) {
   b.choices = take(4 * received);
   b.place = take(4 * received * (compact ? 1 : c.top_k));
   if (!compact) b.weight = take(4 * received * c.top_k);
-  if (!compact) b.weights = take(4 * b.rows);
   b.src_rank = take(4 * b.rows);
   b.src_token = take(4 * b.rows);
   if (compact) b.topk_ids = take(4 * b.rows * c.top_k);
+  if (!compact) b.weights = take(4 * b.rows);
   if (compact) b.topk_weights = take(4 * b.rows * c.top_k);
   if (scales > 0) {
     const std::uint64_t group = padded ? c.max_per_expert : b.rows, each = scale_bytes_each(c.wire);
@@ -282,7 +282,8 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 
 }  // namespace
 
-std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer) {
+std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer,
+                                 const Rows& rows) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   if ((halves & kSend) != 0 && open_.size() == c.in_flight)
@@ -319,6 +320,11 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
   point(a.out.topk_ids, buffer, b.topk_ids);
   point(a.out.topk_weights, buffer, b.topk_weights);
   point(a.out.num_rows, buffer, b.num_rows);
+  if (rows.x != nullptr) {
+    a.out.x = rows.x;
+    a.out.scales = rows.scales;
+    (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = rows.weights;
+  }
   // A step that gives no thread block a second unit is done sooner by fewer of them.
   const std::uint32_t blocks = a.own + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
   // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.

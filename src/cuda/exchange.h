@@ -14,7 +14,8 @@
 
 namespace pplx::cuda {
 
-// Where everything lies in the one buffer that a dispatch returns. `none` where the layout or the wire has no such part.
+// Where everything lies in the one buffer that a dispatch returns: what its combine reads, and all that is small; then the Rows.
+// `none` where the layout or the wire has no such part.
 struct BufferLayout {
   static constexpr std::uint64_t none = ~0ull;
 
@@ -51,6 +52,12 @@ class Exchange {
     const void* ids = nullptr;            // null: the plan is given
     bool wide_ids = false;
   };
+  // Received rows that lie in memory of their own. Their buffer may then end where they would begin in it.
+  struct Rows {
+    char* x = nullptr;                    // null: all lie in the buffer
+    char* scales = nullptr;
+    float* weights = nullptr;             // Compact: of all choices
+  };
   struct Outputs {
     const char* expert_out = nullptr;
     std::uint64_t stride = 0, rows = 0;
@@ -78,7 +85,7 @@ class Exchange {
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
   // `halves`: the send half, the receive half, or both in one launch. Returns the step's number as the host counts.
-  std::uint32_t dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer);
+  std::uint32_t dispatch(cudaStream_t stream, unsigned halves, const Tokens& tokens, char* plan, char* buffer, const Rows& rows);
   void combine(cudaStream_t stream, unsigned halves, const Outputs& outputs, const Result& result, char* plan, char* buffer);
   void push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes);   // the floor; nothing else may follow
 

@@ -112,7 +112,7 @@ void bind_exchange(py::module_& m) {
           "dispatch",
           [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids,
              bool wide_ids, Address weights, Address scales, std::uint64_t scale_row_stride, std::uint64_t scale_stride,
-             Address plan, Address buffer) {
+             Address plan, Address buffer, Address rows_x, Address rows_scales, Address rows_weights) {
             Exchange::Tokens t;
             t.count = tokens;
             t.x = pointer<const char>(x);
@@ -123,7 +123,8 @@ void bind_exchange(py::module_& m) {
             t.scales = pointer<const char>(scales);
             t.scale.row = scale_row_stride;
             t.scale.scale = scale_stride;
-            return e.dispatch(pointer<CUstream_st>(stream), halves, t, pointer<char>(plan), pointer<char>(buffer));
+            return e.dispatch(pointer<CUstream_st>(stream), halves, t, pointer<char>(plan), pointer<char>(buffer),
+                              {pointer<char>(rows_x), pointer<char>(rows_scales), pointer<float>(rows_weights)});
           },
           "halves: 1 sends, 2 receives, 3 is both in one launch.")
       .def("combine",

@@ -78,6 +78,15 @@ def test_soak(crew: Crews, transport: str) -> None:
     assert crew.run("gpu_cases:soak", replace(case, max_tokens=1, hidden=7168), 1000, timeout=200) == [0] * RANKS
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_six_minutes(crew: Crews) -> None:
+    """python -m pytest tests/gpu/test_across_nodes.py -m slow -s: random sizes and routing; says how many steps and bytes."""
+    results = crew.run("gpu_cases:soak_for", small(CARRIERS[-1]), 360.0, timeout=550)
+    print(f"{CARRIERS[-1]}: {results[0]['steps']} steps of {RANKS} ranks, {sum(r['bytes'] for r in results)} bytes by proxy")
+    assert [r["wrong"] for r in results] == [0] * RANKS
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_soak_in_a_chaos(unruly: Crews, transport: str) -> None:
     assert unruly.run("gpu_cases:soak", small(transport, wire="fp8"), 300, timeout=200) == [0] * RANKS
