@@ -50,6 +50,11 @@ def gpu_of(me: Any) -> torch.device:
     return device
 
 
+def group_of(me: Any, case: Case) -> int:
+    """What replicas, who pass the same tokens, have in common; without them the rank."""
+    return int(me.rank // case.replicas)
+
+
 def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
     """With the same strides: what lies between rows must not travel."""
     if tensor is None:
@@ -218,7 +223,8 @@ def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
     """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for."""
     device = gpu_of(me)
     dtype = rank_cases.DTYPES[case.dtype]
-    g = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
+    g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
+    of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
         rank_cases.open_all_to_all(me, case, device="cpu", timeout=60.0) as cpu,
         rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0) as gpu,
@@ -245,8 +251,8 @@ def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
                 if not same_bits(want[used], have.cpu()[used]):
                     raise AssertionError(f"step {step}: {name} differs, {case}")
             out = torch.full((c.x.shape[0], case.hidden), float("nan"), dtype=dtype)
-            out[used] = torch.randn(len(used), case.hidden, generator=g).to(dtype)
-            tail = rank_cases._bits((c.x.shape[0],), g)
+            out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
+            tail = rank_cases._bits((c.x.shape[0],), of_experts)
             want, came = cpu.combine(out, c, tail=tail)
             have, came_too = gpu.combine(out.to(device), d, tail=tail.to(device))
             torch.cuda.synchronize()
@@ -274,20 +280,20 @@ def soak_for(me: Any, case: Case, seconds: float) -> dict[str, int]:
 
 def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None) -> int:
     """Steps without a look at the host: a checker on the device counts what is wrong. Every element of a token says whose it is."""
-    device = gpu_of(me)
-    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
+    device, group = gpu_of(me), group_of(me, case)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group)
     dtype = rank_cases.DTYPES[case.dtype]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
         before = a2a.stats().get("proxy", {}).get("bytes", 0)
         for step in range(steps):
-            tokens = (step * 7 + me.rank * 3) % (case.max_tokens + 1)
+            tokens = (step * 7 + group * 3) % (case.max_tokens + 1)
             ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g, device=device)
             # Small integers are exact in every dtype, and so are their sums.
-            mine = torch.arange(tokens, device=device) % 8 + me.rank + step % 5
+            mine = torch.arange(tokens, device=device) % 8 + group + step % 5
             x = mine[:, None].expand(tokens, case.hidden).to(dtype)
             d = a2a.dispatch(x, ids)
-            value = (d.src_token % 8 + d.src_rank + step % 5).to(dtype)
+            value = (d.src_token % 8 + d.src_rank // case.replicas + step % 5).to(dtype)
             row = torch.arange(d.x.shape[0], device=device)
             # searchsorted may run into an empty segment's start, which is the end of the one before.
             assert d.offsets is not None
@@ -312,7 +318,7 @@ def replay(me: Any, case: Case, replays: int) -> int:
     """A captured pair, replayed with changing inputs, against the same steps taken eagerly. Returns how many replays differed."""
     device = gpu_of(me)
     dtype = rank_cases.DTYPES[case.dtype]
-    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
     n = case.max_tokens
     x = torch.zeros(n, case.hidden, dtype=dtype, device=device)
     ids = torch.zeros(n, case.top_k, dtype=torch.int64, device=device)
@@ -486,7 +492,7 @@ def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
-    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + me.rank)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
 
         def step() -> None:
