@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import chaos_cases
