@@ -61,9 +61,7 @@ def test_as_without_replicas(crew: Crews, transport: str, replicas: int) -> None
 @pytest.mark.parametrize("wire", WIRES)
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, replicas: int) -> None:
     """More strips than the GPU has warps: each of them claims several."""
-    case = small(
-        "mapped", replicas=replicas, num_experts=64, top_k=8, hidden=7168, max_tokens=300, wire=wire, align=128, threads=4
-    )
+    case = small("mapped", replicas=replicas, num_experts=64, top_k=8, hidden=7168, max_tokens=300, wire=wire, align=128, threads=4)
     crew.run("gpu_cases:both_devices", case, 2, timeout=200)
 
 
