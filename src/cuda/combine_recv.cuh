@@ -71,7 +71,8 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   return true;
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kShared: replicas get it, too. False: its rows will not come.
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kShared: replicas get it, too. False: its rows will not
+// come.
 template <typename T, bool kTail, bool kShared>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;

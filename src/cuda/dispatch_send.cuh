@@ -207,7 +207,8 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
 }
 
 // A word each, like counts: what replicas must have in common. Also to itself, for the thread block that compares.
-static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
+static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer,
+                                                 SendShared& s) {
   const Common& k = a.common;
   const bool own = peer == k.c.rank;
   std::uint64_t digest = 0;
@@ -228,10 +229,10 @@ static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std
     if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
   }
   if (threadIdx.x >= kReplicaWords) return;
-  auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank)) + replica_words_at(k.c);
+  auto* words = reinterpret_cast<std::uint64_t*>(k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank));
   const std::uint32_t part = threadIdx.x == 0 ? a.tokens : static_cast<std::uint32_t>(digest >> 21 * (threadIdx.x - 1)) & 0x1fffffu;
   linger(k, count_word(k.generation, step, part));
-  store_relaxed(words + threadIdx.x, count_word(k.generation, step, part));
+  store_relaxed(words + replica_words_at(k.c) + threadIdx.x, count_word(k.generation, step, part));
 }
 
 // A word each: counts say themselves which step they are of.

@@ -2,8 +2,8 @@
 // has come, and whoever reads it makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
 // by itself, says what replicas must have in common.
 //
-// Whoever waits for a replica's rows has none left that the replica waits for: a rank's own are claimed, so that thread blocks which
-// run finish all of them.
+// Whoever waits for a replica's rows has none left that the replica waits for: a rank's own are claimed, so that the thread blocks
+// that run finish all of them.
 #pragma once
 
 #include "combine_send.cuh"

@@ -63,3 +63,14 @@ def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> No
     """20,000 small steps and some large ones, whose rows fill the links."""
     case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS
+
+
+def test_soak_of_replicas(crew: Crew) -> None:
+    case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, replicas=2, first_step=2**32 - 500)
+    assert crew.run("gpu_cases:soak", case, 5_000, timeout=600) == [0] * RANKS
+
+
+@pytest.mark.parametrize("kind", ["ids", "accumulate"])
+def test_replicas_apart(crew: Crew, kind: str) -> None:
+    for r in crew.run("gpu_cases:on_gpu", "failure_cases:replicas_apart", Case(seed(), RANKS, replicas=2), kind):
+        assert r.get("is_peer") and not r["is_timeout"], r

@@ -13,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from crew import Crew, Crews, seed
-from rank_cases import LAYOUTS, WIRES, Case, random_case
+from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 GPUS = torch.cuda.device_count()
@@ -51,7 +51,7 @@ def test_as_without_replicas(crew: Crews, transport: str, replicas: int) -> None
     for number, max_tokens in enumerate([1, 5, 8]):
         case = small(
             transport, seed=seed() * 100 + number, replicas=replicas, max_tokens=max_tokens, crowd="uneven",
-            layout=LAYOUTS[number], in_flight=(1, 4, 2)[number], steps=6, top_k=3, wire=("native", "fp8", "mxfp8")[number],
+            layout=("ragged", "padded", "compact")[number], in_flight=(1, 4, 2)[number], steps=6, top_k=3, wire=("native", "fp8", "mxfp8")[number],
             first_step=2**32 - 3, routing=("uniform", "sparse", "zipf")[number],
         )  # fmt: skip
         crew.run("gpu_cases:on_gpu", "rank_cases:as_without_replicas", case)

@@ -28,6 +28,7 @@ WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
 BLANK = "src/cuda/blank.cuh"
 COMBINE_SEND = "src/cuda/combine_send.cuh"
+SHARES = "src/cuda/shares.cuh"
 EXCHANGE = "src/cuda/exchange.cpp"
 
 MUTANTS = [
@@ -48,12 +49,18 @@ MUTANTS = [
     Mutant(
         "a row is read before its word",
         DISPATCH_RECV,
-        """    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+        """    if (lane == 0)
+      good = is_remote(k, r.source)
+                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
+                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
 """,
         """    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
-    if (lane == 0) good = wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
+    if (lane == 0)
+      good = is_remote(k, r.source)
+                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
+                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
 """,
         "what a load that is not ordered behind its word may see: the row of an earlier step",
@@ -102,11 +109,12 @@ MUTANTS = [
     Mutant(
         "a place is made blank before its row is read",
         COMBINE_SEND,
-        "if (row[i] != nullptr && begin + j * 512 < end) missing |= 1u << (i * kVectors + j);",
-        """if (row[i] != nullptr && begin + j * 512 < end) {
+        "            missing |= 1u << (i * kVectors + j);\n",
+        """          {
             missing |= 1u << (i * kVectors + j);
             make_blank(row[i] + begin + j * 512);
-          }""",
+          }
+""",
         "a row that came early is lost, and waited for in vain",
     ),
     Mutant(
@@ -135,6 +143,27 @@ MUTANTS = [
         'check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");',
         'check(cudaMemsetAsync(heap.data() + from, 0, to - from, stream), "cudaMemsetAsync");',
         "the first rows of all are read before they come",
+    ),
+    Mutant(
+        "a place of a replica's row is not made blank again",
+        SHARES,
+        "    make_blank(from + begin + j * 512);\n",
+        "",
+        "the finished row of an earlier step is taken for this one's",
+    ),
+    Mutant(
+        "a replica's header is not compared",
+        SHARES,
+        "  if (h.flags != flags)\n",
+        "  if (false)\n",
+        "one that accumulates gets rows that others did not",
+    ),
+    Mutant(
+        "replicas do not compare their ids",
+        DISPATCH_RECV,
+        "same = same && own == theirs;",
+        "same = same && (i != 0 || own == theirs);",
+        "a replica that passes other ids sends its lane of them, and nobody hears of it",
     ),
 ]
 
