@@ -42,13 +42,21 @@ def hear() -> dict[str, Any]:
     return json.loads(line)
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def payload(seed: int) -> bytes:
     return random.Random(seed).randbytes(BLOCKS * BYTES)
 
 
 def main() -> None:
     seed, options = int(sys.argv[2]), json.loads(sys.argv[3])
+    before = resident()
     fabric = _libfabric.open_fabric(**options)
+    opening = resident() - before
     source = ctypes.create_string_buffer(payload(seed), BLOCKS * BYTES)
     target = ctypes.create_string_buffer(b"\xa5" * BLOCKS * BYTES, BLOCKS * BYTES)
     source_region = fabric.register_memory(ctypes.addressof(source), BLOCKS * BYTES)
@@ -57,6 +65,7 @@ def main() -> None:
         name=fabric.name,
         endpoint=fabric.endpoint_name(0),
         shm=fabric.shm_names,
+        opening=opening,
         address=fabric.address().hex(),
         description=target_region.description.hex(),
     )

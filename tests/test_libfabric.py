@@ -120,6 +120,16 @@ def test_two_processes(library: str) -> None:
 
 
 @needs_libfabric
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_small_buffers(library: str) -> None:
+    """rxm's buffers for short messages, of which we send none, stay small: 137 MB of them cost as long to touch as to open."""
+    for name in {"tcp", "tcp;ofi_rxm"} & set(available(library)):
+        peer = Peer(1, library=library, provider=name, endpoints=2)
+        peer.end()
+        assert peer.hello["opening"] < 64 * 2**20, peer.hello
+
+
+@needs_libfabric
 def test_auto_and_its_name() -> None:
     fabric = _libfabric.open_fabric()
     assert fabric.provider in STATUS["providers"]

@@ -132,15 +132,31 @@ Library find(const std::vector<std::string>& wheels) {
                     " wheel(s)" + tried + "): install libfabric1, or set PPLX_LIBFABRIC to the path of libfabric.so.1");
 }
 
-// The efa provider reads this once, at the first call. Two ranks of one host must use the NIC like any others: its shared-memory path has
-// other completion rules. Set for that moment only, MPI's own libfabric reads the same variable.
+// What providers read once, at the first call. Set for that moment only: MPI's own libfabric reads the same variables. The user's own
+// values stand.
+struct Setting {
+  const char* name;
+  const char* value;
+};
+constexpr Setting kSettings[] = {
+    // Two ranks of one host must use the NIC like any others: efa's shared-memory path has other completion rules.
+    {"FI_EFA_ENABLE_SHM_TRANSFER", "0"},
+    // What rxm copies short messages through, thousands for each endpoint and hundreds for each connection. Ours are writes, which it
+    // hands on as they are. At its default of 16 KiB a tcp fabric of two endpoints took 137 MB and 60 ms of CPU to open, and each
+    // connection 6 MB and 4 ms in a call of the proxy's, which moves nothing else meanwhile; now 11 MB and 6 ms, 0.4 MB and 0.4 ms.
+    {"FI_OFI_RXM_BUFFER_SIZE", "256"},
+};
+
 void initialise_providers(const Library& library) {
-  constexpr const char* kVariable = "FI_EFA_ENABLE_SHM_TRANSFER";
-  const bool ours = std::getenv(kVariable) == nullptr;
-  if (ours) setenv(kVariable, "0", 0);
+  std::vector<const char*> ours;
+  for (const Setting& setting : kSettings) {
+    if (std::getenv(setting.name) != nullptr) continue;
+    setenv(setting.name, setting.value, 0);
+    ours.push_back(setting.name);
+  }
   fi_info* all = nullptr;
   if (library.getinfo(library.api_version, nullptr, nullptr, 0, nullptr, &all) == 0) library.freeinfo(all);
-  if (ours) unsetenv(kVariable);
+  for (const char* name : ours) unsetenv(name);
 }
 
 }  // namespace
