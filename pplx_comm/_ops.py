@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 from ._halves import BOTH
+from ._inductor import keep_order
 from .errors import Error
 
 if TYPE_CHECKING:
@@ -173,6 +175,15 @@ def _release_shapes(spec: str, link: torch.Tensor, plan: torch.Tensor, tokens: A
     pass
 
 
+def _traced(shapes: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(shapes)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        keep_order()
+        return shapes(*args, **kwargs)
+
+    return traced
+
+
 # ---- backward ----------------------------------------------------------------------------------------------------------------
 
 
@@ -236,7 +247,7 @@ for _name, _run, _shapes in (
 ):
     for _key in ("CPU", "CUDA"):
         _library.impl(_name, _run, _key)
-    torch.library.register_fake(f"pplx_comm::{_name}", _shapes, lib=_library)
+    torch.library.register_fake(f"pplx_comm::{_name}", _traced(_shapes), lib=_library)
     _register_effectful_op(getattr(torch.ops.pplx_comm, _name).default, _EffectType.ORDERED)
 torch.library.register_autograd("pplx_comm::dispatch", _dispatch_backward, setup_context=_keep_of_dispatch, lib=_library)
 torch.library.register_autograd("pplx_comm::combine", _combine_backward, setup_context=_keep_of_combine, lib=_library)

@@ -9,6 +9,7 @@ import torch
 from rank_cases import Case, open_all_to_all
 
 import pplx_comm as pc
+from pplx_comm import _ops
 
 INNER = 24
 PATIENCE = 60.0  # seconds: others wait while a rank compiles for as many tokens as only it has
@@ -321,6 +322,34 @@ def without_tokens(me: Any, case: Case) -> dict[str, int]:
         torch.compile(layer, fullgraph=True)(torch.empty(0, case.hidden, requires_grad=True)).square().sum().backward()
         assert router.grad is not None and not router.grad.any()
         return {"steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
+
+
+def layers_without_tokens(me: Any, case: Case) -> dict[str, Any]:
+    """Three layers on two AllToAlls, forward and backward, where no layer reads anything of the one before: whose operators ran, eagerly
+    and compiled."""
+    torch._dynamo.reset()
+    with open_all_to_all(me, case, timeout=PATIENCE) as a2a, open_all_to_all(me, case, timeout=PATIENCE) as other:
+        both = (a2a, other)
+        model = torch.nn.Sequential(*(Layer(which, case, me.rank) for which in (a2a, other, a2a)))
+        ran: list[int] = []
+        owner = _ops._owner
+
+        def watched(spec: str) -> pc.AllToAll:
+            ran.append(both.index(owner(spec)))
+            return owner(spec)
+
+        orders = []
+        _ops._owner = watched
+        try:
+            for run in (model, torch.compile(model, fullgraph=True, dynamic=True)):
+                ran.clear()
+                run(torch.empty(0, case.hidden, dtype=a2a.dtype, requires_grad=True)).square().sum().backward()
+                orders.append(list(ran))
+        finally:
+            _ops._owner = owner
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        each = [which.stats() for which in both]
+        return {"orders": orders, "steps": [s["steps"] for s in each], "open": sum(s["open_steps"] for s in each)}
 
 
 def apart(tensors: tuple[torch.Tensor, ...]) -> bool:

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from crew import Crews, seed
+from crew import Crews, run_ranks, seed
 from rank_cases import Case
 
 CASE = Case(7, 2, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", align=8)
 LAYOUTS = ["ragged", "padded", "compact"]
 
 
+def inductor(cache: Path) -> dict[str, str]:
+    """The environment of ranks that compile. The cache is new: what is in another was made by another pplx_comm."""
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "1",  # what is a warning today
+    }
+
+
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} ranks")
 def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
     cache = tmp_path_factory.mktemp("inductor")
-    crews = Crews(
-        request.param,
-        {
-            "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
-            "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "1",  # what is a warning today
-        },
-    )
+    crews = Crews(request.param, inductor(cache))
     yield crews
     crews.close()
 
@@ -61,6 +64,15 @@ def test_a_compiler_keeps_steps_without_tokens(crew: Crews) -> None:
     case = replace(CASE, seed=seed(), world_size=crew.world_size)
     for r in crew.run("graph_cases:without_tokens", case, timeout=250):
         assert r == {"steps": 2, "open": 0}, r
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiler_keeps_the_order_of_layers_without_tokens(layout: str, tmp_path: Path) -> None:
+    case = replace(CASE, seed=seed(), world_size=1, num_experts=8, layout=layout)
+    (r,) = run_ranks(1, "graph_cases:layers_without_tokens", case, timeout=250, env=inductor(tmp_path))
+    order = [0, 0, 1, 1, 0, 0]  # a dispatch and a combine each, and the same backward
+    assert r == {"orders": [order * 2] * 2, "steps": [2 * 2 * 2, 2 * 2], "open": 0}, r
 
 
 @pytest.mark.parametrize("through", ["all", "experts"])
