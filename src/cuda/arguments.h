@@ -43,6 +43,7 @@ struct Control {
   unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
   std::uint32_t stored[kMaxInFlight][kOps][kMaxPeers];  // of the block that is being written
   std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
+  std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // of the last one that was seen to have left
 };
 inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retired Control's dispatch: more than there are
 

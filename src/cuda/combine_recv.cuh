@@ -23,6 +23,7 @@ __device__ inline void receive_combine_header(const CombineArguments& a, std::ui
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, h.rows);
   else if (remote)
     pass_on(k, step, Signal::Combine, peer);
+  if (remote) see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
   if ((h.flags & kOverflowed) != 0) k.report->overflowed = 1 + peer;
 }
 

@@ -18,10 +18,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
-  if (is_remote(k, peer)) {
-    const bool good = lane != 0 || has_left_for(k, step, Op::Weights, Phase::Weights, peer);
-    if (!__all_sync(~0u, good)) return;
-  }
+  if (is_remote(k, peer) && !may_write(k, step, Op::Weights, peer)) return;
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
   for (std::uint32_t own = lane; own < a.own; own += 32) {
     const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
@@ -46,11 +43,25 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     raise_at_peer(k, step, Signal::Weights, peer);
 }
 
-// A warp's part: a lane looks after a remote peer's word.
-__device__ inline void pass_on_weights(const Common& k, std::uint32_t step) {
-  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32)
-    if (is_remote(k, peer) && (k.dead >> peer & 1) == 0 && wait_for_proxy(k, step, Signal::Weights, Phase::Weights, peer))
+// Whether the weights that have come from this source are those of its rows; fails otherwise.
+__device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
+  const Common& k = a.common;
+  bool good = true;
+  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Weights, source), Phase::Weights, step, source, good);
+  const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
+  if (!good || h.rows == rows) return good;
+  fail(k, {AbortReason::Protocol, Phase::Weights, k.c.rank, source, step}, rows, h.rows);
+  return false;
+}
+
+// A warp's part: a lane looks after a remote peer's word, and its header.
+__device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
+    if (wait_for_proxy(k, step, Signal::Weights, Phase::Weights, peer) && are_weights_of_rows(a, step, peer))
       pass_on(k, step, Signal::Weights, peer);
+  }
   __syncwarp();
 }
 
@@ -102,18 +113,9 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   bool good = true;
-  if (lane == 0) {
-    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source);
-    const char* block = own_slot(k, set_of(k.c, step), Op::Weights, source);
-    if (good) {
-      const BlockHeader h = read_header(k, block, Phase::Weights, step, source, good);
-      const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
-      if (good && h.rows != rows) {
-        fail(k, {AbortReason::Protocol, Phase::Weights, k.c.rank, source, step}, rows, h.rows);
-        good = false;
-      }
-    }
-  }
+  if (lane == 0)
+    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
+           (is_remote(k, source) || are_weights_of_rows(a, step, source));
   if (!__all_sync(~0u, good)) return false;
   if (lane < k.c.top_k)
     weight =
@@ -339,7 +341,7 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
   if (k.remote != 0) {
     const std::uint32_t peer = threadIdx.x;
     const bool wanted = peer < world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
-    const bool good = __syncthreads_and(!wanted || has_left_for(k, step, Op::Combine, Phase::CombineSend, peer)) != 0;
+    const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
     if (threadIdx.x == 0) order.may_send = good;
   }
   __syncthreads();
@@ -364,7 +366,7 @@ __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
     if (unit < weights)
       send_weights(a, step, k.order[unit]);
     else if (unit < passing)
-      pass_on_weights(k, step);
+      pass_on_weights(a, step);
     else if (unit < headers)
       send_combine_header(a, step, k.order[unit - passing], order, runs);
     else

@@ -166,6 +166,11 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     store_relaxed(words, count_word(k.generation, step, h.rows));
     pass_on(k, step, Signal::Dispatch, peer);
   }
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
+    see_it_leave(k, step, Op::Combine, Phase::CombineSend, peer);
+    see_it_leave(k, step, Op::Weights, Phase::Weights, peer);
+  }
 }
 
 // False: the row is not one that this peer may send.

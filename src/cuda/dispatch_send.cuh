@@ -493,12 +493,11 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
   return step;
 }
 
-// Whether the blocks of the set's last step have left for all remote peers.
+// Whether the blocks of all remote peers may be written.
 __device__ inline bool may_write_remote(const Common& k, std::uint32_t step) {
   bool good = true;
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32)
-    if (is_remote(k, peer) && (k.dead >> peer & 1) == 0)
-      good = has_left_for(k, step, Op::Dispatch, Phase::DispatchSend, peer) && good;
+    if (is_remote(k, peer) && (k.dead >> peer & 1) == 0) good = may_write(k, step, Op::Dispatch, peer) && good;
   return __all_sync(~0u, good);
 }
 

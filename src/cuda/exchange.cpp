@@ -137,7 +137,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   }
   if (memory_.proxied) host_ = std::make_shared<HostHeap>(config, memory_.remote);
   common_.remote = memory_.remote;
-  common_.host = host_ ? host_->memory() : nullptr;
+  common_.host = host_ ? host_->device_memory() : nullptr;
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.

@@ -104,7 +104,7 @@ Handover handover(int device, std::uint32_t peers, int endpoints, std::uint32_t 
     if (peer != c.rank) object.peers[peer] = std::make_unique<RemoteRegion>();
   proxy.attach(std::move(object));
 
-  const DeviceArguments arguments{c, heap_of(c), heap.memory(), operations + kWarming, stage.words};
+  const DeviceArguments arguments{c, heap_of(c), heap.device_memory(), operations + kWarming, stage.words};
   check(launch_device(arguments, stage.stream), "launching handover");
   std::vector<std::pair<double, double>> posts;
   const Clock::time_point begin = Clock::now();

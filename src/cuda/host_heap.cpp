@@ -1,7 +1,9 @@
 #include "host_heap.h"
 
 #include <cuda_runtime_api.h>
+#include <sys/mman.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 
@@ -16,16 +18,25 @@ constexpr std::chrono::milliseconds kDeathGrace{800};
 
 }  // namespace
 
+// Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
 HostHeap::HostHeap(const Config& config, std::uint64_t remote) : config_(config), heap_(heap_of(config)) {
-  const cudaError_t error =
-      cudaHostAlloc(reinterpret_cast<void**>(&memory_), heap_.bytes, cudaHostAllocMapped | cudaHostAllocPortable);
+  const auto refuse = [&](const std::string& why) {
+    throw CudaError("the blocks of " + std::to_string(config.remote_peers) + " ranks of other nodes need " + std::to_string(heap_.bytes) +
+                    " bytes of pinned host memory: " + why +
+                    ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
+  };
+  void* const memory = mmap(nullptr, heap_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) refuse(std::strerror(errno));
+  memory_ = static_cast<char*>(memory);
+  madvise(memory_, heap_.bytes, MADV_HUGEPAGE);
+  madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
+  cudaError_t error = cudaHostRegister(memory_, heap_.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess) error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_memory_), memory_, 0);
   if (error != cudaSuccess) {
     cudaGetLastError();
-    throw CudaError("the blocks of " + std::to_string(config.remote_peers) + " ranks of other nodes need " + std::to_string(heap_.bytes) +
-                    " bytes of pinned host memory: " + cudaGetErrorString(error) +
-                    ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
+    munmap(memory_, heap_.bytes);
+    refuse(cudaGetErrorString(error));
   }
-  std::memset(memory_, 0, heap_.bytes);
   auto* outgoing = reinterpret_cast<std::uint64_t*>(memory_ + heap_.outgoing);
   for (std::uint32_t set = 0; set < config.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op)
@@ -35,8 +46,9 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote) : config_(config)
 
 HostHeap::~HostHeap() {
   listen(nullptr);
-  cudaFreeHost(memory_);
+  cudaHostUnregister(memory_);
   cudaGetLastError();
+  munmap(memory_, heap_.bytes);
 }
 
 void HostHeap::lost_network(const Abort& abort, const std::string& message) {

@@ -21,6 +21,7 @@ class HostHeap : public Carried {
   const Config& config() const override { return config_; }
   std::uint32_t generation() const override { return generation_; }
   char* memory() const override { return memory_; }
+  char* device_memory() const { return device_memory_; }   // the same, as kernels know it
   std::size_t bytes() const override { return heap_.bytes; }
   // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
   void lost_network(const Abort& abort, const std::string& message) override;
@@ -35,6 +36,7 @@ class HostHeap : public Carried {
   const Config config_;
   const Heap heap_;
   char* memory_ = nullptr;
+  char* device_memory_ = nullptr;
   std::uint32_t generation_ = 1;
   std::mutex mutex_;
   std::condition_variable changed_;

@@ -4,7 +4,10 @@
 //   sending     Each warp (or thread block) that has stored its part of a block says so in a count, and the header, which knows how
 //               many parts there are, counts, too. Whoever completes the count tells the proxy, by the peer's word in the mailbox.
 //   receiving   The proxy raises arrival words in host memory, which lie across PCIe: one thread for each of them looks there, and
-//               raises the same word in device memory for everybody else.
+//               raises the same word in device memory for everybody else. Hundreds of threads that look at one word take 150 us.
+//   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
+//   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
+//               and weights before the set's next dispatch. So who writes knows from device memory.
 //
 // Who looks is not decided by number but claimed, since only a thread block that runs can be waited for.
 #pragma once
@@ -23,10 +26,18 @@ __device__ inline std::uint64_t* announced(const Common& k, std::uint32_t step, 
   return &k.control->announced[set_of(k.c, step)][static_cast<int>(op)][peer];
 }
 
-// A block is written again only after all of it has left. False: something failed.
-__device__ inline bool has_left_for(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+// Whether the peer's block of that set may be written. No: something failed, and the proxy may still read it.
+__device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  const std::uint32_t set = set_of(k.c, step);
+  return k.control->announced[set][static_cast<int>(op)][peer] == k.control->left[set][static_cast<int>(op)][peer];
+}
+
+// Waits until the last block of that set has left.
+__device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   const std::uint64_t last = *announced(k, step, op, peer);
-  return last == 0 || wait<Match::Reached>(k, host_word(k, k.heap.sent, step, op, peer), phase, static_cast<std::uint32_t>(last), peer);
+  std::uint64_t* left = &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
+  if (last == *left) return;
+  if (wait<Match::Reached>(k, host_word(k, k.heap.sent, step, op, peer), phase, static_cast<std::uint32_t>(last), peer)) *left = last;
 }
 
 // The block is complete, and this thread knows it.
