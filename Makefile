@@ -114,7 +114,7 @@ comma := ,
 # itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
 check: lint sim  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target mutants cpp-asan cpp-tsan
-	$(PY) -m pytest tests -m ''
+	$(PY) -m pytest tests -m '' --durations=15
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -31,18 +31,27 @@ def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     crews.close()
 
 
-def backends(inductor: str) -> list[object]:
-    """Inductor compiles for half a minute on a machine where everything is busy, and what it makes of our operators is the same with every
-    layout: one is enough."""
-    return [*((layout, "aot_eager") for layout in LAYOUTS), pytest.param(inductor, "inductor", marks=pytest.mark.slow)]
+by_inductor = pytest.mark.parametrize("crew", [2], indirect=True, ids=["2 ranks"])
+"""Inductor compiles for half a minute on a machine where everything is busy, and what it makes of our operators is the same with every
+layout and any number of ranks: one of each is enough."""
 
 
-@pytest.mark.parametrize(("layout", "backend"), backends(inductor="padded"))
-def test_a_compiled_model(crew: Crews, layout: str, backend: str) -> None:
+def check_compiled(crew: Crews, layout: str, backend: str) -> None:
     case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
     for r in crew.run("graph_cases:compiled", case, backend, 12, timeout=250):
         assert r["worst"] < 1e-5, r
         assert r["steps"] == 12 * 2 * 2 and r["open"] == 0, r
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_compiled_model(crew: Crews, layout: str) -> None:
+    check_compiled(crew, layout, "aot_eager")
+
+
+@pytest.mark.slow
+@by_inductor
+def test_a_model_compiled_by_inductor(crew: Crews) -> None:
+    check_compiled(crew, "padded", "inductor")
 
 
 def test_a_compiled_model_on_a_quantised_wire(crew: Crews) -> None:
@@ -51,15 +60,26 @@ def test_a_compiled_model_on_a_quantised_wire(crew: Crews) -> None:
         assert r["worst"] < 1e-2, r
 
 
-@pytest.mark.parametrize(("layout", "backend"), backends(inductor="ragged"))
-def test_compiled_training(crew: Crews, layout: str, backend: str) -> None:
+def check_training(crew: Crews, layout: str, backend: str) -> None:
     case = replace(CASE, seed=seed(), world_size=crew.world_size, layout=layout)
     for r in crew.run("graph_cases:compiled_training", case, backend, 6, timeout=250):
         assert r["worst"] < 1e-4, r
         assert r["steps"] == 6 * 2 * 2 * 2 and r["open"] == 0, r  # two layers, twice, forward and backward
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_training(crew: Crews, layout: str) -> None:
+    check_training(crew, layout, "aot_eager")
+
+
 @pytest.mark.slow
+@by_inductor
+def test_training_compiled_by_inductor(crew: Crews) -> None:
+    check_training(crew, "ragged", "inductor")
+
+
+@pytest.mark.slow
+@by_inductor
 def test_a_compiler_keeps_steps_without_tokens(crew: Crews) -> None:
     case = replace(CASE, seed=seed(), world_size=crew.world_size)
     for r in crew.run("graph_cases:without_tokens", case, timeout=250):

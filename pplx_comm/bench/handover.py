@@ -13,7 +13,7 @@ from typing import Any
 from .._gpu import cuda_module
 from .._machine import machine
 from .._version import __version__
-from .proxy import percentile
+from .proxy import markdown, percentile
 
 WHAT = {
     "first": "mailbox store to first post",
@@ -41,9 +41,7 @@ def table(points: list[dict[str, Any]]) -> str:
     for point in points:
         times = [f"{point[what][name]:.2f}" for what in WHAT for name, _ in SHARES]
         cells.append([str(point["peers"]), str(point["endpoints"]), *times])
-    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    text = ["| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *text[1:]])
+    return "\n".join(markdown(cells))
 
 
 def parser() -> argparse.ArgumentParser:

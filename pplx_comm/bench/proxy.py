@@ -70,15 +70,18 @@ def row(point: dict[str, Any]) -> list[str]:
     return [*counts, f"{point['ns_per_peer']:.1f}", *times, idle]
 
 
+def markdown(cells: list[list[str]]) -> list[str]:
+    """A table that reads well in a terminal too, the first line its head."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    text = ["| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
+    return [text[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *text[1:]]
+
+
 def table(points: list[dict[str, Any]]) -> str:
-    """Markdown, which reads well in a terminal too."""
     lines = []
     for mode in dict.fromkeys(point["mode"] for point in points):
-        cells = [HEAD, *(row(point) for point in points if point["mode"] == mode)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(HEAD))]
-        text = ["| " + " | ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells]
-        rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-        lines += [f"{mode}:", "", text[0], rule, *text[1:], ""]
+        rows = [row(point) for point in points if point["mode"] == mode]
+        lines += [f"{mode}:", "", *markdown([HEAD, *rows]), ""]
     return "\n".join(lines)
 
 

@@ -414,6 +414,7 @@ void Exchange::drain(cudaStream_t current, double seconds) {
 }
 
 void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
+  if (host_) host_->listen(nullptr);  // before the lock: what is being told now wants it, too
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   write_control(common_.generation, retired_control());
