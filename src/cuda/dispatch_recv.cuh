@@ -143,33 +143,52 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
 }
 
 // A warp's part: what remote peers' headers say becomes count words, as a peer of the node writes them, and their arrival words come
-// to device memory. A lane looks after a peer.
+// to device memory. A look across PCIe takes a microsecond: 32 peers' headers and counts are asked for at once, whoever they are of.
 __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
+  constexpr std::uint32_t kAtOnce = 4;
   const Common& k = a.common;
-  const std::uint32_t set = set_of(k.c, step);
-  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
-    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
-    if (!wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer)) return;
-    const char* block = own_slot(k, set, Op::Dispatch, peer);
-    bool good = true;
-    const BlockHeader h = read_header(k, block, Phase::DispatchRecv, step, peer, good);
-    if (!good) return;
-    auto* words = reinterpret_cast<std::uint64_t*>(k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer));
-    const auto* counts = reinterpret_cast<const uint4*>(block + sizeof(BlockHeader));
-    for (std::uint32_t e = 0; e < k.experts; e += 4) {
-      const uint4 n = __ldcg(counts + e / 4);
-      store_relaxed(words + 1 + e, count_word(k.generation, step, n.x));
-      if (e + 1 < k.experts) store_relaxed(words + 2 + e, count_word(k.generation, step, n.y));
-      if (e + 2 < k.experts) store_relaxed(words + 3 + e, count_word(k.generation, step, n.z));
-      if (e + 3 < k.experts) store_relaxed(words + 4 + e, count_word(k.generation, step, n.w));
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
+  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = ceil_div(k.experts, 4);
+  const auto words_of = [&](std::uint32_t peer) {
+    return reinterpret_cast<std::uint64_t*>(k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer));
+  };
+  for (std::uint32_t begin = 0; begin < peers; begin += 32) {
+    const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
+    const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
+    const bool there = lane >= n || wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer);
+    if (!__all_sync(~0u, there)) return;
+    const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
+    for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
+      uint4 counts[kAtOnce];
+#pragma unroll
+      for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+        const std::uint32_t i = first + 32 * j;
+        if (i >= n * vectors) continue;
+        const char* block = own_slot(k, set, Op::Dispatch, group[i / vectors]);
+        counts[j] = __ldcg(reinterpret_cast<const uint4*>(block + sizeof(BlockHeader)) + i % vectors);
+      }
+#pragma unroll
+      for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+        const std::uint32_t i = first + 32 * j, e = i % vectors * 4;
+        if (i >= n * vectors) continue;
+        std::uint64_t* words = words_of(group[i / vectors]) + 1 + e;
+        const std::uint32_t of[4] = {counts[j].x, counts[j].y, counts[j].z, counts[j].w};
+#pragma unroll
+        for (std::uint32_t m = 0; m < 4; ++m)
+          if (e + m < k.experts) store_relaxed(words + m, count_word(k.generation, step, of[m]));
+      }
     }
-    store_relaxed(words, count_word(k.generation, step, h.rows));
-    pass_on(k, step, Signal::Dispatch, peer);
+    // Nobody does anything with counts before they know how many rows there are.
+    const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
+    if (good && lane < n) {
+      store_relaxed(words_of(peer), count_word(k.generation, step, h.rows));
+      pass_on(k, step, Signal::Dispatch, peer);
+    }
+    if (!__all_sync(~0u, good)) return;
   }
-  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
-    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
-    see_it_leave(k, step, Op::Combine, Phase::CombineSend, peer);
-    see_it_leave(k, step, Op::Weights, Phase::Weights, peer);
+  for (std::uint32_t i = lane; i < peers; i += 32) {
+    see_it_leave(k, step, Op::Combine, Phase::CombineSend, k.order[i]);
+    see_it_leave(k, step, Op::Weights, Phase::Weights, k.order[i]);
   }
 }
 

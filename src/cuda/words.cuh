@@ -152,9 +152,7 @@ __device__ inline bool wait_count(const Common& k, const void* word, Phase phase
   return good;
 }
 
-// A header as this step's block of that peer must have it; fails otherwise.
-__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                          bool& good) {
+__device__ inline BlockHeader load_header(const char* block) {
   BlockHeader h;
   const auto* from = reinterpret_cast<const std::uint32_t*>(block);
   h.step = __ldcg(from);
@@ -163,10 +161,21 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
   h.flags = __ldcg(from + 3);
   h.source = __ldcg(from + 4);
   h.pieces = __ldcg(from + 5);
-  good = h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.most_rows;
-  if (!good)
-    fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
-         arrival_word(h.generation, h.step));
+  return h;
+}
+
+// Whether it is as this step's block of that peer must have it; fails otherwise.
+__device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  if (h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.most_rows) return true;
+  fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
+       arrival_word(h.generation, h.step));
+  return false;
+}
+
+__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                          bool& good) {
+  const BlockHeader h = load_header(block);
+  good = check_header(k, h, phase, step, peer);
   return h;
 }
 
