@@ -89,7 +89,11 @@ class Graph:
         """Whether this call is for here. inputs: what may need a gradient."""
         if torch.compiler.is_compiling():
             return True
-        return torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in inputs)
+        if torch.is_grad_enabled():
+            for tensor in inputs:  # any() and a generator take three times as long
+                if tensor is not None and getattr(tensor, "requires_grad", False):
+                    return True
+        return False
 
     def _check_differentiable(self, call: str) -> None:
         if self._owner.wire.quantised:

@@ -5,7 +5,10 @@ What is measured means nothing. That every step is taken, what is checked, and w
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +42,16 @@ class Cpu:
 
     def ping(self, rounds: int) -> list[float]:
         return [2.0] * rounds
+
+    @contextlib.contextmanager
+    def rewriting(self, address: int, nbytes: int) -> Iterator[Any]:
+        rewritten = []
+
+        def rewrite() -> None:
+            rewritten.append(ctypes.memset(address, 1, nbytes))
+
+        yield rewrite
+        assert len(rewritten) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
 
     def push(self, a2a: Any, bytes_to: list[int]) -> None:
         assert bytes_to[a2a._comm.rank] == 0 and all(n % 16 == 0 for n in bytes_to) and sum(bytes_to) > 0

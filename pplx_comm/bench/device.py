@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .._gpu import cuda_module
+from ..errors import Error
 
 Replay = Callable[[], None]
 
@@ -51,6 +54,23 @@ class Cuda:
     def ping(self, rounds: int) -> list[float]:
         """Microseconds from the host to the GPU and back."""
         return [ns / 1000 for ns in cuda_module().ping(self.device.index, rounds)]
+
+    @contextlib.contextmanager
+    def rewriting(self, address: int, nbytes: int) -> Iterator[Callable[[], None]]:
+        """What writes all of this host memory from the GPU."""
+        runtime = torch.cuda.cudart()
+        if runtime.cudaHostRegister(address, nbytes, 0) != runtime.cudaError.success:
+            raise Error(f"the bare writes of the benchmark: CUDA cannot pin their {nbytes} bytes")
+        try:
+            host = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+            written = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
+
+            def rewrite() -> None:
+                host.copy_(written)
+
+            yield rewrite
+        finally:
+            runtime.cudaHostUnregister(address)
 
     def push(self, a2a: Any, bytes_to: list[int]) -> None:
         """Bare stores of so many bytes to each rank. Ends the use of this AllToAll."""

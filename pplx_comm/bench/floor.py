@@ -7,6 +7,7 @@ Neither plans, quantises, adds, checks, or waits for a peer's rows.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -22,6 +23,7 @@ from .world import World
 KERNELS = ("memcpy", "copy", "stream")
 PHASES = ("dispatch", "combine")
 PREFAULT_LIMIT = 256 << 20
+PAGE = 4096
 
 
 def remote_ranks(world: World, transport: Transport) -> frozenset[int]:
@@ -162,14 +164,16 @@ class Copies:
 
 
 class Writes:
-    """The bare provider: one write for each peer, of the rows that a block has."""
+    """The bare provider: one write for each peer, of the rows that a block has. `prepare` comes before each, and is not timed."""
 
     def __init__(self, world: World, shape: Shape, transport: Transport, remote: frozenset[int]) -> None:
         self.name = f"writes, {transport.name}"
         self._shape, self._world = shape, world
         self._remote = sorted(remote)
         self._early = 0
-        self._slot = shape.tokens * max(shape.row_bytes, shape.payload_bytes + shape.scale_bytes) + 64
+        self.prepare: Callable[[], None] = lambda: None
+        most = shape.tokens * max(shape.row_bytes, shape.payload_bytes + shape.scale_bytes)
+        self._slot = (most // PAGE + 1) * PAGE
         self._fabric = world.all_or_none(
             lambda: _libfabric.open_fabric(transport.provider, peers_on_this_host=world.together), "floor's fabric"
         )
@@ -214,7 +218,14 @@ class Writes:
                 self._region, writes, arrivals, timeout=self._world.patience, early_arrivals=self._early
             )
 
+        self.prepare()
         clock.time(self.name, phase, write)
+
+    @property
+    def sources(self) -> tuple[int, int]:
+        """Where the memory lies that writes come from, and how many bytes it has."""
+        nbytes = self._world.size * self._slot
+        return int(self._memory.address) + nbytes, nbytes
 
     def close(self) -> None:
         self._fabric.close()

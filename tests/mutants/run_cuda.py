@@ -3,8 +3,8 @@
     python tests/mutants/run_cuda.py                    all
     python tests/mutants/run_cuda.py release            those whose names have one of these words
 
-Works on a copy of the sources in build/gpu-mutants. Exit code 1 if one survives, or no longer applies, or if the tests fail
-without.
+Works on copies of the sources in build/gpu-mutants, built side by side (each wants about 4 cores and 3 GiB), run one after the other.
+Exit code 1 if one survives, or no longer applies, or if the tests fail without.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import run
@@ -22,6 +23,7 @@ from mutants import Mutant
 ROOT = run.ROOT
 WORK = ROOT / "build" / "gpu-mutants"
 RUN_LIMIT = 900.0  # seconds
+CORES_OF_A_BUILD = 4
 TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 
 WORDS = "src/cuda/words.cuh"
@@ -209,31 +211,37 @@ def verdict(module: Path) -> tuple[bool, str]:
     return code == 0, telling[-1] if telling else f"exit code {code}"
 
 
+def prepare(number: int, mutant: Mutant | None) -> Path:
+    """The module of a mutant, or of the tree as it is."""
+    sources = WORK / str(number) / "sources"
+    run.copy_sources(sources)
+    if mutant is not None:
+        file = sources / mutant.file
+        file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    return build_module(sources, WORK / str(number) / "build")
+
+
 def main(words: list[str]) -> int:
     mutants = [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
-    sources, build = WORK / "sources", WORK / "build"
-    run.copy_sources(sources)
-    problems = run.check_list(MUTANTS, sources, catchers=None)
+    problems = run.check_list(MUTANTS, ROOT, catchers=None)
     if problems:
         print("\n".join(problems))
         return 1
-    passes, said = verdict(build_module(sources, build))
-    print(f"{'passes' if passes else 'FAILS':9} test_fuzz.py on the tree as it is{'' if passes else ': ' + said}", flush=True)
-    if not passes:
-        return 1
-    survivors = 0
-    for mutant in mutants:
-        begun = time.monotonic()
-        file = sources / mutant.file
-        before = file.read_text()
-        file.write_text(before.replace(mutant.old, mutant.new))
-        try:
-            passes, said = verdict(build_module(sources, build))
-        finally:
-            file.write_text(before)
-        survivors += passes
-        outcome = f"test_fuzz.py passes, though {mutant.why}" if passes else said[:120]
-        print(f"{'SURVIVES' if passes else 'caught':9} {mutant.name} ({time.monotonic() - begun:.0f} s): {outcome}", flush=True)
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // CORES_OF_A_BUILD)) as builders:
+        modules = [builders.submit(prepare, number, mutant) for number, mutant in enumerate([None, *mutants])]
+        passes, said = verdict(modules[0].result())
+        print(f"{'passes' if passes else 'FAILS':9} test_fuzz.py on the tree as it is{'' if passes else ': ' + said}", flush=True)
+        if not passes:
+            builders.shutdown(cancel_futures=True)
+            return 1
+        survivors = 0
+        for mutant, module in zip(mutants, modules[1:], strict=True):
+            path = module.result()
+            begun = time.monotonic()
+            passes, said = verdict(path)
+            survivors += passes
+            outcome = f"test_fuzz.py passes, though {mutant.why}" if passes else said[:120]
+            print(f"{'SURVIVES' if passes else 'caught':9} {mutant.name} ({time.monotonic() - begun:.0f} s): {outcome}", flush=True)
     print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught")
     return 1 if survivors else 0
 
