@@ -152,8 +152,8 @@ class _Size:
         return point
 
     def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:
-        """From memory that the GPU has just written, as kernels leave blocks for the proxy: not in the caches of the thread that sends
-        them on, which a provider that copies feels."""
+        """From memory that the GPU has just written, as kernels leave blocks for the proxy: not in the caches of the thread that
+        sends them on, which a provider that copies feels."""
         writes = Writes(self._world, self._shape, transport, remote)
         try:
             with self._device.rewriting(*writes.sources) as writes.prepare:
