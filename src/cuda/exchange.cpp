@@ -325,8 +325,7 @@ std::uint32_t Exchange::dispatch(cudaStream_t stream, unsigned halves, const Tok
     a.out.scales = rows.scales;
     (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = rows.weights;
   }
-  // A step that gives no thread block a second unit is done sooner by fewer of them.
-  const std::uint32_t blocks = a.own + c.world <= sms_ ? sms_ : sms_ * kDispatchBlocksPerSm;
+  const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
   a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.own, 2 * blocks)));
   follow(stream, a.send);
