@@ -239,6 +239,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "scale_layout": case.scale_layout, "replicas": case.replicas,
         "proxy_threads": case.proxy_threads, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
+    arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
     with environment(PPLX_COMM_THREADS=case.threads, PPLX_COMM_FIRST_STEP=case.first_step):
         return pc.AllToAll(me.comm, **arguments)
 

@@ -5,6 +5,9 @@ python -m pytest tests/gpu          # everything that this machine can run
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -99,6 +102,11 @@ def test_soak(crew: Crews, wire: str) -> None:
 def test_long_soak(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=32, first_step=2**32 - 5000)
     assert crew.run("gpu_cases:soak", case, 100_000, timeout=1000) == [0] * crew.world_size
+
+
+def test_soak_at_full_shape(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=256, top_k=8, hidden=7168, max_tokens=128, wire="fp8", align=128)
+    assert crew.run("gpu_cases:soak", case, 2000, timeout=300) == [0] * crew.world_size
 
 
 def test_graph_replay(crew: Crews) -> None:
@@ -242,3 +250,34 @@ def test_ranks_that_share_a_gpu(sharing: Crews) -> None:
     begin = seed() * 100_000 + 20_000
     for number in range(10):
         sharing.run("gpu_cases:exchange", random_case(begin + number, 2, ("mapped",)))
+
+
+# ---- under compute-sanitizer
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_memcheck(transport: str, tmp_path: Path) -> None:
+    """Out of bounds, misaligned, leaks of device memory. Its racecheck and synccheck see shared memory only, and are not asked."""
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    world = max(APART[-1], 2)
+    begin = seed() * 100_000 + 70_000
+    ranks = []
+    for rank in range(world):
+        command = [
+            sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--log-file", str(tmp_path / f"{rank}.log"),
+            sys.executable, str(Path(__file__).with_name("memcheck_rank.py")), transport, *(str(begin + i) for i in range(6)),
+        ]  # fmt: skip
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        env |= {"PPLX_COMM_JOB": f"memcheck{os.getpid()}{transport}", "PPLX_TEST_STEP_TIMEOUT": "100"}
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, process in enumerate(ranks):
+        log = (tmp_path / f"{rank}.log").read_text()
+        assert process.returncode == 0 and "ERROR SUMMARY: 0 errors" in log, f"rank {rank}:\n{said[rank][-2000:]}\n{log[-4000:]}"

@@ -202,6 +202,7 @@ def build_module(sources: Path, build: Path, architectures: str = "native") -> P
 def verdict(module: Path) -> tuple[bool, str]:
     """Whether the tests pass, and in which words they do not."""
     os.environ["PPLX_TEST_CUDA"] = str(module)
+    os.environ["PPLX_TEST_STEP_TIMEOUT"] = "4"  # what is lost never comes, and every wait for it is a mutant's
     code, output = run.call([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS)], RUN_LIMIT)
     if code is None:
         return False, f"hangs for {RUN_LIMIT:.0f} s"
