@@ -80,6 +80,7 @@ struct Common {
   BlockLayout dispatch, combine, weights;
   Divider per_rank;  // experts_per_rank
   Divider top_k;
+  Divider world;
   std::uint32_t experts = 0;  // local ones
   std::uint32_t most_rows = 0;  // of a block
   Lane lane;  // which of the tokens this rank sends, and finishes

@@ -275,41 +275,26 @@ struct Choice {
   }
 };
 
-// Where each choice and each row of these tokens goes: made from the ids, or taken from the plan.
-__device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, const Choice& mine,
-                                   std::uint32_t turn, SendShared& s, const std::uint32_t* experts) {
+// Where the rows of these tokens go: made from the ids, or taken from the plan. All that their payload waits for.
+__device__ inline void place_rows(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, const Choice& mine,
+                                  std::uint32_t turn, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t choices = n * k.c.top_k, tid = threadIdx.x;
   const std::uint64_t at = std::uint64_t{first} * k.c.top_k;
   const bool planned = a.ids == nullptr;
   if (tid < n) s.wanted[tid][0] = s.wanted[tid][1] = 0;
+  sync_workers();
   if (tid < choices) {
     s.ids[tid] = mine.id;
     s.weights[tid] = mine.weight;
-  }
-  sync_workers();
-  if (tid < choices && s.ids[tid] >= 0) {
-    const std::uint32_t rank = k.per_rank.divide(s.ids[tid]);
-    atomicOr(&s.wanted[k.top_k.divide(tid)][rank / 32], 1u << rank % 32);
-  }
-  if (tid < choices) {
-    std::uint32_t index = 0;
-    if (planned) {
-      index = a.plan.index[at + tid];
-    } else {
-      if (s.ids[tid] >= 0) {
-        index = experts[s.ids[tid]];
-        for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == s.ids[tid];
-      }
-      if (a.weights != nullptr && k.lane.of == 1) a.plan.weights[at + tid] = mine.weight;
-      a.plan.ids[at + tid] = s.ids[tid];
-      a.plan.index[at + tid] = index;
+    if (mine.id >= 0) {
+      const std::uint32_t rank = k.per_rank.divide(mine.id);
+      atomicOr(&s.wanted[k.top_k.divide(tid)][rank / 32], 1u << rank % 32);
     }
-    s.index[tid] = index;
   }
   sync_workers();
   for (std::uint32_t i = tid; i < n * k.c.world; i += kWorkers) {
-    const std::uint32_t token = i / k.c.world, r = i % k.c.world;
+    const std::uint32_t token = k.world.divide(i), r = i - token * k.c.world;
     const unsigned long long ranks = s.ranks(token);
     if ((ranks >> r & 1) == 0) continue;
     const std::uint32_t place = __popcll(ranks & ((1ull << r) - 1));
@@ -328,8 +313,32 @@ __device__ inline void plan_tokens(const DispatchArguments& a, std::uint32_t fir
     s.rows[turn][tid] = tid < n ? __popcll(s.ranks(tid)) : 0;
     s.remote[turn][tid] = tid < n ? s.ranks(tid) & k.remote : 0;
   }
-  if (!planned && tid < choices && tid % k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks(k.top_k.divide(tid)))))
-    a.plan.token_rows[at + tid] = kNone;
+  sync_workers();
+}
+
+// Which of its expert's rows each choice of these tokens is: counted, or taken from the plan. The plan keeps it.
+__device__ inline void number_choices(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, const Choice& mine,
+                                      SendShared& s, const std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t tid = threadIdx.x;
+  const std::uint64_t at = std::uint64_t{first} * k.c.top_k;
+  if (tid < n * k.c.top_k) {
+    std::uint32_t index = 0;
+    if (a.ids == nullptr) {
+      index = a.plan.index[at + tid];
+    } else {
+      if (mine.id >= 0) {
+        index = experts[mine.id];
+        for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == mine.id;
+      }
+      if (a.weights != nullptr && k.lane.of == 1) a.plan.weights[at + tid] = mine.weight;
+      a.plan.ids[at + tid] = mine.id;
+      a.plan.index[at + tid] = index;
+      const std::uint32_t token = k.top_k.divide(tid);
+      if (tid - token * k.c.top_k >= static_cast<std::uint32_t>(__popcll(s.ranks(token)))) a.plan.token_rows[at + tid] = kNone;
+    }
+    s.index[tid] = index;
+  }
   sync_workers();
 }
 
@@ -339,7 +348,7 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   for (std::uint32_t i = threadIdx.x / 32; i < n * k.c.world; i += kWorkerWarps) {
-    const std::uint32_t token = i / k.c.world, r = i % k.c.world;
+    const std::uint32_t token = k.world.divide(i), r = i - token * k.c.world;
     const unsigned long long ranks = s.ranks(token);
     if ((ranks >> r & 1) == 0) continue;
     const std::uint32_t choice = token * k.c.top_k + lane;
@@ -466,9 +475,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     }
     const std::uint32_t turn = sent % 2;
     if (sent >= 2) await(kPublished + turn);  // the unit before the last: its places are used again
-    plan_tokens(a, first, n, choice, turn, s, experts);
-    write_routes(a, first, n, turn, s);
-    if (quantised(Mode::kWire) && a.scales != nullptr) write_given_scales<Mode::kWire>(a, first, n, turn, s);
+    place_rows(a, first, n, choice, turn, s);
     for (std::uint32_t i = 0; i < n; ++i) {
       const Round<Mode> current = next;
       if (i + 1 < n) next.load(a.x + k.lane.token(first + i + 1) * a.x_stride, bytes, 0);
@@ -480,6 +487,10 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
         more.store(s.to[turn][i], rows, k, step, bytes, at);
       }
     }
+    // Behind the payload, which keeps the link busy meanwhile.
+    number_choices(a, first, n, choice, s, experts);
+    write_routes(a, first, n, turn, s);
+    if (quantised(Mode::kWire) && a.scales != nullptr) write_given_scales<Mode::kWire>(a, first, n, turn, s);
     signal(kStored + turn);
     ++sent;
     if (tid == 0) s.unit = claimed;

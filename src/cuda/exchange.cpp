@@ -122,6 +122,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.weights = weights_block(config);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
+  common_.world = Divider(config.world);
   common_.experts = local_experts(config, config.rank);
   common_.most_rows = max_rows_of_block(config);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
