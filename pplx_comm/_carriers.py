@@ -91,6 +91,7 @@ class ProxyCarrier:
         places: Sequence[Place],
         place: int,
         proxies: int,
+        device_memory: bool,
     ) -> None:
         self._rank = rank
         self._addresses: dict[int, list[bytes]] = {}
@@ -99,7 +100,7 @@ class ProxyCarrier:
         self.proxies: list[_Proxy] = []
         try:
             for number in range(proxies):
-                where = {"places": places, "place": place, "proxies": proxies, "proxy": number}
+                where = {"places": places, "place": place, "proxies": proxies, "proxy": number, "device_memory": device_memory}
                 self.proxies.append(_Proxy(rank, provider, nics, one_host, where))
         except BaseException:
             self.close()
@@ -183,8 +184,8 @@ class Carriers:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = weakref.ref(comm)
-        self.proxies: dict[tuple[str | None, int, tuple[str, ...], int], ProxyCarrier] = {}
-        """By provider, generation, names of NICs and number of proxies."""
+        self.proxies: dict[tuple[str | None, int, tuple[str, ...], int, bool], ProxyCarrier] = {}
+        """By provider, generation, names of NICs, number of proxies, and whether it reaches GPU memory."""
         comm._on_failure(self._on_failure)
         comm._on_close(self.close)
 

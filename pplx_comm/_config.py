@@ -13,6 +13,7 @@ import torch
 from . import _core
 from ._carriers import named_nics
 from ._gpu import device_index
+from ._placement import PLACEMENTS
 from ._setup import Request
 from .errors import Error
 from .layouts import Compact, Padded, Ragged
@@ -144,6 +145,7 @@ class Arguments:
     num_sms: int | None
     timeout: float
     scale_layout: str
+    placement: str | None
 
     def request(self, world_size: int, rank: int) -> Request:
         """What the ranks agree about. A mistake is part of it, so that all of them hear of it and none waits."""
@@ -153,7 +155,7 @@ class Arguments:
         try:
             names = named_nics(self.nics)
             where = self._device()
-            self._check_the_rest(world_size)
+            self._check_the_rest(world_size, where)
             config = make_config(
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
@@ -164,8 +166,11 @@ class Arguments:
         return Request(
             config, self._compared(config, where, error), self.transport, self.provider, self.node_size,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
-            num_sms=self.num_sms or 0,
+            num_sms=self.num_sms or 0, placement=self._placement(),
         )  # fmt: skip
+
+    def _placement(self) -> str:
+        return os.environ.get("PPLX_COMM_PLACEMENT") or "auto" if self.placement is None else self.placement
 
     def _device(self) -> torch.device:
         where = torch.device("cpu" if self.device is None else self.device)
@@ -176,11 +181,16 @@ class Arguments:
             return where
         return torch.device("cpu")  # "cpu:0" has an index, which is no GPU's
 
-    def _check_the_rest(self, world_size: int) -> None:
+    def _check_the_rest(self, world_size: int, where: torch.device) -> None:
         if self.transport == "nvshmem":
             raise Error("transport='nvshmem' is not built yet: 'auto', 'mapped' and 'proxy' are")
         if self.transport not in ("auto", "mapped", "proxy"):
             raise Error(f"transport={self.transport!r} must be 'auto', 'mapped' or 'proxy'")
+        if self._placement() not in PLACEMENTS:
+            given = f"placement={self.placement!r}" if self.placement is not None else f"PPLX_COMM_PLACEMENT={self._placement()!r}"
+            raise Error(f"{given} must be 'auto', 'host' or 'device'")
+        if self.placement == "device" and where.type != "cuda":
+            raise Error("placement='device' needs device='cuda': the CPU device has no GPU memory")
         seconds("timeout", self.timeout)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1, world_size)

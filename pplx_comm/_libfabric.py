@@ -87,7 +87,7 @@ def open_fabric(
     return _core.Fabric(provider or "auto", options)
 
 
-def refuses_device_memory(provider: str, nics: list[str] | None, places: Sequence[Place], place: int) -> str | None:
+def refuses_device_memory(provider: str | None, nics: list[str] | None, places: Sequence[Place], place: int) -> str | None:
     """Why no fabric could be opened for GPU memory; None: one could."""
     try:
         open_fabric(provider, nics=nics, places=places, place=place, device_memory=True).close()

@@ -15,6 +15,9 @@ class Placement:
     why: str
 
 
+PLACEMENTS = ("auto", "host", "device")
+
+
 def placement(write_ordering: int | None, provider: str, refusal: str | None) -> Placement:
     """write_ordering: of the GPU, as CUDA says it (0, 100, 200); None: no NIC can reach its memory.
     refusal: why no fabric over the provider could be opened for GPU memory; None: one was.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import _core, _gpu, _memory
 from ._carriers import Carriers, ProxyCarrier, host_key, positive_setting
-from ._libfabric import Place, this_place
+from ._libfabric import Place, refuses_device_memory, this_place
+from ._placement import placement
 from ._version import __version__
 from .errors import Error, PeerError
 
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from .communicator import Communicator
 
 T = TypeVar("T")
+
+log = logging.getLogger("pplx_comm")
 
 
 @dataclass
@@ -28,7 +32,8 @@ class Wiring:
     mapped: list[int]
     remote: list[int]
     hosts: dict[int, str]  # by rank, see host_key
-    places: dict[int, Place] = field(default_factory=dict)  # of the ranks of this host
+    places: dict[int, Place]  # of the ranks of this host
+    blocks_on_gpu: bool  # those that the proxy moves
     carrier: ProxyCarrier | None = None
     regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
 
@@ -63,6 +68,7 @@ class Request:
     proxies: int = 1  # threads, of each rank
     gpu: int | None = None  # None: the CPU device
     num_sms: int = 0  # 0: all
+    placement: str = "auto"  # of remote peers' blocks: see _placement
 
     @property
     def patience(self) -> float:
@@ -154,6 +160,29 @@ def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list
     return mapped, remote
 
 
+def _place(request: Request) -> Place:
+    """Where this rank lives, for the choice of its NICs."""
+    return this_place(None if request.gpu is None else _gpu.cuda_module().pci_address(request.gpu))
+
+
+def _blocks_on_gpu(request: Request, places: list[Place], place: int) -> bool:
+    """Whether the blocks of remote peers lie in GPU memory. Opens what the proxy will open."""
+    assert request.gpu is not None
+    if request.placement == "host":
+        return False
+    ordering = _gpu.cuda_module().write_ordering(places[place].gpu)
+    refusal = refuses_device_memory(provider_of(request), list(request.nics) or None, places, place)
+    chosen = placement(ordering, provider_of(request) or "the provider", refusal)
+    if request.placement == "device" and chosen.where != "device":
+        raise Error(f"placement='device': {chosen.why}; placement='auto' would take pinned host memory")
+    log.debug("blocks of remote peers: %s, %s", chosen.where, chosen.why)
+    return chosen.where == "device"
+
+
+def provider_of(request: Request) -> str | None:
+    return request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
+
+
 def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tuple[Wiring, int]:
     """Builds everything that needs the other ranks. Returns it with the AllToAll's number."""
     config, timeout = request.config, request.patience
@@ -167,7 +196,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_objects),
             "host": host_key(),
-            "place": asdict(this_place()),
+            "place": asdict(_place(request)),
             "remote": len(sides[1]) if sides else 0,
         },
         timeout,
@@ -190,15 +219,18 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     ranks_here = list(hosts.values()).count(host_key())
 
     proxied = any(answer is not None and answer["remote"] for answer in answers)
+    here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
+    places = {rank: Place(**answer["place"]) for rank, answer in here}
+    on_gpu = None
     if request.gpu is None:
         exchange = _share(comm, request, mapped, ranks_here)
     else:
-        exchange = _share_gpu(comm, request, mapped, remote, proxied)
+        if proxied:
+            on_gpu = _attempt(errors, lambda: _blocks_on_gpu(request, list(places.values()), list(places).index(comm.rank)))
+        exchange = _share_gpu(comm, request, mapped, remote, proxied, bool(on_gpu), errors)
     if len(alive) < comm.world_size:  # made after a reset, by those that are left
         exchange.reset(exchange.generation, [rank in alive for rank in range(comm.world_size)])
-    wiring = Wiring(exchange, mapped, remote, hosts)
-    here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
-    wiring.places = {rank: Place(**answer["place"]) for rank, answer in here}
+    wiring = Wiring(exchange, mapped, remote, hosts, places, bool(on_gpu))
     if proxied:
         _connect(comm, request, wiring, alive)
     # Nobody writes before everybody can receive.
@@ -223,11 +255,18 @@ def _share(comm: Communicator, request: Request, mapped: list[int], ranks_here: 
     return exchange
 
 
-def _share_gpu(comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool) -> Any:
-    """The same in device memory, and host memory for the proxy if any rank has one."""
+def _share_gpu(
+    comm: Communicator,
+    request: Request,
+    mapped: list[int],
+    remote: list[int],
+    proxied: bool,
+    blocks_on_gpu: bool,
+    errors: list[str],
+) -> Any:
+    """The same in device memory, and memory for the proxy if any rank has one."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
-    errors: list[str] = []
     own = _attempt(errors, lambda: _gpu.allocate(config, gpu, f"the blocks of an AllToAll on rank {comm.rank}"))
     described = None if own is None else _attempt(errors, lambda: _gpu.describe(own))
     answers = _agree(comm, "AllToAll: memory", {"error": errors[0] if errors else None, "memory": described}, timeout)
@@ -248,7 +287,9 @@ def _share_gpu(comm: Communicator, request: Request, mapped: list[int], remote: 
     make = _gpu.cuda_module().Exchange
     exchange = None
     if not errors:
-        exchange = _attempt(errors, lambda: make(config, own, peers, remote, proxied, gpu, request.timeout, request.num_sms))
+        exchange = _attempt(
+            errors, lambda: make(config, own, peers, remote, proxied, blocks_on_gpu, gpu, request.timeout, request.num_sms)
+        )
     _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
     return exchange
 
@@ -294,14 +335,15 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     places = list(wiring.places.values())  # with the dead: the others keep their shares of the NICs
     place = list(wiring.places).index(comm.rank)
     carriers = Carriers.of(comm)
-    provider = request.provider or os.environ.get("PPLX_COMM_PROVIDER") or None
-    key = (provider, comm._generation, request.nics, request.proxies)
+    provider = provider_of(request)
+    key = (provider, comm._generation, request.nics, request.proxies, wiring.blocks_on_gpu)
     errors: list[str] = []
     carrier = carriers.proxies.get(key)
     fresh = carrier is None
     if carrier is None:
         carrier = _attempt(
-            errors, lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place, request.proxies)
+            errors,
+            lambda: ProxyCarrier(comm.rank, provider, request.nics, one_host, places, place, request.proxies, wiring.blocks_on_gpu),
         )
     answers = _agree(
         comm,

@@ -62,6 +62,9 @@ class AllToAll:
     nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes those of
         PPLX_COMM_NICS, else the nearest.
     proxy_threads: 2 splits the peers that the proxy carries to between two threads of each rank; both drive all of its NICs.
+    placement: where the blocks of peers of other nodes lie with device="cuda": "host", pinned memory that kernels write and read;
+        "device", GPU memory that the NIC does; "auto" takes the GPU's where the provider does and what it writes there is seen in
+        order. None takes PPLX_COMM_PLACEMENT, else "auto". `python -m pplx_comm doctor` says what that would be.
     node_size: overrides who shares a node: ranks 0 to node_size - 1 do, and so on.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as the lanes of tensor parallelism do. They must pass the
@@ -97,6 +100,7 @@ class AllToAll:
         num_sms: int | None = None,
         timeout: float = 100.0,
         scale_layout: str = "row",
+        placement: str | None = None,
     ) -> None:
         self._closed = False
         self._failed: BaseException | None = None
@@ -108,7 +112,7 @@ class AllToAll:
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms,
-            timeout=timeout, scale_layout=scale_layout,
+            timeout=timeout, scale_layout=scale_layout, placement=placement,
         )  # fmt: skip
         begun = time.monotonic()
         self._request = arguments.request(comm.world_size, comm.rank)
@@ -133,7 +137,9 @@ class AllToAll:
         w = self._wiring
         groups = [f"{len(w.mapped)} mapped"] if w.mapped else []
         if w.remote and w.carrier:
-            groups.append(f"{len(w.remote)} by proxy over {w.carrier.name}")
+            groups.append(
+                f"{len(w.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")
+            )
         log.info(
             "AllToAll %d: %d ranks, peers of rank 0: %s; %d experts, top-%d, hidden %d, %s, wire %s, %s; "
             "%.1f MiB shared per rank; ready in %.2f s",

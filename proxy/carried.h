@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <string>
 
 #include "../src/protocol/config.h"
 #include "../src/protocol/words.h"
+#include "fabric.h"
 
 namespace pplx {
 
@@ -16,6 +18,8 @@ class Carried {
   virtual std::uint32_t generation() const = 0;
   virtual char* memory() const = 0;              // a Heap
   virtual std::size_t bytes() const = 0;
+  // GPU memory that has the blocks, at the places that they would have in memory(), where the words stay; none: all is there.
+  virtual std::optional<DeviceMemory> blocks() const { return {}; }
   // Called on the proxy's thread.
   virtual void lost_network(const Abort& abort, const std::string& message) = 0;
 };

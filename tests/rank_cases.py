@@ -231,6 +231,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     where = {
         "mapped": {"transport": "mapped"},
         "proxy": {"transport": "proxy", "provider": provider},
+        "copy": {"transport": "proxy", "provider": "copy", "placement": "device"},  # see one_process.py
         "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},
     }[kind]
     arguments: dict[str, Any] = {

@@ -32,7 +32,8 @@ void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabr
 LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<Carried>& carried) {
   const auto region = std::make_shared<LocalRegion>();
   call(thread, "register memory", [region, carried](Proxy&, Fabric& fabric) {
-    *region = fabric.register_memory(carried->memory(), carried->bytes());
+    const std::optional<DeviceMemory> blocks = carried->blocks();
+    *region = blocks ? fabric.register_device_memory(*blocks) : fabric.register_memory(carried->memory(), carried->bytes());
   });
   return *region;
 }

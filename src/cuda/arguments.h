@@ -89,7 +89,8 @@ struct Common {
   std::uint8_t order[kMaxPeers] = {};  // the living: remote ones, then those of the node; of each, rank + 1 first, oneself last
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
   std::uint64_t remote = 0;  // peers of other nodes, dead ones included, a bit each
-  char* host = nullptr;  // pinned memory, laid out like `heap`, for what the proxy moves
+  char* host = nullptr;  // pinned memory, laid out like `heap`: the words of what the proxy moves
+  char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
   char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none

@@ -136,9 +136,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
       throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
     common_.peers[peer] = theirs.data();
   }
-  if (memory_.proxied) host_ = std::make_shared<HostHeap>(config, memory_.remote);
+  if (memory_.proxied) {
+    auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes) : nullptr;
+    host_ = std::make_shared<HostHeap>(config, memory_.remote, std::move(blocks));
+    common_.host = host_->words_at();
+    common_.blocks = host_->blocks_at();
+  }
   common_.remote = memory_.remote;
-  common_.host = host_ ? host_->device_memory() : nullptr;
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.

@@ -41,6 +41,7 @@ class Exchange {
     std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for other nodes
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
     bool proxied = false;                               // some rank has a proxy: then each does
+    bool blocks_on_gpu = false;                         // that the proxy moves
   };
   struct Tokens {
     std::uint32_t count = 0;

@@ -92,7 +92,7 @@ Handover handover(int device, std::uint32_t peers, int endpoints, std::uint32_t 
   Stage stage(device, 2 * (operations + kWarming) + 1);
   const Config c = config_of(peers);
   const std::uint64_t all = (c.world == 64 ? 0 : 1ull << c.world) - 1;
-  HostHeap heap(c, all & ~(1ull << c.rank));
+  HostHeap heap(c, all & ~(1ull << c.rank), nullptr);
   NullFabric fabric(endpoints, std::size_t{peers} * kMaxEndpoints, peers);
   Proxy proxy(fabric);
   ProxyObject object;
@@ -104,7 +104,7 @@ Handover handover(int device, std::uint32_t peers, int endpoints, std::uint32_t 
     if (peer != c.rank) object.peers[peer] = std::make_unique<RemoteRegion>();
   proxy.attach(std::move(object));
 
-  const DeviceArguments arguments{c, heap_of(c), heap.device_memory(), operations + kWarming, stage.words};
+  const DeviceArguments arguments{c, heap_of(c), heap.words_at(), operations + kWarming, stage.words};
   check(launch_device(arguments, stage.stream), "launching handover");
   std::vector<std::pair<double, double>> posts;
   const Clock::time_point begin = Clock::now();

@@ -19,7 +19,8 @@ constexpr std::chrono::milliseconds kDeathGrace{800};
 }  // namespace
 
 // Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
-HostHeap::HostHeap(const Config& config, std::uint64_t remote) : config_(config), heap_(heap_of(config)) {
+HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks)
+    : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)) {
   const auto refuse = [&](const std::string& why) {
     throw CudaError("the blocks of " + std::to_string(config.remote_peers) + " ranks of other nodes need " + std::to_string(heap_.bytes) +
                     " bytes of pinned host memory: " + why +
@@ -31,7 +32,7 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote) : config_(config)
   madvise(memory_, heap_.bytes, MADV_HUGEPAGE);
   madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
   cudaError_t error = cudaHostRegister(memory_, heap_.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
-  if (error == cudaSuccess) error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&device_memory_), memory_, 0);
+  if (error == cudaSuccess) error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_), memory_, 0);
   if (error != cudaSuccess) {
     cudaGetLastError();
     munmap(memory_, heap_.bytes);
@@ -49,6 +50,11 @@ HostHeap::~HostHeap() {
   cudaHostUnregister(memory_);
   cudaGetLastError();
   munmap(memory_, heap_.bytes);
+}
+
+std::optional<DeviceMemory> HostHeap::blocks() const {
+  if (!blocks_) return {};
+  return blocks_->description();
 }
 
 void HostHeap::lost_network(const Abort& abort, const std::string& message) {

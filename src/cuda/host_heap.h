@@ -1,28 +1,33 @@
-// The part of an AllToAll that its proxy moves, in pinned host memory: blocks from and for ranks of other nodes, and the words
-// that kernels and proxy tell each other about them.
+// The part of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and the words that kernels and proxy tell
+// each other about them. The words lie in pinned host memory; the blocks there, too, or in the GPU's.
 #pragma once
 
 #include <condition_variable>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 
 #include "../../proxy/carried.h"
 #include "../protocol/heap.h"
+#include "block_memory.h"
 
 namespace pplx::cuda {
 
 class HostHeap : public Carried {
  public:
-  // `remote`: a bit for each peer that the proxy carries to.
-  HostHeap(const Config& config, std::uint64_t remote);
+  // `remote`: a bit for each peer that the proxy carries to. `blocks`: null if they lie in host memory.
+  HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks);
   ~HostHeap() override;
 
   const Config& config() const override { return config_; }
   std::uint32_t generation() const override { return generation_; }
   char* memory() const override { return memory_; }
-  char* device_memory() const { return device_memory_; }   // the same, as kernels know it
   std::size_t bytes() const override { return heap_.bytes; }
+  std::optional<DeviceMemory> blocks() const override;
+  // As kernels know them.
+  char* words_at() const { return mapped_; }
+  char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
   // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
   void lost_network(const Abort& abort, const std::string& message) override;
 
@@ -36,7 +41,8 @@ class HostHeap : public Carried {
   const Config config_;
   const Heap heap_;
   char* memory_ = nullptr;
-  char* device_memory_ = nullptr;
+  char* mapped_ = nullptr;  // the same, as kernels know it
+  std::unique_ptr<BlockMemory> blocks_;
   std::uint32_t generation_ = 1;
   std::mutex mutex_;
   std::condition_variable changed_;

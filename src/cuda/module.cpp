@@ -2,12 +2,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cctype>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "copy_fabric.h"
 #include "error.h"
 #include "exchange.h"
 #include "handover.h"
@@ -39,6 +42,15 @@ int runtime_version() {
   return version;
 }
 
+// As sysfs and the NICs' drivers know the GPU.
+std::string pci_address(int device) {
+  char text[32] = {};
+  check(cudaDeviceGetPCIBusId(text, sizeof text, device), "cudaDeviceGetPCIBusId");
+  std::string address = text;
+  std::transform(address.begin(), address.end(), address.begin(), [](unsigned char c) { return std::tolower(c); });
+  return address;
+}
+
 // Of the GPU at that PCI address, see cudaGPUDirectRDMAWritesOrdering; none: NICs do not reach its memory, or it is not visible.
 std::optional<int> write_ordering(const std::string& pci) {
   int device = 0, supported = 0, ordering = 0;
@@ -55,9 +67,9 @@ T* pointer(Address address) {
 
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
-                                        const std::vector<std::uint32_t>& remote, bool proxied, int device, double timeout,
-                                        std::uint32_t num_sms) {
-  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied};
+                                        const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, int device,
+                                        double timeout, std::uint32_t num_sms) {
+  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu};
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
@@ -105,7 +117,7 @@ void bind_exchange(py::module_& m) {
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "Pinned host memory that the proxy moves blocks in.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
+           py::arg("blocks_on_gpu"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
       .def_property_readonly("host", &Exchange::host, "What the proxy carries for; None inside a node.")
       .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "Whether all that was launched has ended by then.")
       .def(
@@ -234,6 +246,14 @@ void bind(py::module_& m) {
       "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def("pci_address", &pci_address, py::arg("device"), "As sysfs spells it.");
+  py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
+      m, "CopyFabric", "For tests: a fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("provider", [](const CopyFabric&) { return "copy"; })
+      .def_property_readonly("why", [](const CopyFabric&) { return "a test asks for it"; })
+      .def_property_readonly("proxy_cpu", [](const CopyFabric&) { return -1; })
+      .def("close", &CopyFabric::close, Unlocked());
   m.def("write_ordering", &write_ordering, py::arg("pci"),
         "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");

@@ -40,11 +40,11 @@ __device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (
 
 // Where this rank finds the peer's block, and where it writes its own for the peer: there, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
-  return (is_remote(k, peer) ? k.host : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
+  return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
 }
 __device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
-  return k.host + k.heap.spaced_send_at(k.c, set, op, __popcll(k.remote & ((1ull << peer) - 1)));
+  return k.blocks + k.heap.spaced_send_at(k.c, set, op, __popcll(k.remote & ((1ull << peer) - 1)));
 }
 __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);

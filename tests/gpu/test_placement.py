@@ -1,0 +1,79 @@
+"""Blocks of remote peers in GPU memory, carried by the copy engines of GPUs of one process in a NIC's place, and what may be seen of
+a row when its arrival word is.
+
+python -m pytest tests/gpu/test_placement.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from crew import Crew, Crews, run_ranks, seed
+from rank_cases import Case, random_case
+
+GPUS = torch.cuda.device_count()
+RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)
+# Threads that shared a GPU would share its default stream, in which one rank's kernels wait behind another's.
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="ranks that are threads need a GPU each")]
+CHAOS = "seed=7,delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Crews]:
+    """One process, whose threads are the ranks."""
+    crews = Crews(1)
+    yield crews
+    crews.close()
+
+
+def small(transport: str) -> Case:
+    return Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, transport=transport, first_step=2**32 - 500)
+
+
+def test_random_shapes(process: Crews) -> None:
+    cases = [random_case(seed() * 100_000 + 80_000 + n, RANKS, ("copy",)) for n in range(20)]
+    process.run("placement_cases:random_shapes", cases, timeout=200)
+
+
+def test_random_shapes_in_a_chaos(process: Crews) -> None:
+    cases = [random_case(seed() * 100_000 + 81_000 + n, RANKS, ("copy",)) for n in range(10)]
+    process.run("placement_cases:random_shapes", cases, CHAOS, timeout=200)
+
+
+def test_soak(process: Crews) -> None:
+    assert process.run("placement_cases:soak", small("copy"), 1000, timeout=200) == [[0] * RANKS]
+
+
+@pytest.mark.parametrize("hidden", [512, 7168])
+def test_one_row_steps(process: Crews, hidden: int) -> None:
+    case = Case(seed(), RANKS, hidden=hidden, transport="copy")
+    assert process.run("placement_cases:one_row_steps_on_gpu_memory", case, 5000, timeout=200) == [[0] * RANKS]
+
+
+@pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm"])
+def test_one_row_steps_in_host_memory(transport: str) -> None:
+    with Crew(RANKS) as crew:
+        assert crew.run("placement_cases:one_row_steps", Case(seed(), RANKS, hidden=7168, transport=transport), 5000) == [0] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["copy", "proxy:shm", "proxy:tcp"])
+def test_a_million_one_row_steps(process: Crews, transport: str) -> None:
+    case = Case(seed(), RANKS, hidden=512, transport=transport)
+    if transport == "copy":
+        assert process.run("placement_cases:one_row_steps_on_gpu_memory", case, 1_000_000, timeout=800) == [[0] * RANKS]
+    else:
+        assert run_ranks(RANKS, "placement_cases:one_row_steps", case, 1_000_000, timeout=800) == [0] * RANKS
+
+
+def test_what_cannot_be_had() -> None:
+    said = run_ranks(2, "placement_cases:device_memory_over_tcp")
+    assert all("placement='device'" in text and "GPU" in text for text in said), said
