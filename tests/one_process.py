@@ -44,6 +44,8 @@ class _Board:
 
 def copying() -> None:
     """From now on provider "copy" is that fabric, and takes blocks in GPU memory."""
+    if _carriers.open_fabric.__module__ == __name__:
+        return
     real_open, real_choice = _carriers.open_fabric, _setup._blocks_on_gpu
 
     def open_fabric(provider: str | None = None, **options: Any) -> Any:
@@ -54,6 +56,10 @@ def copying() -> None:
     def blocks_on_gpu(request: Any, *places: Any) -> bool:
         return request.placement == "device" if request.provider == PROVIDER else real_choice(request, *places)
 
+    def nothing_left(carrier: Any, rank: int) -> None:
+        """In /dev/shm, by a rank that died: of this process, so the threads died with it."""
+
+    setattr(_carriers.ProxyCarrier, "peer_died", nothing_left)  # noqa: B010
     setattr(_carriers, "open_fabric", open_fabric)  # noqa: B010
     setattr(_setup, "_blocks_on_gpu", blocks_on_gpu)  # noqa: B010
 
