@@ -65,10 +65,10 @@ def copying() -> None:
 
 
 def run(world_size: int, call: Callable[[Rank], Any]) -> list[Any]:
-    """Calls it on all ranks at once. What one of them raises is raised here, the first rank's first."""
+    """Calls it on all ranks at once. What one of them raises first is raised here."""
     board = _Board(world_size)
     results: list[Any] = [None] * world_size
-    problems: dict[int, BaseException] = {}
+    problems: list[BaseException] = []
 
     def member(rank: int) -> None:
         try:
@@ -77,13 +77,13 @@ def run(world_size: int, call: Callable[[Rank], Any]) -> list[Any]:
             with pc.Communicator(gathered, timeout=30) as comm:
                 results[rank] = call(Rank(rank, world_size, comm))
         except BaseException as problem:
-            problems[rank] = problem
+            problems.append(problem)
 
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for _, problem in sorted(problems.items()):
+    for problem in problems:
         raise problem
     return results
