@@ -79,6 +79,7 @@ def run(world_size: int, call: Callable[[Rank], Any]) -> list[Any]:
         except BaseException as problem:
             problems.append(problem)
 
+    torch.set_num_threads(1)  # its own pool is one process's, and is not for several to resize
     threads = [threading.Thread(target=member, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
