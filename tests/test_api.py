@@ -114,6 +114,8 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
         ({"wire": 8}, ["wire=8"]),
         ({"transport": "pigeon"}, ["pigeon", "mapped"]),
         ({"transport": "proxy", "provider": "pigeon"}, ["pigeon"]),
+        ({"placement": "moon"}, ["placement='moon'", "host"]),
+        ({"placement": "device"}, ["placement='device'", "device='cuda'"]),
         ({"device": "tpu"}, ["tpu"]),
         ({"device": "meta"}, ["meta", "cpu"]),
         ({"layout": "ragged"}, ["layout", "Ragged"]),
