@@ -87,8 +87,17 @@ LocalRegion CopyFabric::region(void* base, std::size_t bytes) const {
 LocalRegion CopyFabric::register_memory(void* base, std::size_t bytes) { return region(base, bytes); }
 LocalRegion CopyFabric::register_device_memory(const DeviceMemory& memory) { return region(memory.base, memory.bytes); }
 
+// What a first copy to that GPU sets up may wait for kernels: now, while none waits for a copy.
 RemoteRegion CopyFabric::import_region(int, const Blob& description) const {
   const Card card = from_blob<Card>(description);
+  cudaPointerAttributes at{};
+  must(cudaSetDevice(device_), "cudaSetDevice");
+  must(cudaPointerGetAttributes(&at, reinterpret_cast<const void*>(card.base)), "cudaPointerGetAttributes");
+  if (at.type == cudaMemoryTypeDevice && at.device != device_) {
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(at.device, 0);
+    if (enabled != cudaErrorPeerAccessAlreadyEnabled) must(enabled, "cudaDeviceEnablePeerAccess");
+    cudaGetLastError();
+  }
   RemoteRegion region;
   region.base = card.base;
   region.bytes = card.bytes;

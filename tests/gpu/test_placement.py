@@ -28,7 +28,8 @@ CHAOS = "seed=7,delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=
 @pytest.fixture(scope="module")
 def process() -> Iterator[Crews]:
     """One process, whose threads are the ranks."""
-    crews = Crews(1)
+    # A kernel that is loaded when it is first launched makes all threads of the process wait for those that run.
+    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER"})
     yield crews
     crews.close()
 
