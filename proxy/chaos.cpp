@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <stdexcept>
+#include <thread>
 
 #include "../src/protocol/immediate.h"
 
@@ -61,6 +62,14 @@ ChaosOptions::Cut cut(const std::string& item, const std::string& text, bool sil
   return cut;
 }
 
+ChaosOptions::Stall stall(const std::string& item, const std::string& text) {
+  const std::size_t at = text.find('@');
+  if (at == std::string::npos) refuse(item, "must be a rank and a number of writes, like 2@100");
+  const std::uint64_t rank = number(item, text.substr(0, at));
+  if (rank >= kMaxRanks) refuse(item, "must name a rank below " + std::to_string(kMaxRanks));
+  return {static_cast<int>(rank), number(item, text.substr(at + 1))};
+}
+
 struct Probability {
   const char* name;
   double ChaosOptions::*value;
@@ -87,7 +96,8 @@ ChaosOptions parse_chaos(const std::string& text) {
     else if (name == "seed") options.seed = number(item, value);
     else if (name == "delay_us") options.delay_us = static_cast<std::uint32_t>(std::min(number(item, value), kLongestDelay));
     else if (name == "kill" || name == "mute") options.cuts.push_back(cut(item, value, name == "mute"));
-    else refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill and mute");
+    else if (name == "stall") options.stalls.push_back(stall(item, value));
+    else refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill, mute and stall");
   }
   return options;
 }
@@ -102,6 +112,7 @@ std::string to_text(const ChaosOptions& options) {
   text += ",delay_us=" + std::to_string(options.delay_us);
   for (const ChaosOptions::Cut& c : options.cuts)
     text += (c.silent ? ",mute=" : ",kill=") + std::to_string(c.a) + "-" + std::to_string(c.b) + "@" + std::to_string(c.after);
+  for (const ChaosOptions::Stall& s : options.stalls) text += ",stall=" + std::to_string(s.rank) + "@" + std::to_string(s.after);
   return text;
 }
 
@@ -277,7 +288,17 @@ void ChaosFabric::remove_peer(int peer) {
 
 // ---- completions -------------------------------------------------------------------------------------------------------------
 
+// Real time, whatever now_ says: it is a thread that stands.
+void ChaosFabric::stand_still() {
+  std::uint64_t due = 0;
+  for (const ChaosOptions::Stall& s : options_.stalls) due += s.rank == rank_ && next_id_ >= s.after;
+  if (due <= counts_.stalled) return;
+  counts_.stalled = due;
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+}
+
 int ChaosFabric::poll(Completion* out, int capacity) {
+  stand_still();
   const Clock::time_point now = now_();
   post_parts(now);
   Completion batch[64];

@@ -1,5 +1,5 @@
 // A fabric around another one that keeps none of the promises the proxy must not rely on: it delays, shuffles, splits, duplicates
-// and replays, refuses posts, and cuts links. Everything follows from a seed and from the order of calls; it knows the immediate
+// and replays, refuses posts, cuts links, and stands still. Everything follows from a seed and from the order of calls; it knows the immediate
 // and nothing else of the protocol, and nothing of the device.
 #pragma once
 
@@ -23,6 +23,12 @@ struct ChaosOptions {
     bool silent = false;        // writes never complete, and what the other side sent does not arrive; else writes fail
   };
 
+  // The thread that drives that rank's fabric stands still for a second, once, when it has taken so many writes.
+  struct Stall {
+    int rank = 0;
+    std::uint64_t after = 0;
+  };
+
   std::uint64_t seed = 1;
   double delay = 0.2;           // of writes, and again of completions: how many wait, up to delay_us
   std::uint32_t delay_us = 200;
@@ -32,6 +38,7 @@ struct ChaosOptions {
   double replay = 0.05;         // of arrivals: how many bring an earlier one with them
   double again = 0.2;           // of posts: how many are refused, and some after them
   std::vector<Cut> cuts;
+  std::vector<Stall> stalls;
 };
 
 // "seed=7,delay=0.5,kill=0-2@100": what is not named stays as above. Throws std::invalid_argument that says what is wrong.
@@ -41,6 +48,7 @@ std::string to_text(const ChaosOptions& options);
 // How often each kind happened.
 struct ChaosCounts {
   std::uint64_t delayed = 0, shuffled = 0, split = 0, duplicated = 0, replayed = 0, refused = 0;
+  std::uint64_t stalled = 0;
   std::uint64_t failed = 0, swallowed = 0, lost = 0;   // on cut links: writes that fail, that never complete; arrivals
 };
 
@@ -70,6 +78,7 @@ class ChaosFabric final : public Fabric {
 
  private:
   void forget_past();
+  void stand_still();
   // A write of the caller's. Its regions are copies: the caller may forget his before a delayed part leaves.
   struct Operation {
     Write write;
@@ -113,7 +122,7 @@ class ChaosFabric final : public Fabric {
   const int rank_;
   const std::function<Clock::time_point()> now_;
   std::uint64_t state_;
-  std::uint64_t next_id_ = 0;
+  std::uint64_t next_id_ = 0;                          // writes accepted
   std::uint32_t refusals_ = 0;                         // still to come in this burst
   std::uint64_t arrivals_ = 0;                         // handed out
   std::unordered_map<std::uint64_t, Operation> operations_;

@@ -5,6 +5,7 @@ What chaos is made of is in proxy/chaos.h; that it does what it says, and no mor
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -66,6 +67,15 @@ def test_many_steps(transport: str, in_flight: int) -> None:
     with Crew(3, chaos("delay=0.1,delay_us=100,duplicate=0.3,replay=0.3")) as crew:
         for counts in crew.run("chaos_cases:many_steps", case, 400, timeout=120):
             assert all(counts[kind] >= 100 for kind in KINDS), counts
+
+
+def test_a_proxy_that_stands_still() -> None:
+    """For a second, in the middle of steps: they wait for it, and nothing is lost."""
+    case = Case(seed(), 3, max_tokens=3, hidden=32, transport="proxy:tcp")
+    with Crew(3, chaos("delay=0,stall=1@40,stall=2@200")) as crew:
+        begun = time.monotonic()
+        assert [counts["stalled"] for counts in crew.run("chaos_cases:many_steps", case, 200, timeout=60)] == [0, 1, 1]
+        assert time.monotonic() - begun > 2.0
 
 
 def test_several_all_to_alls() -> None:

@@ -87,6 +87,7 @@ py::dict stats(const ChaosCounts& c) {
   d["duplicated"] = c.duplicated;
   d["replayed"] = c.replayed;
   d["refused"] = c.refused;
+  d["stalled"] = c.stalled;
   d["failed"] = c.failed;
   d["swallowed"] = c.swallowed;
   d["lost"] = c.lost;

@@ -154,6 +154,22 @@ def test_cut_link(transport: str, how: str) -> None:
             assert r["waited"] < (2.0 if how == "kill" else 5.0), r
 
 
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_a_proxy_that_stands_still(transport: str) -> None:
+    """For a second, in the middle of steps: they wait for it, and nothing is lost."""
+    with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},stall=1@60,stall=0@200"}) as crew:
+        assert crew.run("gpu_cases:soak", small(transport), 300, timeout=100) == [0] * RANKS
+
+
+def test_a_proxy_that_stands_still_for_too_long() -> None:
+    """A step that has less patience names the rank, and all go on after reset()."""
+    with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},stall=1@60"}) as crew:
+        results = crew.run("gpu_cases:on_gpu", "chaos_cases:until_failure", small("proxy:tcp"), 0.4, again=True, timeout=100)
+        for r in results:
+            assert r.get("is_peer") and r["closing"] < CLOSED, r
+        assert any(r["is_timeout"] and r["peer"] == 1 for r in results), results
+
+
 def test_leaving_after_the_last_step_is_no_failure() -> None:
     with Crew(RANKS) as crew:
         case = Case(seed(), RANKS, max_tokens=32, hidden=1024, transport="proxy:tcp")
