@@ -193,7 +193,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     if request.gpu is None:
         exchange = _share(comm, request, mapped, ranks_here)
     else:
-        exchange = _share_gpu(comm, request, mapped, remote, proxied)
+        exchange, mapped, remote, proxied = _share_gpu(comm, request, mapped, remote, proxied)
     if len(alive) < comm.world_size:  # made after a reset, by those that are left
         exchange.reset(exchange.generation, [rank in alive for rank in range(comm.world_size)])
     wiring = Wiring(exchange, mapped, remote, hosts)
@@ -223,8 +223,25 @@ def _share(comm: Communicator, request: Request, mapped: list[int], ranks_here: 
     return exchange
 
 
-def _share_gpu(comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool) -> Any:
-    """The same in device memory, and host memory for the proxy if any rank has one."""
+@dataclass
+class Mapped:
+    """Memory of GPUs of this node, as far as this rank's GPU reaches it."""
+
+    peers: dict[int, Any] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # and why
+
+    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int]) -> None:
+        try:
+            self.peers[rank] = _gpu.open_peer(gpu, description, fds)
+        except Error as why:
+            self.refused[rank] = str(why)
+
+
+def _share_gpu(
+    comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool
+) -> tuple[Any, list[int], list[int], bool]:
+    """The same in device memory, and host memory for the proxy if any rank has one. GPUs of a node that do not reach each other are
+    remote to each other: returns who is mapped and who is remote in the end, and whether any rank has a proxy."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     errors: list[str] = []
@@ -237,20 +254,40 @@ def _share_gpu(comm: Communicator, request: Request, mapped: list[int], remote: 
         received = comm._share_fds(fds, "AllToAll: memory")
     finally:
         _gpu.close_all(fds)
+    theirs = Mapped()
     try:
-        peers = _attempt(
-            errors,
-            lambda: {r: _gpu.open_peer(gpu, answers[r]["memory"], received[r]) for r in mapped},  # type: ignore[index]
-        )
+        for rank in mapped:
+            theirs.open(gpu, rank, answers[rank]["memory"], received[rank])  # type: ignore[index]
     finally:
-        for theirs in received.values():
-            _gpu.close_all(theirs)
+        for of_peer in received.values():
+            _gpu.close_all(of_peer)
+    # By rank as text: JSON has no other keys.
+    refused = {str(rank): why for rank, why in theirs.refused.items()}
+    answers = _agree(comm, "AllToAll: mappings", {"refused": refused}, timeout)
+    apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
+    _check_apart(request, apart)
+    proxied = proxied or bool(apart)
+    for peer in [peer for peer in mapped if (comm.rank, peer) in apart or (peer, comm.rank) in apart]:
+        mapped.remove(peer)
+        remote.append(peer)
+        theirs.peers.pop(peer, None)
+    remote.sort()
+    config.remote_peers = len(remote)
     make = _gpu.cuda_module().Exchange
-    exchange = None
-    if not errors:
-        exchange = _attempt(errors, lambda: make(config, own, peers, remote, proxied, gpu, request.timeout, request.num_sms))
-    _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
-    return exchange
+    exchange = _attempt(errors, lambda: make(config, own, theirs.peers, remote, proxied, gpu, request.timeout, request.num_sms))
+    _agree(comm, "AllToAll: device", {"error": errors[0] if errors else None}, timeout)
+    return exchange, mapped, remote, proxied
+
+
+def _check_apart(request: Request, apart: dict[tuple[int, int], str]) -> None:
+    """Raises, alike on all ranks, where ranks whose GPUs do not reach each other must share memory."""
+    replicas = request.config.replicas
+    for (a, b), why in sorted(apart.items()):
+        text = f"the GPU of rank {a} cannot map the memory of rank {b}'s: {why}"
+        if request.transport == "mapped":
+            raise Error(f"transport='mapped': {text}. transport='auto' lets the proxy carry between them")
+        if a // replicas == b // replicas:
+            raise Error(f"replicas={replicas} makes ranks {a} and {b} hold the same tokens, and {text}")
 
 
 def rewire(comm: Communicator, request: Request, wiring: Wiring, survivors: list[int]) -> None:
