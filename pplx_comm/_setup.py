@@ -154,6 +154,11 @@ def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list
     return mapped, remote
 
 
+def _place(request: Request) -> Place:
+    """Where this rank lives: its NICs are to be near its GPU."""
+    return this_place(None if request.gpu is None else _gpu.cuda_module().pci_address(request.gpu))
+
+
 def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tuple[Wiring, int]:
     """Builds everything that needs the other ranks. Returns it with the AllToAll's number."""
     config, timeout = request.config, request.patience
@@ -167,7 +172,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_objects),
             "host": host_key(),
-            "place": asdict(this_place()),
+            "place": asdict(_place(request)),
             "remote": len(sides[1]) if sides else 0,
         },
         timeout,

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <cctype>
 #include <map>
 #include <memory>
 #include <optional>
@@ -37,6 +39,15 @@ int runtime_version() {
   int version = 0;
   cudaRuntimeGetVersion(&version);
   return version;
+}
+
+// As sysfs spells it, where NICs are looked for near it.
+std::string pci_address(int device) {
+  char text[32] = {};
+  check(cudaDeviceGetPCIBusId(text, sizeof text, device), "cudaDeviceGetPCIBusId");
+  std::string address = text;
+  std::transform(address.begin(), address.end(), address.begin(), [](unsigned char c) { return std::tolower(c); });
+  return address;
 }
 
 // Of the GPU at that PCI address, see cudaGPUDirectRDMAWritesOrdering; none: NICs do not reach its memory, or it is not visible.
@@ -234,6 +245,7 @@ void bind(py::module_& m) {
       "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def("pci_address", &pci_address, py::arg("device"), "Of that GPU.");
   m.def("write_ordering", &write_ordering, py::arg("pci"),
         "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
