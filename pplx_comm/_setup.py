@@ -161,7 +161,7 @@ def _peers(request: Request, comm: Communicator, alive: list[int]) -> tuple[list
 
 
 def _place(request: Request) -> Place:
-    """Where this rank lives, for the choice of its NICs."""
+    """Where this rank lives, and its NICs are to be near its GPU."""
     return this_place(None if request.gpu is None else _gpu.cuda_module().pci_address(request.gpu))
 
 
@@ -221,16 +221,17 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     proxied = any(answer is not None and answer["remote"] for answer in answers)
     here = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None and answer["host"] == host_key()]
     places = {rank: Place(**answer["place"]) for rank, answer in here}
-    on_gpu = None
+    exchange: Any
+    blocks_on_gpu = False
     if request.gpu is None:
         exchange = _share(comm, request, mapped, ranks_here)
     else:
-        if proxied:
-            on_gpu = _attempt(errors, lambda: _blocks_on_gpu(request, list(places.values()), list(places).index(comm.rank)))
-        exchange = _share_gpu(comm, request, mapped, remote, proxied, bool(on_gpu), errors)
+        shared = _share_gpu(comm, request, mapped, remote, proxied, places)
+        exchange, mapped, remote = shared.exchange, shared.mapped, shared.remote
+        proxied, blocks_on_gpu = shared.proxied, shared.blocks_on_gpu
     if len(alive) < comm.world_size:  # made after a reset, by those that are left
         exchange.reset(exchange.generation, [rank in alive for rank in range(comm.world_size)])
-    wiring = Wiring(exchange, mapped, remote, hosts, places, bool(on_gpu))
+    wiring = Wiring(exchange, mapped, remote, hosts, places, blocks_on_gpu)
     if proxied:
         _connect(comm, request, wiring, alive)
     # Nobody writes before everybody can receive.
@@ -255,18 +256,39 @@ def _share(comm: Communicator, request: Request, mapped: list[int], ranks_here: 
     return exchange
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What came of it."""
+
+    exchange: Any  # _cuda.Exchange
+    mapped: list[int]
+    remote: list[int]
+    proxied: bool  # some rank has a proxy
+    blocks_on_gpu: bool  # those that this rank's proxy moves
+
+
+@dataclass
+class Mapped:
+    """Memory of GPUs of this node, as far as this rank's GPU reaches it."""
+
+    peers: dict[int, Any] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # and why
+
+    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int]) -> None:
+        try:
+            self.peers[rank] = _gpu.open_peer(gpu, description, fds)
+        except Error as why:
+            self.refused[rank] = str(why)
+
+
 def _share_gpu(
-    comm: Communicator,
-    request: Request,
-    mapped: list[int],
-    remote: list[int],
-    proxied: bool,
-    blocks_on_gpu: bool,
-    errors: list[str],
-) -> Any:
-    """The same in device memory, and memory for the proxy if any rank has one."""
+    comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool, places: dict[int, Place]
+) -> Shared:
+    """The same in device memory, and memory for the proxy if any rank has one. GPUs of a node that do not reach each other are remote
+    to each other."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
+    errors: list[str] = []
     own = _attempt(errors, lambda: _gpu.allocate(config, gpu, f"the blocks of an AllToAll on rank {comm.rank}"))
     described = None if own is None else _attempt(errors, lambda: _gpu.describe(own))
     answers = _agree(comm, "AllToAll: memory", {"error": errors[0] if errors else None, "memory": described}, timeout)
@@ -276,22 +298,44 @@ def _share_gpu(
         received = comm._share_fds(fds, "AllToAll: memory")
     finally:
         _gpu.close_all(fds)
+    theirs = Mapped()
     try:
-        peers = _attempt(
-            errors,
-            lambda: {r: _gpu.open_peer(gpu, answers[r]["memory"], received[r]) for r in mapped},  # type: ignore[index]
-        )
+        for rank in mapped:
+            theirs.open(gpu, rank, answers[rank]["memory"], received[rank])  # type: ignore[index]
     finally:
-        for theirs in received.values():
-            _gpu.close_all(theirs)
+        for of_peer in received.values():
+            _gpu.close_all(of_peer)
+    # By rank as text: JSON has no other keys.
+    refused = {str(rank): why for rank, why in theirs.refused.items()}
+    answers = _agree(comm, "AllToAll: mappings", {"refused": refused}, timeout)
+    apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
+    _check_apart(request, apart)
+    proxied = proxied or bool(apart)
+    for peer in [peer for peer in mapped if (comm.rank, peer) in apart or (peer, comm.rank) in apart]:
+        mapped.remove(peer)
+        remote.append(peer)
+        theirs.peers.pop(peer, None)
+    remote.sort()
+    config.remote_peers = len(remote)
     make = _gpu.cuda_module().Exchange
+    on_gpu = _attempt(errors, lambda: proxied and _blocks_on_gpu(request, list(places.values()), list(places).index(comm.rank)))
     exchange = None
     if not errors:
-        exchange = _attempt(
-            errors, lambda: make(config, own, peers, remote, proxied, blocks_on_gpu, gpu, request.timeout, request.num_sms)
-        )
-    _agree(comm, "AllToAll: mappings", {"error": errors[0] if errors else None}, timeout)
-    return exchange
+        arguments = config, own, theirs.peers, remote, proxied, bool(on_gpu), gpu, request.timeout, request.num_sms
+        exchange = _attempt(errors, lambda: make(*arguments))
+    _agree(comm, "AllToAll: device", {"error": errors[0] if errors else None}, timeout)
+    return Shared(exchange, mapped, remote, proxied, bool(on_gpu))
+
+
+def _check_apart(request: Request, apart: dict[tuple[int, int], str]) -> None:
+    """Raises, alike on all ranks, where ranks whose GPUs do not reach each other must share memory."""
+    replicas = request.config.replicas
+    for (a, b), why in sorted(apart.items()):
+        text = f"the GPU of rank {a} cannot map the memory of rank {b}'s: {why}"
+        if request.transport == "mapped":
+            raise Error(f"transport='mapped': {text}. transport='auto' lets the proxy carry between them")
+        if a // replicas == b // replicas:
+            raise Error(f"replicas={replicas} makes ranks {a} and {b} hold the same tokens, and {text}")
 
 
 def rewire(comm: Communicator, request: Request, wiring: Wiring, survivors: list[int]) -> None:

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from rank_cases import Case, Runner
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm import _setup
 
 
 def _use_module(path: str) -> None:
@@ -205,6 +207,42 @@ def exchange(me: Any, case: Case) -> str:
             problem.args = (f"{problem}\n{case}",)
             raise
         return digest
+
+
+@contextlib.contextmanager
+def unreachable(me: Any, pairs: list[tuple[int, int]]) -> Iterator[None]:
+    """The GPU of the first of each pair cannot map the memory of the second's."""
+    real = _setup.Mapped.open
+
+    def opened(self: Any, gpu: int, rank: int, *rest: Any) -> None:
+        if (me.rank, rank) in pairs:
+            self.refused[rank] = "a test says so"
+        else:
+            real(self, gpu, rank, *rest)
+
+    setattr(_setup.Mapped, "open", opened)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(_setup.Mapped, "open", real)  # noqa: B010
+
+
+def exchange_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> list[int]:
+    """A case among GPUs some of which do not reach each other. Returns this rank's remote peers."""
+    with unreachable(me, pairs):
+        exchange(me, case)
+        with rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))) as a2a:
+            return list(a2a._wiring.remote)
+
+
+def refused_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> str:
+    """What the error says where those that do not reach each other must."""
+    with unreachable(me, pairs):
+        try:
+            rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))).close()
+        except pc.Error as problem:
+            return str(problem)
+    return "it took it"
 
 
 def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:

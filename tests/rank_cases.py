@@ -230,6 +230,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     kind, _, provider = case.transport.partition(":")
     where = {
         "mapped": {"transport": "mapped"},
+        "auto": {"transport": "auto", "provider": provider},
         "proxy": {"transport": "proxy", "provider": provider},
         "copy": {"transport": "proxy", "provider": "copy", "placement": "device"},  # see one_process.py
         "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},

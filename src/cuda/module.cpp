@@ -42,7 +42,7 @@ int runtime_version() {
   return version;
 }
 
-// As sysfs and the NICs' drivers know the GPU.
+// As sysfs spells it, where NICs are looked for near it.
 std::string pci_address(int device) {
   char text[32] = {};
   check(cudaDeviceGetPCIBusId(text, sizeof text, device), "cudaDeviceGetPCIBusId");
@@ -246,7 +246,7 @@ void bind(py::module_& m) {
       "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
-  m.def("pci_address", &pci_address, py::arg("device"), "As sysfs spells it.");
+  m.def("pci_address", &pci_address, py::arg("device"), "Of that GPU.");
   py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
       m, "CopyFabric", "For tests: a fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")
       .def(py::init<int>(), py::arg("device"))

@@ -154,6 +154,21 @@ def test_cut_link(transport: str, how: str) -> None:
             assert r["waited"] < (2.0 if how == "kill" else 5.0), r
 
 
+def test_gpus_that_do_not_reach_each_other() -> None:
+    """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
+    with Crew(4) as crew:
+        for number in range(5):
+            case = random_case(seed() * 100_000 + 40_000 + number, 4, ("auto:tcp",))
+            remote = crew.run("gpu_cases:exchange_apart", replace(case, replicas=1), [(0, 2), (3, 1), (1, 3)], timeout=100)
+            assert remote == [[2], [3], [0], [1]]
+        told = crew.run("gpu_cases:refused_apart", Case(seed(), 4), [(0, 2)])
+        assert all("transport='mapped'" in text and "rank 0" in text and "rank 2" in text and "'auto'" in text for text in told), (
+            told
+        )
+        told = crew.run("gpu_cases:refused_apart", Case(seed(), 4, transport="auto:tcp", replicas=2), [(2, 3)])
+        assert all("replicas=2" in text and "a test says so" in text for text in told), told
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_a_proxy_that_stands_still(transport: str) -> None:
     """For a second, in the middle of steps: they wait for it, and nothing is lost."""

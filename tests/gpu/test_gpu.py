@@ -6,6 +6,7 @@ python -m pytest tests/gpu          # everything that this machine can run
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from crew import Crew, Crews, seed
 from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
+
+from pplx_comm._gpu import cuda_module
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
@@ -250,6 +253,12 @@ def test_ranks_that_share_a_gpu(sharing: Crews) -> None:
     begin = seed() * 100_000 + 20_000
     for number in range(10):
         sharing.run("gpu_cases:exchange", random_case(begin + number, 2, ("mapped",)))
+
+
+def test_pci_address() -> None:
+    """As sysfs names devices, or no NIC would be found near it."""
+    for device in range(GPUS):
+        assert re.fullmatch(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", cuda_module().pci_address(device))
 
 
 # ---- under compute-sanitizer

@@ -93,9 +93,7 @@ void SharedMemory::map() {
     access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
     const CUresult granted = driver().set_access(address_, bytes_, &access, 1);
     if (granted != CUDA_SUCCESS) driver().unmap(address_, bytes_);
-    check(granted,
-          "cuMemSetAccess (a GPU without peer access to that of a peer cannot map its memory; the proxy, which is to carry "
-          "between such GPUs, does not serve device='cuda' yet)");
+    check(granted, "cuMemSetAccess (has this GPU peer access to that one?)");
   } catch (...) {
     if (address_ != 0) driver().free_address(address_, bytes_);
     driver().release(handle_);
