@@ -284,8 +284,8 @@ class Mapped:
 def _share_gpu(
     comm: Communicator, request: Request, mapped: list[int], remote: list[int], proxied: bool, places: dict[int, Place]
 ) -> Shared:
-    """The same in device memory, and memory for the proxy if any rank has one. GPUs of a node that do not reach each other are remote
-    to each other."""
+    """The same in device memory, and memory for the proxy if any rank has one. GPUs of a node that do not reach each other are
+    remote to each other."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     errors: list[str] = []
