@@ -321,7 +321,8 @@ def _share_gpu(
     on_gpu = _attempt(errors, lambda: proxied and _blocks_on_gpu(request, list(places.values()), list(places).index(comm.rank)))
     exchange = None
     if not errors:
-        arguments = config, own, theirs.peers, remote, proxied, bool(on_gpu), gpu, request.timeout, request.num_sms
+        gdrcopy = os.environ.get("PPLX_COMM_GDRCOPY", "1") != "0"
+        arguments = config, own, theirs.peers, remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms
         exchange = _attempt(errors, lambda: make(*arguments))
     _agree(comm, "AllToAll: device", {"error": errors[0] if errors else None}, timeout)
     return Shared(exchange, mapped, remote, proxied, bool(on_gpu))

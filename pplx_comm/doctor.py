@@ -189,7 +189,9 @@ def _placement(number: int, provider: str, places: list[_libfabric.Place]) -> Fi
     refusal = _libfabric.refuses_device_memory(provider, list(named_nics(None)) or None, places, number)
     chosen = placement(ordering, provider, refusal)
     memory = "GPU memory" if chosen.where == "device" else "pinned host memory, which kernels write and read"
-    return Finding(name, None, f"remote blocks would lie in {memory}: {chosen.why}")
+    refusal = _cuda.gdrcopy_refusal(number) if number < _cuda.device_count() else "this process does not see the GPU"
+    words = "GPU memory, by GDRCopy" if refusal is None else f"pinned host memory ({refusal})"
+    return Finding(name, None, f"remote blocks would lie in {memory}: {chosen.why}; what the proxy says, in {words}")
 
 
 def _provider_fix(name: str) -> str | None:
@@ -232,9 +234,7 @@ def _gpus() -> list[Finding]:
                 "check CUDA_VISIBLE_DEVICES and nvidia-smi",
             )
         ]
-    return [
-        Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them inside a node")
-    ]
+    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them")]
 
 
 def _version(number: int) -> str:

@@ -20,6 +20,9 @@ class Carried {
   virtual std::size_t bytes() const = 0;
   // GPU memory that has the blocks, at the places that they would have in memory(), where the words stay; none: all is there.
   virtual std::optional<DeviceMemory> blocks() const { return {}; }
+  // GPU memory that has the arrival words, at the places that they would have in memory(), as this process writes it through PCIe;
+  // null: they are there.
+  virtual char* arrivals() const { return nullptr; }
   // Called on the proxy's thread.
   virtual void lost_network(const Abort& abort, const std::string& message) = 0;
 };

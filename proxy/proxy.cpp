@@ -1,6 +1,7 @@
 #include "proxy.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "../src/cpu/atomic.h"
 
@@ -276,7 +277,13 @@ void Proxy::arrived(std::uint32_t bits) {
   }
   if (i.op == Op::Dispatch) in.next += c.in_flight;
   if (i.op == Op::Combine) --awaited_;
-  store_release(word(*object, object->heap.arrival_at(c, set, signal_of(i.op), i.source)), arrival_word(object->o.generation, step));
+  const std::uint64_t at = object->heap.arrival_at(c, set, signal_of(i.op), i.source), value = arrival_word(object->o.generation, step);
+  if (object->o.arrivals == nullptr) {
+    store_release(word(*object, at), value);
+    return;
+  }
+  store_release(reinterpret_cast<std::uint64_t*>(object->o.arrivals + at), value);
+  std::atomic_thread_fence(std::memory_order_seq_cst);   // or it would wait in the processor for neighbours to be written with it
 }
 
 Proxy::Object* Proxy::owner_of(std::uint64_t context) {

@@ -33,6 +33,7 @@ struct ProxyObject {
   Config config;
   std::uint32_t generation = 1;
   char* memory = nullptr;                          // this rank's heap
+  char* arrivals = nullptr;                        // see Carried
   LocalRegion region;                              // the same, registered
   std::vector<std::unique_ptr<RemoteRegion>> peers;   // by rank: the heaps of remote peers; null: not carried by the proxy
   std::function<void(const ProxyFailure&)> on_failure;

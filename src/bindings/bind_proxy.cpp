@@ -44,6 +44,7 @@ void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
   object->config = carried->config();
   object->generation = carried->generation();
   object->memory = carried->memory();
+  object->arrivals = carried->arrivals();
   object->region = region;
   object->peers.resize(object->config.world);
   object->owner = carried;

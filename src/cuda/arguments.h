@@ -90,6 +90,7 @@ struct Common {
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
   std::uint64_t remote = 0;  // peers of other nodes, dead ones included, a bit each
   char* host = nullptr;  // pinned memory, laid out like `heap`: the words of what the proxy moves
+  char* arrivals = nullptr;  // the same for the words that the proxy raises: there, or in this GPU's memory
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;

@@ -138,8 +138,11 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   }
   if (memory_.proxied) {
     auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes) : nullptr;
-    host_ = std::make_shared<HostHeap>(config, memory_.remote, std::move(blocks));
+    std::string why_not;
+    auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
+    host_ = std::make_shared<HostHeap>(config, memory_.remote, std::move(blocks), std::move(arrivals));
     common_.host = host_->words_at();
+    common_.arrivals = host_->arrivals_at();
     common_.blocks = host_->blocks_at();
   }
   common_.remote = memory_.remote;

@@ -42,6 +42,7 @@ class Exchange {
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
+    bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
   };
   struct Tokens {
     std::uint32_t count = 0;

@@ -92,7 +92,7 @@ Handover handover(int device, std::uint32_t peers, int endpoints, std::uint32_t 
   Stage stage(device, 2 * (operations + kWarming) + 1);
   const Config c = config_of(peers);
   const std::uint64_t all = (c.world == 64 ? 0 : 1ull << c.world) - 1;
-  HostHeap heap(c, all & ~(1ull << c.rank), nullptr);
+  HostHeap heap(c, all & ~(1ull << c.rank), nullptr, nullptr);
   NullFabric fabric(endpoints, std::size_t{peers} * kMaxEndpoints, peers);
   Proxy proxy(fabric);
   ProxyObject object;

@@ -19,8 +19,9 @@ constexpr std::chrono::milliseconds kDeathGrace{800};
 }  // namespace
 
 // Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
-HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks)
-    : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)) {
+HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks,
+                   std::unique_ptr<GdrMemory> arrivals)
+    : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
   const auto refuse = [&](const std::string& why) {
     throw CudaError("the blocks of " + std::to_string(config.remote_peers) + " ranks of other nodes need " + std::to_string(heap_.bytes) +
                     " bytes of pinned host memory: " + why +

@@ -1,5 +1,6 @@
 // The part of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and the words that kernels and proxy tell
-// each other about them. The words lie in pinned host memory; the blocks there, too, or in the GPU's.
+// each other about them. The words lie in pinned host memory, those of arrivals in the GPU's where the process can write there;
+// the blocks in host memory, too, or in the GPU's.
 #pragma once
 
 #include <condition_variable>
@@ -11,13 +12,15 @@
 #include "../../proxy/carried.h"
 #include "../protocol/heap.h"
 #include "block_memory.h"
+#include "gdr_memory.h"
 
 namespace pplx::cuda {
 
 class HostHeap : public Carried {
  public:
   // `remote`: a bit for each peer that the proxy carries to. `blocks`: null if they lie in host memory.
-  HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks);
+  // `arrivals`: the same of the arrival words.
+  HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks, std::unique_ptr<GdrMemory> arrivals);
   ~HostHeap() override;
 
   const Config& config() const override { return config_; }
@@ -25,7 +28,9 @@ class HostHeap : public Carried {
   char* memory() const override { return memory_; }
   std::size_t bytes() const override { return heap_.bytes; }
   std::optional<DeviceMemory> blocks() const override;
+  char* arrivals() const override { return arrivals_ ? arrivals_->host() : nullptr; }
   // As kernels know them.
+  char* arrivals_at() const { return arrivals_ ? arrivals_->gpu() : mapped_; }
   char* words_at() const { return mapped_; }
   char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
   // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
@@ -43,6 +48,7 @@ class HostHeap : public Carried {
   char* memory_ = nullptr;
   char* mapped_ = nullptr;  // the same, as kernels know it
   std::unique_ptr<BlockMemory> blocks_;
+  std::unique_ptr<GdrMemory> arrivals_;
   std::uint32_t generation_ = 1;
   std::mutex mutex_;
   std::condition_variable changed_;

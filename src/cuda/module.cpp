@@ -67,9 +67,9 @@ T* pointer(Address address) {
 
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
-                                        const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, int device,
-                                        double timeout, std::uint32_t num_sms) {
-  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu};
+                                        const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
+                                        int device, double timeout, std::uint32_t num_sms) {
+  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu, gdrcopy};
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
@@ -117,8 +117,11 @@ void bind_exchange(py::module_& m) {
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "Pinned host memory that the proxy moves blocks in.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("blocks_on_gpu"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
+           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
       .def_property_readonly("host", &Exchange::host, "What the proxy carries for; None inside a node.")
+      .def_property_readonly(
+          "arrivals_on_gpu", [](const Exchange& e) { return e.host() && e.host()->arrivals() != nullptr; },
+          "Whether the proxy raises its words in GPU memory.")
       .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "Whether all that was launched has ended by then.")
       .def(
           "dispatch",
@@ -246,6 +249,14 @@ void bind(py::module_& m) {
       "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def(
+      "gdrcopy_refusal",
+      [](int device) -> std::optional<std::string> {
+        std::string why_not;
+        if (GdrMemory::make(device, 1, why_not)) return {};
+        return why_not;
+      },
+      py::arg("device"), "Why arrival words cannot lie in that GPU's memory; None: they can.");
   m.def("pci_address", &pci_address, py::arg("device"), "Of that GPU.");
   py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
       m, "CopyFabric", "For tests: a fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")

@@ -67,7 +67,7 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
 }
 
 __device__ inline bool wait_for_proxy(const Common& k, std::uint32_t step, Signal signal, Phase phase, std::uint32_t peer) {
-  return wait<Match::Reached>(k, k.host + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer), phase, step, peer);
+  return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer), phase, step, peer);
 }
 
 // For the other threads of this GPU, who wait for it in device memory.
