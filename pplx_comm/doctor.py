@@ -233,7 +233,7 @@ def _gpus() -> list[Finding]:
             )
         ]
     return [
-        Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them inside a node")
+        Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them")
     ]
 
 
