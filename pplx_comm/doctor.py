@@ -232,9 +232,7 @@ def _gpus() -> list[Finding]:
                 "check CUDA_VISIBLE_DEVICES and nvidia-smi",
             )
         ]
-    return [
-        Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them")
-    ]
+    return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them")]
 
 
 def _version(number: int) -> str:
