@@ -64,6 +64,9 @@ target_compile_options(_cuda PRIVATE
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>
   # constexpr functions of the protocol are called on both sides.
   $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+if(PPLX_CUDA_STAGES)
+  target_compile_definitions(_cuda PRIVATE PPLX_CUDA_STAGES=1)
+endif()
 if(PPLX_CUDA_FUZZ)
   target_compile_definitions(_cuda PRIVATE PPLX_CUDA_FUZZ=1)
 endif()

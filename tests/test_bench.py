@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from crew import Crew
 
 TESTS = Path(__file__).resolve().parent
@@ -311,3 +312,17 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_arguments_that_cannot_be(arguments: list[str], says: str) -> None:
     done = bench(*arguments, ranks=1)
     assert done.returncode == 2 and says in done.stderr, done.stderr
+
+
+def test_stages_where_there_is_no_gpu() -> None:
+    """What notes them is a build, and a GPU: the error says which is missing."""
+    run = subprocess.run(
+        [sys.executable, str(TESTS.parent / "bench" / "stages.py"), "--tokens", "1"], capture_output=True, text=True, env=environment(),
+        timeout=120,
+    )  # fmt: skip
+    if torch.cuda.is_available() and run.returncode == 0:
+        assert "dispatch ends" in run.stdout
+    else:
+        assert run.returncode == 1 and (
+            "PPLX_CUDA_STAGES" in run.stderr or "no GPU" in run.stderr or "CUDA module" in run.stderr
+        ), run

@@ -63,7 +63,7 @@ def run(options: Options, world: World, device: Any) -> Results:
         with torch.no_grad():
             for tokens in options.tokens:
                 progress.show(tokens, "measuring", 0.0)
-                _Size(options, world, device, tokens, notes).measure(peers, results)
+                Size(options, world, device, tokens, notes).measure(peers, results)
     finally:
         progress.close()
     for peer in peers:
@@ -74,7 +74,7 @@ def run(options: Options, world: World, device: Any) -> Results:
     return results
 
 
-class _Size:
+class Size:
     """Everything at one number of tokens."""
 
     def __init__(self, options: Options, world: World, device: Any, tokens: int, notes: list[str]) -> None:
@@ -95,7 +95,7 @@ class _Size:
             row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
             self._outputs.append(row.expand(first.shape).clone())
 
-    def _open(self, comm: Communicator, transport: Transport) -> AllToAll:
+    def open(self, comm: Communicator, transport: Transport) -> AllToAll:
         o = self._options
         return AllToAll(
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
@@ -125,7 +125,7 @@ class _Size:
         world, point = self._world, Point(transport.name, self._shape.tokens)
         comm = world.fresh()  # a proxy's thread must not run while others are measured
         try:
-            a2a = world.all_or_none(lambda: self._open(comm, transport), f"transport {transport.name}")
+            a2a = world.all_or_none(lambda: self.open(comm, transport), f"transport {transport.name}")
             with a2a:
                 if self._options.check:
                     self._check(a2a)
@@ -168,7 +168,7 @@ class _Size:
 
     def _inside(self, transport: Transport) -> Point:
         world, point = self._world, Point(MAPPED, self._shape.tokens)
-        a2a = world.all_or_none(lambda: self._open(world.comm, transport), f"transport {transport.name}")
+        a2a = world.all_or_none(lambda: self.open(world.comm, transport), f"transport {transport.name}")
         with a2a:
             if self._options.check:
                 self._check(a2a)
@@ -189,7 +189,7 @@ class _Size:
                 peers.remove(peer)
                 results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
 
-    def _pairs(self, a2a: AllToAll) -> None:
+    def pairs(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
             a2a.combine(self._outputs[i % len(self._outputs)], d)
@@ -238,7 +238,7 @@ class _Size:
             dispatch.extend(gaps[0::2])
             combine.extend(gaps[1::2])
 
-        wall = self._replay(lambda: self._pairs(a2a), pairs, split)
+        wall = self._replay(lambda: self.pairs(a2a), pairs, split)
         self._device.no_stamps(a2a)
         halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
         a2a.check()

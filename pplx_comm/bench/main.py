@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import Error
 from . import gpu, report
@@ -22,7 +22,20 @@ def main(arguments: Sequence[str] | None = None, program: str | None = None) -> 
     return measure(parse(given, program or "latency.py"), given)
 
 
-def measure(options: Options, arguments: Sequence[str]) -> int:
+def latency(options: Options, world: World, arguments: Sequence[str]) -> None:
+    results = run(options, world) if options.device == "cpu" else gpu.run(options, world, gpu.opened(local_rank()))
+    if world.rank != 0:
+        return
+    print(report.table(options, results, world), flush=True)
+    if options.json:
+        report.write_json(options.json, report.record(options, results, world, list(arguments)))
+    if options.plot:
+        from .plot import plot
+
+        plot(report.record(options, results, world, list(arguments)), options.plot)
+
+
+def measure(options: Options, arguments: Sequence[str], what: Callable[[Options, World, Sequence[str]], None] = latency) -> int:
     """The exit status. A rank that fails takes the others along: none is left waiting."""
     # A launcher that ends its ranks asks first; closing then leaves nothing of a provider in /dev/shm.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -30,15 +43,7 @@ def measure(options: Options, arguments: Sequence[str]) -> int:
     world: World | None = None
     try:
         world = World(options, mpi)
-        results = run(options, world) if options.device == "cpu" else gpu.run(options, world, gpu.opened(local_rank()))
-        if world.rank == 0:
-            print(report.table(options, results, world), flush=True)
-            if options.json:
-                report.write_json(options.json, report.record(options, results, world, list(arguments)))
-            if options.plot:
-                from .plot import plot
-
-                plot(report.record(options, results, world, list(arguments)), options.plot)
+        what(options, world, arguments)
         world.barrier()
         world.close()
         return 0

@@ -99,6 +99,10 @@ struct Common {
   Report* report = nullptr;
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
+#ifdef PPLX_CUDA_STAGES
+  std::uint64_t* stages = nullptr;  // [stage][stage_warps]
+  std::uint32_t stage_warps = 0;
+#endif
 #ifdef PPLX_CUDA_FUZZ
   std::uint64_t fuzz_seed = 1;
 #endif

@@ -8,12 +8,14 @@ namespace {
 template <typename T, bool kTail>
 __global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
+  note(a.common, Stage::CombineBegins);
   const std::uint32_t step = *a.received.step;
   // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
   if (__syncthreads_or(load_relaxed(&a.common.control->failure) != 0)) return;
   const std::uint32_t entry = a.recv ? load_token_row(a, first_receive_unit()) : kNone;
   if (a.send) send_combine<T, kTail>(a, step);
   if (a.recv) receive_combine<T, kTail>(a, step, entry);
+  note(a.common, Stage::CombineEnds);
   stamp(a.common, Op::Combine, step, begun);
 }
 

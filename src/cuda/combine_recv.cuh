@@ -94,6 +94,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   const auto rank = [&](std::uint32_t i) { return __shfl_sync(~0u, entry, i) >> 20; };
   if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return false;
   sums.store(y, begin, end);
+  note(k, Stage::Added);
   if (kShared) share_strip(k, step, own, sums, begin, end);
   return !kTail || strip != strips - 1 || read_tail<kShared>(a, step, own, n, row, entry >> 20);
 }

@@ -198,6 +198,7 @@ struct Sums {
         return rank(all == 0 ? first : first + (__ffs(all) - 1) / kVectors);
       };
       if (!await_pieces(k, Phase::CombineRecv, step, waits_for, look)) return false;
+      note(k, Stage::Came);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         if (row[i] == nullptr) continue;
@@ -295,6 +296,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     place = kNone;
   }
   if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;
+  note(k, Stage::Found);
 
   const std::uint32_t bytes = row_bytes(k), last = min(strip + strips, strips_of_row(k, kSentVectors));
   const bool remote = is_remote(k, source);
@@ -317,6 +319,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
       sums.send(to, begin, end);
     linger(k, std::uint64_t{step} << 32 | begin);
   }
+  note(k, Stage::Sent);
   const bool with_tail = kTail && last == strips_of_row(k, kSentVectors);
   if (with_tail) write_tail(a, choices, place, to + k.combine.tail_at);
   if (!with_tail && !remote) return;

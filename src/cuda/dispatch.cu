@@ -11,6 +11,7 @@ __global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kerne
   extern __shared__ std::uint32_t words[];   // the send half's counts by expert, then the receive half's places
   __shared__ SendShared s;
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
+  note(a.common, Stage::DispatchBegins);
   std::uint32_t step = 0;
   if (!a.send)
     step = *a.received.step;
@@ -19,6 +20,7 @@ __global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kerne
   else
     step = send_dispatch<Mode>(a, s, words);
   if (a.recv) receive_dispatch<Mode::kWire>(a, step, words);
+  note(a.common, Stage::DispatchEnds);
   stamp(a.common, Op::Dispatch, step, begun);
 }
 

@@ -82,6 +82,7 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
   }
   if (tid == 0) s.largest = 0;
   if (!all_workers(good)) return false;
+  note(k, Stage::CountsThere);
   // One thread block reports; the last, which is the least likely to have sent anything.
   const bool reports = blockIdx.x == gridDim.x - 1, padded = k.c.layout == LayoutKind::Padded;
   if (reports) check_counts(k, step, s, base);
@@ -157,6 +158,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
     const bool there = lane >= n || wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer);
     if (!__all_sync(~0u, there)) return;
+    note(k, Stage::Heard);
     const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
     for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
       uint4 counts[kAtOnce];
@@ -184,6 +186,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       store_relaxed(words_of(peer), count_word(k.generation, step, h.rows));
       pass_on(k, step, Signal::Dispatch, peer);
     }
+    note(k, Stage::PassedOn);
     if (!__all_sync(~0u, good)) return;
   }
   for (std::uint32_t i = lane; i < peers; i += 32) {
@@ -376,6 +379,7 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
     const bool good = place_experts(a, step, s, base);
     if (threadIdx.x == 0) s.good = good;
     sync_workers();
+    note(k, Stage::ExpertsPlaced);
     signal(kPlaced);
   }
   if (!s.good) {
@@ -398,6 +402,7 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
+    note(k, Stage::RowThere);
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
     const bool with_scales = quantised(wire) && part == parts - 1;
     std::uint32_t scales[2] = {};
@@ -409,6 +414,7 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
     place_payload(a, r, payload);
     if (part == 0) place_words(a, r);
     if (with_scales) place_scales<wire>(a, r, row, scales);
+    note(k, Stage::RowPlaced);
   }
   if (k.c.zero_pad && k.c.layout == LayoutKind::Ragged) zero_padding<wire>(a, base, s.ragged_rows);
 }

@@ -427,6 +427,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     if (s.unit == 0) *a.received.step = s.step;  // the step's other phases read it there
   }
   sync_workers();
+  note(k, Stage::Claimed);
   const std::uint32_t step = s.step;
   if (tid < k.c.world) s.rows_at[tid] = block_for(k, set_of(k.c, step), Op::Dispatch, tid) + k.dispatch.row_at(0);
   if (k.remote != 0) signal(kStepKnown);
@@ -458,6 +459,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
       counted = first;
       sync_workers();
     }
+    note(k, Stage::Counted);
     if (counts) {
       const std::uint32_t peer = k.order[unit];
       if (!is_remote(k, peer))
@@ -476,6 +478,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     const std::uint32_t turn = sent % 2;
     if (sent >= 2) await(kPublished + turn);  // the unit before the last: its places are used again
     place_rows(a, first, n, choice, turn, s);
+    note(k, Stage::RowsPlanned);
     for (std::uint32_t i = 0; i < n; ++i) {
       const Round<Mode> current = next;
       if (i + 1 < n) next.load(a.x + k.lane.token(first + i + 1) * a.x_stride, bytes, 0);
@@ -487,10 +490,12 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
         more.store(s.to[turn][i], rows, k, step, bytes, at);
       }
     }
+    note(k, Stage::Stored);
     // Behind the payload, which keeps the link busy meanwhile.
     number_choices(a, first, n, choice, s, experts);
     write_routes(a, first, n, turn, s);
     if (quantised(Mode::kWire) && a.scales != nullptr) write_given_scales<Mode::kWire>(a, first, n, turn, s);
+    note(k, Stage::Routed);
     signal(kStored + turn);
     ++sent;
     if (tid == 0) s.unit = claimed;
@@ -535,6 +540,7 @@ __device__ inline std::uint32_t publish_dispatch(const DispatchArguments& a, Sen
     for (std::uint32_t i = lane; i < kMostTokensOfUnit * kMaxTopK; i += 32)
       if (i % kMaxTopK < s.rows[turn][i / kMaxTopK] && i % kMaxTopK >= __popcll(s.remote[turn][i / kMaxTopK]))
         publish(k, s.to[turn][i / kMaxTopK][i % kMaxTopK] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
+    note(k, Stage::Published);
     signal(kPublished + turn);
   }
 }

@@ -529,6 +529,13 @@ std::uint64_t Exchange::steps() const {
   return steps_;
 }
 
+#ifdef PPLX_CUDA_STAGES
+void Exchange::note_stages(std::uint64_t* stages, std::uint32_t warps) {
+  common_.stages = stages;
+  common_.stage_warps = warps;
+}
+#endif
+
 void Exchange::stamp(std::uint64_t* stamps, std::uint32_t steps) {
   common_.stamps = stamps;
   common_.stamp_steps = std::max(1u, steps);

@@ -102,6 +102,9 @@ class Exchange {
   void raise_notice();
   std::uint32_t open_steps() const;
   std::uint64_t steps() const;
+#ifdef PPLX_CUDA_STAGES
+  void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
+#endif
   void stamp(std::uint64_t* stamps, std::uint32_t steps);  // device memory, [steps][dispatch, combine]: when each launch began
 
  private:

@@ -14,6 +14,7 @@
 #include "error.h"
 #include "exchange.h"
 #include "handover.h"
+#include "stages.h"
 
 namespace py = pybind11;
 
@@ -171,6 +172,12 @@ void bind_exchange(py::module_& m) {
           [](Exchange& e, Address stream, const std::vector<std::uint64_t>& bytes) { e.push(pointer<CUstream_st>(stream), bytes); },
           py::arg("stream"), py::arg("bytes"),
           "The floor: bare stores of that many bytes to each rank. Nothing else may follow on this object.")
+#ifdef PPLX_CUDA_STAGES
+      .def(
+          "note_stages",
+          [](Exchange& e, Address stages, std::uint32_t warps) { e.note_stages(pointer<std::uint64_t>(stages), warps); },
+          py::arg("stages"), py::arg("warps"), "Device memory, int64 [stages, warps]: when each warp last came there, in ns; 0 ends it.")
+#endif
       .def(
           "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
           py::arg("stamps"), py::arg("steps"),
@@ -268,6 +275,10 @@ void bind(py::module_& m) {
   m.def("write_ordering", &write_ordering, py::arg("pci"),
         "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
+#ifdef PPLX_CUDA_STAGES
+  m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));
+  m.attr("warps_of_block") = kWarps;
+#endif
   bind_memory(m);
   bind_exchange(m);
 }

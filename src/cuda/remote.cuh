@@ -60,6 +60,7 @@ __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, 
 __device__ inline void tell_proxy(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
   *announced(k, step, op, peer) = arrival_word(k.generation, step);
   publish(k, host_word(k, k.heap.mailbox, step, op, peer), mail_word(step, rows, true));
+  note(k, Stage::Told);
 }
 
 // What this thread's group has stored, all of it before they met, is `parts` of the block's. rows(): of the block, asked of whoever

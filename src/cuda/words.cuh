@@ -5,6 +5,7 @@
 #pragma once
 
 #include "fuzz.cuh"
+#include "stages.cuh"
 
 namespace pplx::cuda {
 
