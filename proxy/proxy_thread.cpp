@@ -19,6 +19,9 @@ constexpr unsigned kSpins = 16;
 // On a core of its own nobody waits for this thread's turn, and a yield costs more than many looks at the mailboxes.
 constexpr unsigned kLooksWhenPinned = 64;
 constexpr auto kAwake = std::chrono::seconds(1);
+// After that long in vain, without a core of its own, it naps between looks: see cpu::Backoff.
+constexpr auto kYields = std::chrono::milliseconds(250);
+constexpr timespec kShortNap{0, 50'000};
 
 // Naps of an idle thread: 50 us, or as much more as keeps it below a twenty-fifth of a core. What a nap and a look cost depends on the
 // provider and the machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
@@ -126,8 +129,9 @@ void ProxyThread::run_commands(Shared& shared) {
 
 void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
   Shared& shared = *s;
-  Clock::time_point last_moved = Clock::now();
+  Clock::time_point last_moved = Clock::now(), empty_since = last_moved;
   unsigned empty = 0;
+  bool tired = false;
   bool broken = false;
   std::uint64_t loops = 0, naps = 0;
   while (!shared.stop.load(std::memory_order_acquire)) {
@@ -142,19 +146,25 @@ void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
     }
     if (moved) {
       empty = 0;
+      tired = false;
       continue;
     }
     if (++empty < kSpins) continue;
     if (empty % kLooksWhenPinned != 0 && shared.pinned.load(std::memory_order_relaxed)) continue;
-    sched_yield();
+    if (tired)
+      nanosleep(&kShortNap, nullptr);
+    else
+      sched_yield();
     // The clock is read only now and then, for the nap is not urgent.
     if (empty % 64 != 0) continue;
+    const Clock::time_point now = Clock::now();
+    if (empty == 64) empty_since = last_moved = now;
+    tired = now - empty_since > kYields && !shared.pinned.load(std::memory_order_relaxed);
     if (shared.proxy.waiting() && !broken) {
-      last_moved = Clock::now();
+      last_moved = now;
       continue;
     }
-    if (empty == 64) last_moved = Clock::now();
-    if (Clock::now() - last_moved < kAwake) continue;
+    if (now - last_moved < kAwake) continue;
     Naps rest;
     while (!shared.stop.load(std::memory_order_acquire) && !shared.commanded.load(std::memory_order_acquire)) {
       rest.nap();

@@ -3,16 +3,32 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <time.h>
 
 namespace pplx::cpu {
 
+namespace {
+
+constexpr unsigned kSpins = 4, kYieldsPerLook = 32;
+constexpr std::chrono::milliseconds kLong{100};
+constexpr timespec kNap{0, 100'000};
+
+}  // namespace
+
 void Backoff::pause() {
-  if (++tries_ < 4) {
+  if (++tries_ < kSpins) {
+    naps_ = false;
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
     return;
   }
+  if (naps_) {
+    nanosleep(&kNap, nullptr);
+    return;
+  }
+  if (tries_ == kSpins) begun_ = std::chrono::steady_clock::now();
+  else if (tries_ % kYieldsPerLook == 0) naps_ = std::chrono::steady_clock::now() - begun_ > kLong;
   sched_yield();
 }
 

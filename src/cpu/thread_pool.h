@@ -2,6 +2,7 @@
 // of a machine.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -12,9 +13,10 @@
 namespace pplx::cpu {
 
 // sched_yield after a few tries: ranks may be more than cores, and a spinning thread would hold up the one it waits for.
-// Never a nap, however long the wait: who wakes stands behind all who yield. With four ranks and their proxies on two busy cores,
-// naps of 5 us after 50 us of waiting made a round trip of one token take five times as long and more, one of 128 tokens twice to
-// three times. What a yield costs where other programs do not yield is their time slice, 4 ms here.
+// A nap only after a long wait: who wakes stands behind all who yield. With four ranks and their proxies on two busy cores, naps of
+// 5 us after 50 us of waiting made a round trip of one token take five times as long and more, one of 128 tokens twice to three
+// times. But then a nap it must be: where some twenty threads do nothing but yield, Linux 6.18 lets others wait for half a minute,
+// its own workers ("workqueue lockup") and ranks that everybody waits for.
 class Backoff {
  public:
   void pause();
@@ -22,6 +24,8 @@ class Backoff {
 
  private:
   unsigned tries_ = 0;
+  bool naps_ = false;
+  std::chrono::steady_clock::time_point begun_;
 };
 
 class ThreadPool {

@@ -56,6 +56,7 @@ MUTANTS = [
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
+    note(k, Stage::RowThere);
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
 """,
         """    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
@@ -64,6 +65,7 @@ MUTANTS = [
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
     if (!__all_sync(~0u, good)) return;
+    note(k, Stage::RowThere);
 """,
         "what a load that is not ordered behind its word may see: the row of an earlier step",
     ),
