@@ -64,6 +64,14 @@ def copying() -> None:
     setattr(_setup, "_blocks_on_gpu", blocks_on_gpu)  # noqa: B010
 
 
+def _reserve() -> None:
+    """Takes what PyTorch will allocate, so that it asks CUDA for none later: CUDA maps memory for the other GPUs too, and may wait for
+    their kernels, which wait for this rank."""
+    small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    large = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+    del small, large
+
+
 def run(world_size: int, call: Callable[[Rank], Any]) -> list[Any]:
     """Calls it on all ranks at once. What one of them raises first is raised here."""
     board = _Board(world_size)
@@ -73,6 +81,8 @@ def run(world_size: int, call: Callable[[Rank], Any]) -> list[Any]:
     def member(rank: int) -> None:
         try:
             torch.cuda.set_device(rank % torch.cuda.device_count())
+            _reserve()
+            board.gather(rank, "")
             gathered = Gathered(rank, world_size, lambda text: board.gather(rank, text))
             with pc.Communicator(gathered, timeout=30) as comm:
                 results[rank] = call(Rank(rank, world_size, comm))
