@@ -58,6 +58,14 @@ def group_of(me: Any, case: Case) -> int:
     return int(me.rank // case.replicas)
 
 
+def settle() -> None:
+    """Waits for what this thread has launched, and holds none of CUDA's locks meanwhile."""
+    done = torch.cuda.Event()
+    done.record()
+    while not done.query():
+        time.sleep(0)
+
+
 def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
     """With the same strides: what lies between rows must not travel."""
     if tensor is None:
@@ -317,8 +325,9 @@ def soak_for(me: Any, case: Case, seconds: float) -> dict[str, int]:
     return done
 
 
-def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None) -> int:
-    """Steps without a look at the host: a checker on the device counts what is wrong. Every element of a token says whose it is."""
+def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None, ahead: int = 0) -> int:
+    """Steps without a look at the host: a checker on the device counts what is wrong. Every element of a token says whose it is.
+    `ahead`: how many steps are launched at most before the host waits for them."""
     device, group = gpu_of(me), group_of(me, case)
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group)
     dtype = rank_cases.DTYPES[case.dtype]
@@ -346,6 +355,8 @@ def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None) ->
             wrong += d.counts.sum() - used.sum()
             y = a2a.combine(rows, d)
             wrong += (y != (mine * (ids >= 0).sum(1))[:, None].to(dtype)).sum()
+            if ahead and step % ahead == ahead - 1:
+                settle()
         torch.cuda.synchronize()
         a2a.check()
         if done is not None:

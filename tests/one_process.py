@@ -1,6 +1,10 @@
 """Several ranks in one process, each a thread with a Communicator of its own: what a fabric between GPUs of one process needs.
 
 Its blocks lie in GPU memory, and its NIC is the GPU's copy engine (src/cuda/copy_fabric.h).
+
+That NIC's driver is CUDA, whose locks all threads of the process share: a thread that waits for kernels inside of CUDA would keep the
+proxies from the copies that those kernels wait for. What does so: allocations, a copy to or from memory that is not pinned, and a
+launch behind some hundreds of others. So ranks reserve what they will allocate, wait by looking (gpu_cases.settle), and do not run far ahead.
 """
 
 from __future__ import annotations
@@ -65,8 +69,7 @@ def copying() -> None:
 
 
 def _reserve() -> None:
-    """Takes what PyTorch will allocate, so that it asks CUDA for none later: CUDA maps memory for the other GPUs too, and may wait for
-    their kernels, which wait for this rank."""
+    """What PyTorch will allocate, so that it asks CUDA for none later."""
     small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
     large = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     del small, large

@@ -14,8 +14,17 @@ from rank_cases import Case, open_all_to_all
 import pplx_comm as pc
 
 
+_moved = gpu_cases.moved
+
+
+def _moved_in_a_thread(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
+    gpu_cases.settle()
+    return _moved(tensor, device)
+
+
 def _in_threads(world_size: int, function: Any, *args: Any) -> list[Any]:
     one_process.copying()
+    gpu_cases.moved = _moved_in_a_thread
     return one_process.run(world_size, lambda me: function(me, *args))
 
 
@@ -30,7 +39,7 @@ def random_shapes(_: Any, cases: list[Case], chaos: str = "") -> None:
 
 
 def soak(_: Any, case: Case, steps: int) -> list[int]:
-    return _in_threads(case.world_size, gpu_cases.soak, case, steps)
+    return _in_threads(case.world_size, gpu_cases.soak, case, steps, None, 8)
 
 
 def one_row_steps(me: Any, case: Case, steps: int) -> int:
@@ -40,7 +49,7 @@ def one_row_steps(me: Any, case: Case, steps: int) -> int:
     last, are looked at first.
     """
     device = gpu_cases.gpu_of(me)
-    per_replay = 50
+    per_replay = 10
     case = replace(case, top_k=1, max_tokens=1, num_experts=me.world_size, align=1, wire="native")
     with open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
         to, source = (me.rank + 1) % me.world_size, (me.rank - 1) % me.world_size
@@ -60,19 +69,18 @@ def one_row_steps(me: Any, case: Case, steps: int) -> int:
             d.x.fill_(float("nan"))
 
         pair()
-        torch.cuda.synchronize()
+        gpu_cases.settle()
         me.comm.barrier()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
             for _ in range(per_replay):
                 pair()
         me.comm.barrier()  # a capture allocates
         for replay in range(steps // per_replay):
             graph.replay()
-            if replay % 100 == 99:
-                torch.cuda.synchronize()
+            gpu_cases.settle()
+            if replay % 500 == 499:
                 a2a.check()
-        torch.cuda.synchronize()
         a2a.check()
         me.comm.barrier()
         del graph
