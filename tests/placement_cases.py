@@ -13,7 +13,6 @@ from rank_cases import Case, open_all_to_all
 
 import pplx_comm as pc
 
-
 _moved = gpu_cases.moved
 
 
