@@ -212,7 +212,8 @@ def exchange(me: Any, case: Case) -> str:
             torch.cuda.synchronize()
             a2a.check()
         except BaseException as problem:
-            problem.args = (f"{problem}\n{case}",)
+            # A step that was given up leaves rows that differ.
+            problem.args = (f"{problem}\n{rank_cases.raised(a2a.check)['message']}\n{case}",)
             raise
         return digest
 

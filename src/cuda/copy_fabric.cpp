@@ -43,7 +43,10 @@ void must(cudaError_t error, const char* what) {
 
 CopyFabric::CopyFabric(int device) : device_(device), inbox_(std::make_shared<Inbox>()) {
   must(cudaSetDevice(device_), "cudaSetDevice");
-  must(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  // Streams share the few queues of a GPU, those of another priority have their own: a copy must not queue behind kernels.
+  int least = 0, greatest = 0;
+  must(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+  must(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
   while (spare_.size() < kMostUnderWay) {
     cudaEvent_t event = nullptr;
     must(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");

@@ -29,7 +29,8 @@ CHAOS = "seed=7,delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=
 def process() -> Iterator[Crews]:
     """One process, whose threads are the ranks."""
     # A kernel that is loaded when it is first launched makes all threads of the process wait for those that run.
-    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER"})
+    # Streams share a GPU's queues, by default eight: a copy must not come to stand behind a kernel that waits for it.
+    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
     yield crews
     crews.close()
 
