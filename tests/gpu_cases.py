@@ -58,10 +58,10 @@ def group_of(me: Any, case: Case) -> int:
     return int(me.rank // case.replicas)
 
 
-def settle() -> None:
-    """Waits for what this thread has launched, and holds none of CUDA's locks meanwhile."""
+def settle(device: torch.device | str | None = None) -> None:
+    """Waits for what was launched on a GPU's current stream, and holds none of CUDA's locks meanwhile."""
     done = torch.cuda.Event()
-    done.record()
+    done.record(torch.cuda.current_stream(device))
     while not done.query():
         time.sleep(0)
 

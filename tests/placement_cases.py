@@ -17,7 +17,8 @@ _moved = gpu_cases.moved
 
 
 def _moved_in_a_thread(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
-    gpu_cases.settle()
+    if tensor is not None:
+        gpu_cases.settle(tensor.device if tensor.is_cuda else device)  # the case's own threads are on GPU 0
     return _moved(tensor, device)
 
 
