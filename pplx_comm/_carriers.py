@@ -106,6 +106,7 @@ class ProxyCarrier:
             self.close()
             raise
         self.name = self.proxies[0].name
+        self.nics = self.proxies[0].nics
         self.addresses = [proxy.address for proxy in self.proxies]
 
     def stats(self) -> dict[str, Any]:

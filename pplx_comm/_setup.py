@@ -188,6 +188,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
     config, timeout = request.config, request.patience
     errors: list[str] = [request.error] if request.error else []
     sides = _attempt(errors, lambda: _peers(request, comm, [r for r in range(comm.world_size) if comm._peek_alive[r]]))
+    place = _attempt(errors, lambda: _place(request))
     answers = _agree(
         comm,
         "AllToAll: arguments",
@@ -196,7 +197,7 @@ def wire_up(comm: Communicator, request: Request, used_objects: set[int]) -> tup
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_objects),
             "host": host_key(),
-            "place": asdict(_place(request)),
+            "place": asdict(place) if place else None,
             "remote": len(sides[1]) if sides else 0,
         },
         timeout,
@@ -425,4 +426,6 @@ def _connect(comm: Communicator, request: Request, wiring: Wiring, alive: list[i
     _attempt(errors, lambda: carrier.attach(wiring.carried, regions, descriptions))
     if not errors:
         wiring.carrier, wiring.regions = carrier, regions
+        network = f"{carrier.name} on {', '.join(carrier.nics)}"
+        wiring.exchange.name_networks([network if rank in wiring.remote else "" for rank in range(comm.world_size)])
     _agree(comm, "AllToAll: proxy", {"error": errors[0] if errors else None}, timeout)

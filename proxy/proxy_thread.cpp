@@ -21,7 +21,8 @@ constexpr unsigned kLooksWhenPinned = 64;
 constexpr auto kAwake = std::chrono::seconds(1);
 // After that long in vain, without a core of its own, it naps between looks: see cpu::Backoff.
 constexpr auto kYields = std::chrono::milliseconds(250);
-constexpr timespec kShortNap{0, 50'000};
+constexpr long kShortestNap = 50'000;   // nanoseconds
+constexpr timespec kShortNap{0, kShortestNap};
 
 // Naps of an idle thread: 50 us, or as much more as keeps it below a twenty-fifth of a core. What a nap and a look cost depends on the
 // provider and the machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
@@ -30,7 +31,7 @@ class Naps {
   void nap() {
     if (count_++ % kPeriod == 0) {
       const long cpu = cpu_nanoseconds();
-      if (count_ > 1) nanoseconds_ = std::clamp((cpu - cpu_) / kPeriod * kShare, kShortest, kLongest);
+      if (count_ > 1) nanoseconds_ = std::clamp((cpu - cpu_) / kPeriod * kShare, kShortestNap, kLongest);
       cpu_ = cpu;
     }
     const timespec t{0, nanoseconds_};
@@ -39,7 +40,7 @@ class Naps {
   std::uint64_t count() const { return count_; }
 
  private:
-  static constexpr long kShortest = 50'000, kLongest = 1'000'000, kPeriod = 256, kShare = 25;
+  static constexpr long kLongest = 1'000'000, kPeriod = 256, kShare = 25;
 
   static long cpu_nanoseconds() {
     timespec t{};
@@ -48,7 +49,7 @@ class Naps {
   }
 
   std::uint64_t count_ = 0;
-  long nanoseconds_ = kShortest, cpu_ = 0;
+  long nanoseconds_ = kShortestNap, cpu_ = 0;
 };
 
 }  // namespace

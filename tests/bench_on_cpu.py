@@ -44,14 +44,14 @@ class Cpu:
         return [2.0] * rounds
 
     @contextlib.contextmanager
-    def rewriting(self, address: int, nbytes: int) -> Iterator[Any]:
-        rewritten = []
+    def using(self, address: int, nbytes: int) -> Iterator[Any]:
+        used = []
 
-        def rewrite() -> None:
-            rewritten.append(ctypes.memset(address, 1, nbytes))
+        def use() -> None:
+            used.append(ctypes.memset(address + nbytes, 1, nbytes))
 
-        yield rewrite
-        assert len(rewritten) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
+        yield use
+        assert len(used) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
 
     def push(self, a2a: Any, bytes_to: list[int]) -> None:
         assert bytes_to[a2a._comm.rank] == 0 and all(n % 16 == 0 for n in bytes_to) and sum(bytes_to) > 0

@@ -56,19 +56,20 @@ class Cuda:
         return [ns / 1000 for ns in cuda_module().ping(self.device.index, rounds)]
 
     @contextlib.contextmanager
-    def rewriting(self, address: int, nbytes: int) -> Iterator[Callable[[], None]]:
-        """What writes all of this host memory from the GPU."""
+    def using(self, address: int, nbytes: int) -> Iterator[Callable[[], None]]:
+        """What reads this host memory into the GPU, and writes as much behind it."""
         runtime = torch.cuda.cudart()
-        if runtime.cudaHostRegister(address, nbytes, 0) != runtime.cudaError.success:
-            raise Error(f"the bare writes of the benchmark: CUDA cannot pin their {nbytes} bytes")
+        if runtime.cudaHostRegister(address, 2 * nbytes, 0) != runtime.cudaError.success:
+            raise Error(f"the bare writes of the benchmark: CUDA cannot pin their {2 * nbytes} bytes")
         try:
-            host = torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
-            written = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
+            host = torch.frombuffer((ctypes.c_char * (2 * nbytes)).from_address(address), dtype=torch.uint8)
+            there = torch.ones(nbytes, dtype=torch.uint8, device=self.device)
 
-            def rewrite() -> None:
-                host.copy_(written)
+            def use() -> None:
+                there.copy_(host[:nbytes])
+                host[nbytes:].copy_(there)
 
-            yield rewrite
+            yield use
         finally:
             runtime.cudaHostUnregister(address)
 

@@ -222,10 +222,9 @@ class Writes:
         clock.time(self.name, phase, write)
 
     @property
-    def sources(self) -> tuple[int, int]:
-        """Where the memory lies that writes come from, and how many bytes it has."""
-        nbytes = self._world.size * self._slot
-        return int(self._memory.address) + nbytes, nbytes
+    def memory(self) -> tuple[int, int]:
+        """Where the memory lies that writes go to, and how many bytes it has. As much behind it is where they come from."""
+        return int(self._memory.address), self._world.size * self._slot
 
     def close(self) -> None:
         self._fabric.close()

@@ -1,7 +1,8 @@
 """device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
 
 A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with
-the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair.
+the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
+trip is a dispatch and a combine of one rank.
 
 The floor inside a node is bare stores of the same bytes. Where peers are reached by the proxy, it is the sum of what cannot be left
 out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the
@@ -152,11 +153,11 @@ class Size:
         return point
 
     def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:
-        """From memory that the GPU has just written, as kernels leave blocks for the proxy: not in the caches of the thread that
-        sends them on, which a provider that copies feels."""
+        """From memory that the GPU has just written to memory that it has just read, as kernels leave both to the proxy: neither is
+        in the caches of the thread that copies as if that thread alone used it."""
         writes = Writes(self._world, self._shape, transport, remote)
         try:
-            with self._device.rewriting(*writes.sources) as writes.prepare:
+            with self._device.using(*writes.memory) as writes.prepare:
                 clock = Clock(self._world)
                 for turn in range(BARE_TURNS + WARMING):
                     clock.recording = turn >= WARMING
@@ -242,11 +243,11 @@ class Size:
         self._device.no_stamps(a2a)
         halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
         a2a.check()
-        slowest = {name: self._slowest(mine, name) for name, mine in (("dispatch", dispatch), ("combine", combine))}
-        point.phases = {name: Figure.of(times) for name, times in slowest.items()}
-        # The last combine of a graph has no launch after it.
-        both = [slowest["dispatch"].reshape(len(wall), -1)[:, :-1].ravel(), slowest["combine"]]
-        point.phases["round trip"] = Figure.of(both[0] + both[1])
+        # A rank's own two: the slowest dispatch and the slowest combine of a step may be different ranks', one of which waits for the
+        # other. The last combine of a graph has no launch after it.
+        both = np.array(dispatch).reshape(len(wall), -1)[:, :-1].ravel() + combine
+        for name, mine in (("dispatch", dispatch), ("combine", combine), ("round trip", both.tolist())):
+            point.phases[name] = Figure.of(self._slowest(mine, name))
         point.phases["wall"] = Figure.of(self._slowest(wall, "wall"))
         point.phases["halves"] = Figure.of(self._slowest(halves, "halves"))
 

@@ -255,6 +255,8 @@ void bind_life(py::class_<SharedExchange, Carried, std::shared_ptr<SharedExchang
          },
          py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("peer_left", [](SharedExchange& e, std::uint32_t peer) { e.exchange.peer_left(peer); }, py::arg("peer"))
+      .def("name_networks", [](SharedExchange& e, std::vector<std::string> by_peer) { e.exchange.name_networks(std::move(by_peer)); },
+           py::arg("by_peer"))
       .def("raise_trouble", [](SharedExchange& e) {
         e.exchange.raise_failure();
         e.exchange.raise_notice();

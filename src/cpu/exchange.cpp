@@ -218,7 +218,8 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
   if (!late && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = phase_run.waiting();
   if (w.peer == kNoRank) return;   // not blocked any more
-  const std::string waits = std::string("waiting for ") + w.what + " of " + rank_text(w.peer) + " in " + phase_name(phase) +
+  const std::string over = w.peer < networks_.size() ? over_text(networks_[w.peer]) : "";
+  const std::string waits = std::string("waiting for ") + w.what + " of " + rank_text(w.peer) + over + " in " + phase_name(phase) +
                             ", step " + std::to_string(step);
   const auto failure = [&](const std::string& message, AbortReason reason) {
     PeerFailure f(message, reason, w.peer, phase, step);

@@ -132,6 +132,7 @@ class Exchange {
   // The same for a write that failed. It counts a little later: mostly its cause is a death, and what tells of that names the rank.
   void lost_network(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);            // closed its Communicator in good order: what it sent may still arrive
+  void name_networks(std::vector<std::string> by_peer) { networks_ = std::move(by_peer); }   // for messages; before the first step
   // Throws what latched, if anything did; the arguments say what this rank was doing.
   void raise_failure(Phase phase = Phase::None, std::uint32_t step = 0);
   // An overflow that some rank reported at the end of a step; the next call raises it once, on every rank.
@@ -250,6 +251,7 @@ class Exchange {
   bool first_step_ = true;
   std::unique_ptr<PeerFailure> failure_;
   std::string message_;                       // for an abort that came with more words than its word
+  std::vector<std::string> networks_;         // by peer; empty: mapped
   mutable std::mutex notice_mutex_;
   mutable std::string notice_;
   Stats stats_;

@@ -44,11 +44,15 @@ inline std::string word_text(std::uint64_t word) {
   return "step " + std::to_string(static_cast<std::uint32_t>(word)) + " (generation " + std::to_string(word >> 32) + ")";
 }
 
-inline std::string abort_text(const Abort& a) {
+// Of a peer that is reached over it; empty: its memory is mapped.
+inline std::string over_text(const std::string& network) { return network.empty() ? "" : " over " + network; }
+
+inline std::string abort_text(const Abort& a, const std::string& network = "") {
   const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
-    case AbortReason::Timeout: return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + where + "; timeout= allows more";
+    case AbortReason::Timeout:
+      return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + over_text(network) + where + "; timeout= allows more";
     case AbortReason::Fabric:
       return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
                                 : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;

@@ -480,7 +480,8 @@ void Exchange::raise_failure() {
   std::string message;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    message = message_.empty() || a.origin == config().rank ? abort_text(a) : message_;
+    const bool own = a.origin == config().rank;
+    message = message_.empty() || own ? abort_text(a, own && a.peer < networks_.size() ? networks_[a.peer] : "") : message_;
   }
   const std::uint64_t expected = common_.report->expected;
   const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);

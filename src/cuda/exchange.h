@@ -93,6 +93,7 @@ class Exchange {
 
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
+  void name_networks(std::vector<std::string> by_peer) { networks_ = std::move(by_peer); }   // for messages; before the first step
   // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
   // may store into its memory.
   void drain(cudaStream_t current, double seconds);
@@ -145,6 +146,7 @@ class Exchange {
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   Control* controls_ = nullptr;  // by generation, in turn
   std::string message_;
+  std::vector<std::string> networks_;   // by peer; empty: mapped
   std::shared_ptr<HostHeap> host_;
 };
 

@@ -194,6 +194,7 @@ void bind_exchange(py::module_& m) {
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("peer_left", &Exchange::peer_left, py::arg("peer"))
+      .def("name_networks", &Exchange::name_networks, py::arg("by_peer"))
       .def(
           "drain", [](Exchange& e, Address stream, double seconds) { e.drain(pointer<CUstream_st>(stream), seconds); },
           py::arg("stream"), py::arg("seconds"), Unlocked())

@@ -177,12 +177,12 @@ def test_a_proxy_that_stands_still(transport: str) -> None:
 
 
 def test_a_proxy_that_stands_still_for_too_long() -> None:
-    """A step that has less patience names the rank, and all go on after reset()."""
+    """A step that has less patience names a rank and what leads there, and all go on after reset(). Either side waits for the other."""
     with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},stall=1@60"}) as crew:
         results = crew.run("gpu_cases:on_gpu", "chaos_cases:until_failure", small("proxy:tcp"), 0.4, again=True, timeout=100)
         for r in results:
             assert r.get("is_peer") and r["closing"] < CLOSED, r
-        assert any(r["is_timeout"] and r["peer"] == 1 for r in results), results
+            assert r["is_timeout"] and " over " in r["message"], r
 
 
 def test_leaving_after_the_last_step_is_no_failure() -> None:
