@@ -243,8 +243,8 @@ class Size:
         self._device.no_stamps(a2a)
         halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
         a2a.check()
-        # A rank's own two: the slowest dispatch and the slowest combine of a step may be different ranks', one of which waits for the
-        # other. The last combine of a graph has no launch after it.
+        # A rank's own two: the slowest dispatch and the slowest combine of a step may be different ranks', of which one waits for
+        # the other. The last combine of a graph has no launch after it.
         both = np.array(dispatch).reshape(len(wall), -1)[:, :-1].ravel() + combine
         for name, mine in (("dispatch", dispatch), ("combine", combine), ("round trip", both.tolist())):
             point.phases[name] = Figure.of(self._slowest(mine, name))

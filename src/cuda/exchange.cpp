@@ -400,11 +400,8 @@ void Exchange::push(cudaStream_t stream, const std::vector<std::uint64_t>& bytes
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (message_.empty()) message_ = message;
-  }
-  store_if_zero(&common_.report->abort, abort_word(abort));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (store_if_zero(&common_.report->abort, abort_word(abort))) message_ = message;   // it is that of the word
 }
 
 void Exchange::peer_left(std::uint32_t peer) { __atomic_fetch_or(&common_.report->left, 1ull << peer, __ATOMIC_RELEASE); }
@@ -480,8 +477,9 @@ void Exchange::raise_failure() {
   std::string message;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool own = a.origin == config().rank;
-    message = message_.empty() || own ? abort_text(a, own && a.peer < networks_.size() ? networks_[a.peer] : "") : message_;
+    const bool told = word == load_acquire(&common_.report->abort) && !message_.empty();
+    const bool own = a.origin == config().rank && a.peer < networks_.size();
+    message = told ? message_ : abort_text(a, own ? networks_[a.peer] : "");
   }
   const std::uint64_t expected = common_.report->expected;
   const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);

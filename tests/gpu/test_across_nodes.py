@@ -152,6 +152,7 @@ def test_cut_link(transport: str, how: str) -> None:
         for r in results:
             assert r.get("is_peer") and r["peer"] in (a, b) and r["closing"] < CLOSED, r
             assert r["waited"] < (2.0 if how == "kill" else 5.0), r
+            assert not transport.startswith("proxy") or (" on " if how == "kill" else " over ") in r["message"], r
 
 
 def test_gpus_that_do_not_reach_each_other() -> None:
