@@ -15,6 +15,7 @@ from rank_cases import TRANSPORTS, Case, random_case, variants
 LAYOUTS = ("ragged", "padded", "compact")
 CASES = {1: 80, 2: 80, 3: 60, 4: 60, 5: 40, 8: 40}
 MORE_CASES = {1: 320, 2: 320, 3: 240, 4: 240, 5: 120, 8: 80}
+MANY_STEPS = {1: 10_000, 2: 10_000, 3: 6_000, 4: 5_000, 5: 2_500, 8: 1_000}
 """By number of ranks; the simulation draws thousands more, and faster."""
 
 
@@ -105,9 +106,12 @@ def test_many_steps(crew: Crews) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_thousands_of_steps(crew: Crews) -> None:
+    steps = MANY_STEPS[crew.world_size]
     for transport in TRANSPORTS if crew.world_size > 1 else ("mapped",):
-        case = Case(seed(), crew.world_size, max_tokens=3, hidden=32, transport=transport, first_step=2**32 - 3000, crowd="uneven")
-        crew.run("rank_cases:many_steps", case, 10_000 * 2 // max(2, crew.world_size), timeout=900)
+        case = Case(
+            seed(), crew.world_size, max_tokens=3, hidden=32, transport=transport, first_step=2**32 - steps // 2, crowd="uneven"
+        )  # fmt: skip
+        crew.run("rank_cases:many_steps", case, steps, timeout=900)
 
 
 def test_around_the_largest_step_number(crew: Crews) -> None:
