@@ -12,7 +12,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -309,14 +309,14 @@ def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
                 raise AssertionError(f"step {step}: combine differs, {case}")
 
 
-def soak_for(me: Any, case: Case, seconds: float) -> dict[str, int]:
+def soak_for(me: Any, case: Case, transports: Sequence[str], seconds: float) -> dict[str, int]:
     """Soaks of cases that are drawn, for so long: steps, bytes that this rank's proxy wrote, and how many elements were wrong."""
     done = {"steps": 0, "bytes": 0, "wrong": 0}
     r = random.Random(case.seed)
     until, more = time.monotonic() + seconds, True
     while more:
         drawn = replace(
-            case, seed=r.randrange(2**30), num_experts=r.choice([4, 16, 61]), top_k=r.choice([1, 2, 4]),
+            case, transport=r.choice(transports), seed=r.randrange(2**30), num_experts=r.choice([4, 16, 61]), top_k=r.choice([1, 2, 4]),
             hidden=r.choice([128, 512, 2048, 7168]), max_tokens=r.choice([1, 7, 32, 128]), wire=r.choice(["native", "fp8"]),
         )  # fmt: skip
         done["wrong"] += soak(me, drawn, 500, done)
