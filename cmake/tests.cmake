@@ -37,3 +37,8 @@ if(NOT PPLX_SANITIZE STREQUAL "thread")
   add_test(NAME sim COMMAND pplx_sim --seeds 100)
   set_tests_properties(sim PROPERTIES TIMEOUT 300)
 endif()
+
+# pplx_comm._cuda for a CPU. Its fibers change stacks in x86-64's assembler.
+if(PPLX_PYTHON AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  add_subdirectory(tests/emulation)
+endif()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import pplx_comm as pc
-from pplx_comm import _carriers, _cuda, _setup
+from pplx_comm import _carriers, _gpu, _setup
 from pplx_comm._rendezvous import Gathered
 
 LIMIT = 60.0
@@ -55,7 +55,7 @@ def copying() -> None:
     def open_fabric(provider: str | None = None, **options: Any) -> Any:
         if provider != PROVIDER:
             return real_open(provider, **options)
-        return _cuda.CopyFabric(torch.cuda.current_device())
+        return _gpu.cuda_module().CopyFabric(torch.cuda.current_device())
 
     def blocks_on_gpu(request: Any, *places: Any) -> bool:
         return request.placement == "device" if request.provider == PROVIDER else real_choice(request, *places)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "arguments.h"
+#include "device.cuh"
 
 namespace pplx::cuda {
 
@@ -15,25 +16,14 @@ inline constexpr std::uint32_t kCleared = 8;  // publisher to workers, after tha
 
 __device__ inline bool is_publisher() { return threadIdx.x >= kWorkers; }
 
-__device__ inline void sync_workers() { asm volatile("barrier.cta.sync %0, %1;" ::"n"(kAmongWorkers), "n"(kWorkers) : "memory"); }
-
-__device__ inline bool all_workers(bool good) {
-  std::uint32_t all;
-  asm volatile(
-      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbarrier.cta.red.and.pred q, %2, %3, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
-      : "=r"(all)
-      : "r"(static_cast<std::uint32_t>(good)), "n"(kAmongWorkers), "n"(kWorkers)
-      : "memory");
-  return all != 0;
-}
+__device__ inline void sync_workers() { barrier_sync<kAmongWorkers, kWorkers>(); }
+__device__ inline bool all_workers(bool good) { return barrier_all<kAmongWorkers, kWorkers>(good); }
 
 // One side signals, the other waits.
 __device__ inline void signal(std::uint32_t barrier) {
   __threadfence_block();
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+  barrier_arrive<kThreads>(barrier);
 }
-__device__ inline void await(std::uint32_t barrier) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
-}
+__device__ inline void await(std::uint32_t barrier) { barrier_sync<kThreads>(barrier); }
 
 }  // namespace pplx::cuda

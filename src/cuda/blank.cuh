@@ -14,21 +14,6 @@ namespace pplx::cuda {
 
 inline constexpr std::uint32_t kBlank = 0xffffffffu;
 
-__device__ inline void store_piece(char* to, const uint4& v) {
-  const std::uint64_t low = v.x | std::uint64_t{v.y} << 32, high = v.z | std::uint64_t{v.w} << 32;
-  asm volatile("{\n\t.reg .b128 piece;\n\tmov.b128 piece, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], piece;\n\t}" ::"l"(to),
-               "l"(low), "l"(high)
-               : "memory");
-}
-__device__ inline uint4 load_piece(const char* from) {
-  std::uint64_t low, high;
-  asm volatile("{\n\t.reg .b128 piece;\n\tld.relaxed.sys.global.b128 piece, [%2];\n\tmov.b128 {%0, %1}, piece;\n\t}"
-               : "=l"(low), "=l"(high)
-               : "l"(from)
-               : "memory");
-  return make_uint4(static_cast<std::uint32_t>(low), static_cast<std::uint32_t>(low >> 32), static_cast<std::uint32_t>(high),
-                    static_cast<std::uint32_t>(high >> 32));
-}
 __device__ inline bool is_blank(const uint4& v) { return v.w == kBlank; }
 __device__ inline void make_blank(char* place) { *reinterpret_cast<uint4*>(place) = make_uint4(kBlank, kBlank, kBlank, kBlank); }
 

@@ -19,15 +19,17 @@ __global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(
   stamp(a.common, Op::Combine, step, begun);
 }
 
+using Kernel = void (*)(CombineArguments);
+
 template <bool kTail>
-const void* kernel_of(const Config& c) {
+Kernel kernel_of(const Config& c) {
   switch (c.dtype) {
     case Dtype::BFloat16:
-      return reinterpret_cast<const void*>(combine_kernel<BFloat16, kTail>);
+      return combine_kernel<BFloat16, kTail>;
     case Dtype::Float16:
-      return reinterpret_cast<const void*>(combine_kernel<Float16, kTail>);
+      return combine_kernel<Float16, kTail>;
     case Dtype::Float32:
-      return reinterpret_cast<const void*>(combine_kernel<Float32, kTail>);
+      return combine_kernel<Float32, kTail>;
   }
   return nullptr;
 }
@@ -45,7 +47,7 @@ cudaError_t load_kernels(const Config& c) {
 
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const void* kernel = arguments.has_tail ? kernel_of<true>(arguments.common.c) : kernel_of<false>(arguments.common.c);
+  const Kernel kernel = arguments.has_tail ? kernel_of<true>(arguments.common.c) : kernel_of<false>(arguments.common.c);
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(kThreads), parameters, 0, stream);
 }
 

@@ -333,8 +333,8 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
 
 template <typename T, bool kTail>
 __device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
-  __shared__ std::uint32_t first;
-  __shared__ SendOrder order;
+  PPLX_SHARED(std::uint32_t, first);
+  PPLX_SHARED(SendOrder, order);
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, world = k.c.world;
   // The first unit of each warp comes by one addition for all of them; later ones singly, on their way while the warp works.

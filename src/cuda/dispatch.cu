@@ -8,8 +8,8 @@ namespace {
 
 template <typename Mode>
 __global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kernel(const __grid_constant__ DispatchArguments a) {
-  extern __shared__ std::uint32_t words[];   // the send half's counts by expert, then the receive half's places
-  __shared__ SendShared s;
+  PPLX_LAUNCHED_SHARED(words);   // the send half's counts by expert, then the receive half's places
+  PPLX_SHARED(SendShared, s);
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
   note(a.common, Stage::DispatchBegins);
   std::uint32_t step = 0;
@@ -75,8 +75,7 @@ cudaError_t load_dispatch(const Config& c) {
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   const Config& c = arguments.common.c;
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel_of(c, arguments.scales != nullptr)), dim3(blocks), dim3(kThreads),
-                          parameters, shared_bytes(c), stream);
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kThreads), parameters, shared_bytes(c), stream);
 }
 
 }  // namespace pplx::cuda

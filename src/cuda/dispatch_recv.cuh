@@ -366,7 +366,7 @@ __device__ inline void nothing_received(const DispatchArguments& a) {
 
 template <Wire wire>
 __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step, std::uint32_t* base) {
-  __shared__ ReceiveShared s;
+  PPLX_SHARED(ReceiveShared, s);
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   if (is_publisher()) {

@@ -45,12 +45,12 @@ __global__ void device_kernel(const __grid_constant__ DeviceArguments a) {
 
 cudaError_t launch_ping(std::uint64_t* words, std::uint32_t rounds, cudaStream_t stream) {
   void* parameters[] = {&words, &rounds};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(ping_kernel), dim3(1), dim3(1), parameters, 0, stream);
+  return cudaLaunchKernel(ping_kernel, dim3(1), dim3(1), parameters, 0, stream);
 }
 
 cudaError_t launch_device(const DeviceArguments& arguments, cudaStream_t stream) {
   void* parameters[] = {const_cast<DeviceArguments*>(&arguments)};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(device_kernel), dim3(1), dim3(kMaxPeers), parameters, 0, stream);
+  return cudaLaunchKernel(device_kernel, dim3(1), dim3(kMaxPeers), parameters, 0, stream);
 }
 
 }  // namespace pplx::cuda

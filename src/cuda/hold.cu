@@ -20,11 +20,10 @@ cudaError_t launch_hold(std::uint64_t* words, std::uint32_t blocks, std::uint64_
   int device = 0, bytes = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  const void* kernel = reinterpret_cast<const void*>(hold_kernel);
-  if (error == cudaSuccess) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) error = cudaFuncSetAttribute(hold_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   void* parameters[] = {&words, &limit_ns};
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(32), parameters, static_cast<std::size_t>(bytes), stream);
+  return cudaLaunchKernel(hold_kernel, dim3(blocks), dim3(32), parameters, static_cast<std::size_t>(bytes), stream);
 }
 
 }  // namespace pplx::cuda

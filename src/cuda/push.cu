@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(1024) push_kernel(const __grid_constant__ Push
 
 cudaError_t launch_push(const PushArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<PushArguments*>(&arguments)};
-  return cudaLaunchKernel(reinterpret_cast<const void*>(push_kernel), dim3(blocks), dim3(1024), parameters, 0, stream);
+  return cudaLaunchKernel(push_kernel, dim3(blocks), dim3(1024), parameters, 0, stream);
 }
 
 }  // namespace pplx::cuda

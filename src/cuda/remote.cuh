@@ -70,9 +70,7 @@ __device__ inline void count_stored(const Common& k, std::uint32_t step, Op op, 
                                     const Rows& rows) {
   std::uint32_t* count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer];
   linger(k, std::uint64_t{step} << 32 | peer);
-  std::uint32_t before;
-  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(parts) : "memory");
-  if (before + parts != kComplete) return;
+  if (count_in_order(count, parts) + parts != kComplete) return;
   *count = 0;
   tell_proxy(k, step, op, peer, rows());
 }
@@ -92,7 +90,7 @@ __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signa
   char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
   const std::uint64_t value = arrival_word(k.generation, step);
   linger(k, value);
-  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+  store_release_here(word, value);
 }
 
 }  // namespace pplx::cuda

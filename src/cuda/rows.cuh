@@ -1,18 +1,10 @@
 // Moving rows, sixteen bytes a lane. Payload rows of outputs may start at multiples of 4 only (hidden 100 on a quantised wire).
 #pragma once
 
-#include <cstdint>
+#include "device.cuh"
 
 namespace pplx::cuda {
 
-// The caller's tensors: read once.
-__device__ inline uint4 load_input(const char* from) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from));
-  return v;
-}
 // What a peer may have written: never through L1, which it does not invalidate.
 __device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
 

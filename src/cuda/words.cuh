@@ -4,32 +4,12 @@
 // and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
+#include "device.cuh"
 #include "fuzz.cuh"
 #include "stages.cuh"
 
 namespace pplx::cuda {
 
-__device__ inline std::uint64_t load_acquire(const void* word) {
-  std::uint64_t value;
-  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ inline void store_release(void* word, std::uint64_t value) {
-  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-__device__ inline std::uint64_t load_relaxed(const void* word) {
-  std::uint64_t value;
-  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
-  return value;
-}
-__device__ inline void store_relaxed(void* word, std::uint64_t value) {
-  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
-}
-__device__ inline std::uint64_t nanoseconds() {
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  return now;
-}
 
 // What was stored before is there for whoever sees this word.
 __device__ inline void publish(const Common& k, void* word, std::uint64_t value) {

@@ -26,6 +26,7 @@ RUN_LIMIT = 900.0  # seconds
 CORES_OF_A_BUILD = 4
 TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 
+DEVICE = "src/cuda/device.cuh"
 WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
 BLANK = "src/cuda/blank.cuh"
@@ -36,14 +37,14 @@ EXCHANGE = "src/cuda/exchange.cpp"
 MUTANTS = [
     Mutant(
         "the release is relaxed",
-        WORDS,
+        DEVICE,
         "st.release.sys.global.u64",
         "st.relaxed.sys.global.u64",
         "an arrival word overtakes the row that it announces: they take different ways through the caches and links",
     ),
     Mutant(
         "the acquire is a plain load",
-        WORDS,
+        DEVICE,
         "ld.acquire.sys.global.u64",
         "ld.global.u64",
         "a plain load may be served from L1, which never hears of what a peer wrote",
@@ -92,7 +93,7 @@ MUTANTS = [
     ),
     Mutant(
         "a piece is stored in halves",
-        BLANK,
+        DEVICE,
         """  asm volatile("{\\n\\t.reg .b128 piece;\\n\\tmov.b128 piece, {%1, %2};\\n\\tst.relaxed.sys.global.b128 [%0], piece;\\n\\t}" ::"l"(to),
                "l"(low), "l"(high)
                : "memory");

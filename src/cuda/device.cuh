@@ -1,0 +1,107 @@
+// What kernels ask of a GPU in other words than C++'s: PTX for words that others see, for hardware barriers and for loads with hints,
+// and the shared memory of a thread block. tests/emulation has all of it for a CPU.
+#pragma once
+
+#ifdef PPLX_EMULATION
+#include "emulation/device.h"
+#else
+
+#include <cstdint>
+
+namespace pplx::cuda {
+
+// ---- words and counts ----
+
+__device__ inline std::uint64_t load_acquire(const void* word) {
+  std::uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ inline void store_release(void* word, std::uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+__device__ inline std::uint64_t load_relaxed(const void* word) {
+  std::uint64_t value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+  return value;
+}
+__device__ inline void store_relaxed(void* word, std::uint64_t value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+// For threads of this GPU.
+__device__ inline void store_release_here(void* word, std::uint64_t value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+}
+// Among threads of this GPU: who completes a count sees what all have stored before they counted.
+__device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
+  std::uint32_t before;
+  asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(more) : "memory");
+  return before;
+}
+
+__device__ inline std::uint64_t nanoseconds() {
+  std::uint64_t now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// ---- sixteen bytes ----
+
+// Whole or not at all, for who looks at the same place.
+__device__ inline void store_piece(char* to, const uint4& v) {
+  const std::uint64_t low = v.x | std::uint64_t{v.y} << 32, high = v.z | std::uint64_t{v.w} << 32;
+  asm volatile("{\n\t.reg .b128 piece;\n\tmov.b128 piece, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], piece;\n\t}" ::"l"(to),
+               "l"(low), "l"(high)
+               : "memory");
+}
+__device__ inline uint4 load_piece(const char* from) {
+  std::uint64_t low, high;
+  asm volatile("{\n\t.reg .b128 piece;\n\tld.relaxed.sys.global.b128 piece, [%2];\n\tmov.b128 {%0, %1}, piece;\n\t}"
+               : "=l"(low), "=l"(high)
+               : "l"(from)
+               : "memory");
+  return make_uint4(static_cast<std::uint32_t>(low), static_cast<std::uint32_t>(low >> 32), static_cast<std::uint32_t>(high),
+                    static_cast<std::uint32_t>(high >> 32));
+}
+// The caller's tensors: read once.
+__device__ inline uint4 load_input(const char* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from));
+  return v;
+}
+
+// ---- barriers of a thread block, for as many of its threads ----
+
+template <std::uint32_t kBarrier, std::uint32_t kOf>
+__device__ inline void barrier_sync() {
+  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kOf) : "memory");
+}
+template <std::uint32_t kOf>
+__device__ inline void barrier_sync(std::uint32_t barrier) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
+}
+template <std::uint32_t kOf>
+__device__ inline void barrier_arrive(std::uint32_t barrier) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
+}
+template <std::uint32_t kBarrier, std::uint32_t kOf>
+__device__ inline bool barrier_all(bool good) {
+  std::uint32_t all;
+  asm volatile(
+      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbarrier.cta.red.and.pred q, %2, %3, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
+      : "=r"(all)
+      : "r"(static_cast<std::uint32_t>(good)), "n"(kBarrier), "n"(kOf)
+      : "memory");
+  return all != 0;
+}
+
+}  // namespace pplx::cuda
+
+// ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
+
+#define PPLX_SHARED(Type, name) __shared__ Type name
+#define PPLX_LAUNCHED_SHARED(name) extern __shared__ std::uint32_t name[]
+
+#endif

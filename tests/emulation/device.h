@@ -1,0 +1,73 @@
+// src/cuda/device.cuh for a CPU. Between any two of these another thread of the grid, of another block or of another rank may come in.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+
+#include "emulation/kernel.h"
+
+namespace pplx::cuda {
+
+inline std::uint64_t load_acquire(const void* word) {
+  emulation::maybe_yield();
+  return __atomic_load_n(static_cast<const std::uint64_t*>(word), __ATOMIC_ACQUIRE);
+}
+inline void store_release(void* word, std::uint64_t value) {
+  emulation::maybe_yield();
+  __atomic_store_n(static_cast<std::uint64_t*>(word), value, __ATOMIC_RELEASE);
+}
+inline std::uint64_t load_relaxed(const void* word) { return load_acquire(word); }
+inline void store_relaxed(void* word, std::uint64_t value) { store_release(word, value); }
+inline void store_release_here(void* word, std::uint64_t value) { store_release(word, value); }
+inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
+  emulation::maybe_yield();
+  return __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
+}
+
+// Who waits asks for the time, so others go on meanwhile.
+inline std::uint64_t nanoseconds() {
+  emulation::yield();
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
+}
+
+inline void store_piece(char* to, const uint4& v) {
+  emulation::maybe_yield();
+  __int128 piece;
+  std::memcpy(&piece, &v, sizeof piece);
+  __atomic_store_n(reinterpret_cast<__int128*>(to), piece, __ATOMIC_RELEASE);
+}
+inline uint4 load_piece(const char* from) {
+  emulation::maybe_yield();
+  const __int128 piece = __atomic_load_n(reinterpret_cast<const __int128*>(from), __ATOMIC_ACQUIRE);
+  uint4 v;
+  std::memcpy(&v, &piece, sizeof v);
+  return v;
+}
+inline uint4 load_input(const char* from) {
+  uint4 v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <std::uint32_t kBarrier, std::uint32_t kOf>
+void barrier_sync() {
+  emulation::barrier_sync(kBarrier, kOf);
+}
+template <std::uint32_t kOf>
+void barrier_sync(std::uint32_t barrier) {
+  emulation::barrier_sync(barrier, kOf);
+}
+template <std::uint32_t kOf>
+void barrier_arrive(std::uint32_t barrier) {
+  emulation::barrier_arrive(barrier, kOf);
+}
+template <std::uint32_t kBarrier, std::uint32_t kOf>
+bool barrier_all(bool good) {
+  return emulation::barrier_sync(kBarrier, kOf, good);
+}
+
+}  // namespace pplx::cuda
+
+#define PPLX_SHARED(Type, name) Type& name = emulation::shared<Type>()
+#define PPLX_LAUNCHED_SHARED(name) auto* const name = reinterpret_cast<std::uint32_t*>(emulation::here().block->launched_shared.data())

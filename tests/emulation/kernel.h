@@ -1,0 +1,236 @@
+// The language of CUDA kernels as far as src/cuda speaks it, for a CPU: included before everything else.
+//
+// A launch runs on one thread of the process. Each thread of its grid is a fiber with a stack of its own; one goes on when another
+// waits at a barrier, in a shuffle or for memory, and now and then without cause, from a fixed seed. So all blocks of a grid are there
+// at once, in some order that is not the hardware's: this finds wrong protocols and wrong barriers, and nothing about memory models or
+// speed.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <tuple>
+#include <type_traits>
+#include <typeindex>
+#include <utility>
+#include <vector>
+
+#define __device__
+#define __host__
+#define __global__
+#define __noinline__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulation {
+
+inline constexpr unsigned kLanes = 32, kBarriers = 16;
+
+struct Warp {
+  std::uint64_t lanes[kLanes];       // what each brings to a shuffle
+  unsigned arrived = 0;
+  std::uint64_t turn = 0;
+};
+struct Barrier {
+  unsigned arrived = 0;
+  std::uint64_t turn = 0;
+  bool all = true, result = true;
+};
+struct Block {
+  unsigned index = 0, threads = 0;
+  std::vector<Warp> warps;
+  Barrier barriers[kBarriers];
+  std::map<std::type_index, std::vector<char>> shared;
+  std::vector<char> launched_shared;
+};
+struct Index { unsigned x; };
+struct Thread {
+  void* stack_pointer = nullptr;
+  Block* block = nullptr;
+  Index in_block{}, in_grid{}, blocks{}, threads{};
+  bool done = false;
+
+  Warp& warp() const { return block->warps[in_block.x / kLanes]; }
+  unsigned lane() const { return in_block.x % kLanes; }
+};
+
+Thread& here();
+void yield();
+void maybe_yield();                  // at places where others may come in between
+void warp_sync();
+void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
+bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // whether all were good
+
+// What the calling thread launches is one stream, which a thread of its own works off.
+void launch(dim3 grid, dim3 block, std::size_t shared, std::function<void()> kernel);
+bool idle();
+void synchronize();
+
+// Each launch finds something else than zeroes.
+inline constexpr char kPoison = static_cast<char>(0xa5);
+
+template <typename T>
+T& shared() {
+  std::vector<char>& memory = here().block->shared[typeid(T)];
+  if (memory.empty()) memory.assign(sizeof(T) + alignof(T), kPoison);
+  const auto at = reinterpret_cast<std::uintptr_t>(memory.data());
+  return *reinterpret_cast<T*>((at + alignof(T) - 1) / alignof(T) * alignof(T));
+}
+
+template <typename T>
+T bits_to(std::uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// All lanes bring something; pick() takes from them.
+template <typename T, typename Pick>
+auto shuffle(T value, const Pick& pick) {
+  Thread& thread = here();
+  Warp& warp = thread.warp();
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  warp.lanes[thread.lane()] = bits;
+  warp_sync();
+  const auto picked = pick(warp.lanes);
+  warp_sync();
+  return picked;
+}
+
+}  // namespace emulation
+
+#define threadIdx (emulation::here().in_block)
+#define blockIdx (emulation::here().in_grid)
+#define blockDim (emulation::here().threads)
+#define gridDim (emulation::here().blocks)
+
+// ---- a warp, all of whose lanes take part ----
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return emulation::shuffle(value, [&](const std::uint64_t* lanes) { return emulation::bits_to<T>(lanes[lane & 31]); });
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return __shfl_sync(~0u, value, static_cast<int>(emulation::here().lane()) ^ mask);
+}
+template <typename T>
+T __shfl_up_sync(unsigned, T value, unsigned delta) {
+  const unsigned lane = emulation::here().lane();
+  return __shfl_sync(~0u, value, static_cast<int>(lane >= delta ? lane - delta : lane));
+}
+inline unsigned __ballot_sync(unsigned, bool vote) {
+  return emulation::shuffle(std::uint64_t{vote}, [](const std::uint64_t* lanes) {
+    unsigned votes = 0;
+    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) votes |= static_cast<unsigned>(lanes[lane]) << lane;
+    return votes;
+  });
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) {
+  return emulation::shuffle(value, [](const std::uint64_t* lanes) {
+    unsigned all = 0;
+    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) all |= static_cast<unsigned>(lanes[lane]);
+    return all;
+  });
+}
+inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
+inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == ~0u; }
+inline void __syncwarp() { emulation::warp_sync(); }
+
+// ---- a block ----
+
+inline void __syncthreads() { emulation::barrier_sync(0, blockDim.x); }
+inline bool __syncthreads_and(bool good) { return emulation::barrier_sync(0, blockDim.x, good); }
+inline bool __syncthreads_or(bool any) { return !emulation::barrier_sync(0, blockDim.x, !any); }
+inline void __threadfence_block() {}
+inline void __nanosleep(unsigned) { emulation::yield(); }
+
+// ---- memory ----
+
+template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T, typename V>
+T atomicAdd(T* at, V value) {
+  emulation::maybe_yield();
+  return __atomic_fetch_add(at, static_cast<T>(value), __ATOMIC_SEQ_CST);
+}
+template <typename T, typename V>
+T atomicOr(T* at, V value) {
+  return __atomic_fetch_or(at, static_cast<T>(value), __ATOMIC_SEQ_CST);
+}
+template <typename T>
+T atomicExch(T* at, T value) {
+  emulation::maybe_yield();
+  return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+T atomicCAS(T* at, T expected, T value) {
+  __atomic_compare_exchange_n(at, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+template <typename T>
+T atomicCAS_system(T* at, T expected, T value) {
+  return atomicCAS(at, expected, value);
+}
+// Only in a block's shared memory, whose threads take turns.
+template <typename T, typename V>
+T atomicMin(T* at, V value) {
+  const T before = *at;
+  *at = std::min(before, static_cast<T>(value));
+  return before;
+}
+template <typename T, typename V>
+T atomicMax(T* at, V value) {
+  const T before = *at;
+  *at = std::max(before, static_cast<T>(value));
+  return before;
+}
+
+// ---- arithmetic ----
+
+inline int __ffs(int value) { return __builtin_ffs(value); }
+inline int __ffsll(long long value) { return __builtin_ffsll(value); }
+inline int __popc(unsigned value) { return __builtin_popcount(value); }
+inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
+inline float __uint_as_float(unsigned bits) { return emulation::bits_to<float>(bits); }
+inline unsigned __float_as_uint(float value) {
+  unsigned bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+template <typename A, typename B>
+auto min(A a, B b) {
+  using Both = std::common_type_t<A, B>;
+  return std::min(static_cast<Both>(a), static_cast<Both>(b));
+}
+template <typename A, typename B>
+auto max(A a, B b) {
+  using Both = std::common_type_t<A, B>;
+  return std::max(static_cast<Both>(a), static_cast<Both>(b));
+}

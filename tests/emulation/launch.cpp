@@ -1,0 +1,210 @@
+#include <sched.h>
+#include <sys/mman.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "emulation/kernel.h"
+
+#if !defined(__x86_64__)
+#error "fibers change stacks by hand, on x86-64 only"
+#endif
+
+// What a call must leave as it was, and the stack.
+asm(R"(
+.text
+.globl emulation_change_stack
+emulation_change_stack:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+)");
+extern "C" void emulation_change_stack(void** left, void* entered);
+
+namespace emulation {
+namespace {
+
+constexpr std::size_t kStackBytes = 64 << 10;
+constexpr unsigned kRegisters = 6;     // that are pushed above
+
+thread_local Thread* current = nullptr;
+thread_local void* scheduler = nullptr;
+thread_local const std::function<void()>* kernel_of_launch = nullptr;
+thread_local std::uint64_t random_state = 88172645463325252ull;
+
+std::uint64_t next_random() {
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return random_state;
+}
+
+void run_thread() {
+  (*kernel_of_launch)();
+  current->done = true;
+  for (;;) yield();
+}
+
+char* new_stack() {
+  void* const memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) std::abort();
+  return static_cast<char*>(memory);
+}
+
+void* first_frame(char* stack) {
+  auto** at = reinterpret_cast<void**>(stack + kStackBytes - 64);
+  *--at = nullptr;   // where run_thread would return to, and what aligns its frame
+  *--at = reinterpret_cast<void*>(run_thread);
+  for (unsigned i = 0; i < kRegisters; ++i) *--at = nullptr;
+  return at;
+}
+
+void run(unsigned grid, unsigned threads, std::size_t shared, const std::function<void()>& kernel) {
+  static thread_local std::vector<char*> stacks;
+  kernel_of_launch = &kernel;
+  std::vector<Block> blocks(grid);
+  std::vector<Thread> all(std::size_t{grid} * threads);
+  while (stacks.size() < all.size()) stacks.push_back(new_stack());
+  for (unsigned b = 0; b < grid; ++b) {
+    Block& block = blocks[b];
+    block.index = b;
+    block.threads = threads;
+    block.warps.resize((threads + kLanes - 1) / kLanes);
+    block.launched_shared.assign(shared, kPoison);
+    for (unsigned t = 0; t < threads; ++t) {
+      const std::size_t i = std::size_t{b} * threads + t;
+      all[i].block = &block;
+      all[i].in_block.x = t;
+      all[i].in_grid.x = b;
+      all[i].blocks.x = grid;
+      all[i].threads.x = threads;
+      all[i].stack_pointer = first_frame(stacks[i]);
+    }
+  }
+  for (std::size_t left = all.size(); left > 0;) {
+    left = 0;
+    const std::size_t first = next_random() % grid * threads;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      Thread& thread = all[(first + i) % all.size()];
+      if (thread.done) continue;
+      current = &thread;
+      emulation_change_stack(&scheduler, thread.stack_pointer);
+      left += !thread.done;
+    }
+    sched_yield();   // to other ranks
+  }
+  current = nullptr;
+}
+
+class Stream {
+ public:
+  void push(std::function<void()> work) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      queue_.push_back(std::move(work));
+      if (!std::exchange(started_, true)) std::thread([this] { serve(); }).detach();
+    }
+    changed_.notify_all();
+  }
+  bool idle() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return queue_.empty();
+  }
+  void synchronize() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return queue_.empty(); });
+  }
+
+ private:
+  void serve() {
+    for (std::unique_lock<std::mutex> lock(mutex_);;) {
+      changed_.wait(lock, [this] { return !queue_.empty(); });
+      const std::function<void()> work = queue_.front();   // it stays there until it has ended
+      lock.unlock();
+      work();
+      lock.lock();
+      queue_.pop_front();
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  bool started_ = false;
+};
+
+// Its thread may outlive the one that launches.
+Stream& stream() {
+  static thread_local Stream* const mine = new Stream;
+  return *mine;
+}
+
+bool come_to(Barrier& barrier, unsigned threads, bool good) {
+  barrier.all = barrier.all && good;
+  if (++barrier.arrived < threads) return false;
+  barrier.arrived = 0;
+  barrier.result = std::exchange(barrier.all, true);
+  ++barrier.turn;
+  return true;
+}
+
+}  // namespace
+
+Thread& here() { return *current; }
+
+void yield() {
+  Thread* const thread = current;
+  emulation_change_stack(&thread->stack_pointer, scheduler);
+}
+
+void maybe_yield() {
+  if (next_random() % 8 == 0) yield();
+}
+
+void warp_sync() {
+  Warp& warp = here().warp();
+  const std::uint64_t turn = warp.turn;
+  if (++warp.arrived == kLanes) {
+    warp.arrived = 0;
+    ++warp.turn;
+    maybe_yield();
+    return;
+  }
+  while (warp.turn == turn) yield();
+}
+
+void barrier_arrive(unsigned barrier, unsigned threads, bool good) { come_to(here().block->barriers[barrier], threads, good); }
+
+bool barrier_sync(unsigned number, unsigned threads, bool good) {
+  Barrier& barrier = here().block->barriers[number];
+  const std::uint64_t turn = barrier.turn;
+  if (!come_to(barrier, threads, good))
+    while (barrier.turn == turn) yield();
+  return barrier.result;
+}
+
+void launch(dim3 grid, dim3 block, std::size_t shared, std::function<void()> kernel) {
+  stream().push([=] { run(grid.x, block.x, shared, kernel); });
+}
+bool idle() { return stream().idle(); }
+void synchronize() { stream().synchronize(); }
+
+}  // namespace emulation
+
+// For tests: waits for all that the calling thread has launched.
+extern "C" __attribute__((visibility("default"))) void pplx_emulation_synchronize() { emulation::synchronize(); }
