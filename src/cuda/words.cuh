@@ -79,13 +79,22 @@ __device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
 // What a wait that has looked in vain for a while is to do. Left: the peer closed; what it sent was there before it said so.
 enum class Verdict { GoOn, Failed, Left };
 
+// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote.cuh), and that may wait for
+// another peer meanwhile. It gives up before those whom it tells, and knows whom to blame.
+inline constexpr std::uint64_t kLonger = 250'000'000;
+
+__device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
+  const auto at = reinterpret_cast<std::uint64_t>(word) - reinterpret_cast<std::uint64_t>(k.peers[k.c.rank]);
+  return is_remote(k, peer) && at < k.heap.shared_bytes;
+}
+
 // `turn`: how often this wait has asked; the host's words lie across PCIe.
-static __device__ __noinline__ Verdict ask(const Common& k, std::uint32_t turn, std::uint64_t begun, Phase phase,
+static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, std::uint64_t begun, Phase phase,
                                            std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
-  const bool ask_host = (turn & 255) == 255;
+  const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
   if (stopped(k, ask_host)) return Verdict::Failed;
-  if (ask_host && has_left(k, peer)) return Verdict::Left;
-  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1);
+  if (ask_host && !passed_on && has_left(k, peer)) return Verdict::Left;
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1) + (passed_on ? kLonger : 0);
   if (nanoseconds() - begun <= limit) return Verdict::GoOn;
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
   return Verdict::Failed;
@@ -105,7 +114,7 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
   const std::uint64_t begun = nanoseconds();
   for (std::uint32_t i = 1; !look(); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, i / 256, begun, phase, step, peer, as_arrival<match>(seen));
+    const Verdict verdict = ask(k, word, i / 256, begun, phase, step, peer, as_arrival<match>(seen));
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::GoOn || look()) continue;
     fail_of_leaving(k, phase, step, peer, as_arrival<match>(seen));
