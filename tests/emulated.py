@@ -27,7 +27,7 @@ import pplx_comm as pc
 from pplx_comm import _config, _gpu
 
 _opened = rank_cases.open_all_to_all
-_launching = ("dispatch", "dispatch_recv", "combine", "combine_recv", "release")
+_LAUNCHING = ("dispatch", "dispatch_recv", "combine", "combine_recv", "release")
 _synchronize: Any = None
 
 
@@ -82,9 +82,8 @@ def use(module: str) -> None:
         owner.device = owner._checks._device = self._device = torch.device("cpu")
 
     setattr(_gpu.Gpu, "__init__", on_cpu)  # noqa: B010
-    for name in _launching:
-        if hasattr(_gpu.Gpu, name):
-            setattr(_gpu.Gpu, name, _checking(getattr(_gpu.Gpu, name)))
+    for name in _LAUNCHING:
+        setattr(_gpu.Gpu, name, _checking(getattr(_gpu.Gpu, name)))
     setattr(_gpu, "_raw_stream", lambda device: 0)  # noqa: B010
     setattr(_config, "device_index", lambda device: 0)  # noqa: B010
     setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())  # noqa: B010
