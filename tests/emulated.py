@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import importlib.util
 import os
-import sys
 from typing import Any
 
 import chaos_cases
@@ -23,7 +21,6 @@ import rank_cases
 import torch
 from rank_cases import Case
 
-import pplx_comm as pc
 from pplx_comm import _config, _gpu
 
 _opened = rank_cases.open_all_to_all
@@ -31,26 +28,15 @@ _LAUNCHING = ("dispatch", "dispatch_recv", "combine", "combine_recv", "release")
 _synchronize: Any = None
 
 
-class _Waiting:
-    """The module's Exchange, whose launches have ended when a call returns."""
+def _waiting(launch: Any) -> Any:
+    """Its kernel has ended when it returns: PyTorch gives memory of the CPU to the next who asks, not behind a stream's work."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def waited(core: Any, *args: Any) -> Any:
+        result = launch(core, *args)
+        _synchronize()
+        return result
 
-    def stats(self) -> dict[str, int]:
-        return {"steps": self._inner.steps}
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._inner, name)
-        if name not in ("dispatch", "combine", "release"):
-            return value
-
-        def call(*args: Any) -> Any:
-            result = value(*args)
-            _synchronize()
-            return result
-
-        return call
+    return waited
 
 
 def _checking(call: Any) -> Any:
@@ -67,21 +53,20 @@ def use(module: str) -> None:
     global _synchronize
     if _synchronize is not None:
         return
-    spec = importlib.util.spec_from_file_location("pplx_comm._cuda", module)
-    assert spec is not None and spec.loader is not None
-    built = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(built)
-    sys.modules["pplx_comm._cuda"] = pc._cuda = built  # type: ignore[attr-defined]
+    gpu_cases.use_module(module)
     _synchronize = ctypes.CDLL(module).pplx_emulation_synchronize
 
     make = _gpu.Gpu.__init__
 
     def on_cpu(self: Any, owner: Any, core: Any, device: torch.device) -> None:
-        owner._core = _Waiting(core)
-        make(self, owner, owner._core, device)
+        make(self, owner, core, device)
         owner.device = owner._checks._device = self._device = torch.device("cpu")
 
     setattr(_gpu.Gpu, "__init__", on_cpu)  # noqa: B010
+    exchange = _gpu.cuda_module().Exchange
+    for name in ("dispatch", "combine", "release"):
+        setattr(exchange, name, _waiting(getattr(exchange, name)))
+    exchange.stats = lambda core: {"steps": core.steps}  # which an AllToAll of the CPU asks for
     for name in _LAUNCHING:
         setattr(_gpu.Gpu, name, _checking(getattr(_gpu.Gpu, name)))
     setattr(_gpu, "_raw_stream", lambda device: 0)  # noqa: B010

@@ -28,7 +28,7 @@ import pplx_comm as pc
 from pplx_comm import _setup
 
 
-def _use_module(path: str) -> None:
+def use_module(path: str) -> None:
     """That file as pplx_comm._cuda, in place of the checkout's: a fuzz build, or a mutant."""
     spec = importlib.util.spec_from_file_location("pplx_comm._cuda", path)
     assert spec is not None and spec.loader is not None
@@ -38,7 +38,7 @@ def _use_module(path: str) -> None:
 
 
 if "PPLX_TEST_CUDA" in os.environ:
-    _use_module(os.environ["PPLX_TEST_CUDA"])
+    use_module(os.environ["PPLX_TEST_CUDA"])
 
 HELD = 10.0
 """Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""

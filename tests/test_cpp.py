@@ -33,16 +33,19 @@ def run(*command: str | Path, timeout: float) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="session")
-def programs() -> Path:
-    """The folder of the built programs."""
+def build(target: str, *options: str) -> Path:
+    """The folder of what is built for tests."""
     if not (BUILD / "CMakeCache.txt").exists():
         # Tests of an installed package; `make build` configures this tree with everything.
         generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-        options = ["-DPPLX_TESTS=ON", "-DPPLX_PYTHON=OFF"]
-        run("cmake", "-S", ROOT, "-B", BUILD, *generator, *options, timeout=120)
-    run("cmake", "--build", BUILD, "--target", "pplx_cpp_tests", timeout=600)
+        run("cmake", "-S", ROOT, "-B", BUILD, *generator, "-DPPLX_TESTS=ON", *options, timeout=120)
+    run("cmake", "--build", BUILD, "--target", target, timeout=600)
     return BUILD / "tests"
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    return build("pplx_cpp_tests", "-DPPLX_PYTHON=OFF")
 
 
 @pytest.mark.timeout(900)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from crew import Crew, Crews, seed
 from rank_cases import Case, random_case
-from test_cpp import BUILD, ROOT, run
+from test_cpp import build
 from test_failure import left_in_shm
 
 CHAOS = "delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
@@ -27,10 +27,7 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emul
 
 @functools.cache
 def module() -> str:
-    if not (BUILD / "CMakeCache.txt").exists():
-        run("cmake", "-S", ROOT, "-B", BUILD, "-DPPLX_TESTS=ON", "-DPPLX_PYTHON=ON", "-DPPLX_CUDA=OFF", timeout=120)
-    run("cmake", "--build", BUILD, "--target", "pplx_emulation", timeout=600)
-    [built] = (BUILD / "tests" / "emulation").glob("_cuda*.so")
+    [built] = (build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation").glob("_cuda*.so")
     return str(built)
 
 

@@ -10,7 +10,6 @@
 
 namespace pplx::cuda {
 
-
 // What was stored before is there for whoever sees this word.
 __device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
   linger(k, value);
