@@ -76,6 +76,7 @@ class _Proxy:
         if self.proxy.close(timeout):
             self.fabric.close()
         else:
+            self.fabric.abandon()
             log.warning("the proxy thread hangs inside %s and was left behind", self.name)
 
 

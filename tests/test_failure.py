@@ -18,6 +18,8 @@ from crew import Crew, Crews, seed
 from failure_cases import PLACES
 from rank_cases import Case
 
+from pplx_comm import _core
+
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
 NOTICED = 1.0  # seconds from a death until every survivor has raised
 CLOSED = 2.0
@@ -209,6 +211,24 @@ def test_reset(transport: str, tmp_path: Path) -> None:
                 assert r["closing"] < CLOSED, r
             assert crew.leave() == [-9, 0, -9, 0]
             assert left_in_shm(crew) == []
+
+
+def test_reset_after_a_death_inside_of_shm(tmp_path: Path) -> None:
+    """The dead hold a lock of the provider, so the survivors' proxies hang in it for ever: they are left behind, and leave no file."""
+    version = str(_core.libfabric_status()["version"])
+    if tuple(int(number) for number in version.split(".")[:2]) >= (1, 18):
+        pytest.skip(f"shm of libfabric {version} has no such lock any more")
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    with Crew(4) as crew:
+        crew.start(
+            "failure_cases:reset_after", Case(92, 4, transport="proxy:shm", num_experts=10, top_k=4), [2, 0], paths, held_shm=True
+        )
+        for r in crew.collect(60, [1, 3]):
+            assert r["closing"] < CLOSED, r
+        assert crew.leave() == [-9, 0, -9, 0]
+        printed = [crew.output(rank) for rank in (1, 3)]
+        assert any("was left behind" in text for text in printed), printed
+        assert left_in_shm(crew) == []
 
 
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm"])

@@ -484,6 +484,8 @@ std::vector<std::string> LibfabricFabric::shm_names() const {
   return names;
 }
 
+void LibfabricFabric::abandon() const { libfabric::remove_shm_files(shm_names()); }
+
 Blob LibfabricFabric::address() const {
   const State& state = open();
   Address address;
@@ -716,6 +718,7 @@ int LibfabricFabric::proxy_cpu() const { missing(); }
 std::size_t LibfabricFabric::max_write_bytes() const { missing(); }
 std::vector<std::string> LibfabricFabric::shm_names() const { missing(); }
 void LibfabricFabric::close() {}
+void LibfabricFabric::abandon() const {}
 
 }  // namespace pplx
 

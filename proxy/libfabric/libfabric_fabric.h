@@ -41,6 +41,8 @@ class LibfabricFabric : public Fabric {
   std::size_t max_write_bytes() const;               // of one write
   std::vector<std::string> shm_names() const;        // files in /dev/shm, see shm_files.h; empty for other providers
   void close();                                      // what the destructor does; any later call but close() throws FabricError
+  // In place of close(), by any thread, when the one that drives this fabric hangs in the provider: only the files in /dev/shm go.
+  void abandon() const;
 
  private:
   struct State;

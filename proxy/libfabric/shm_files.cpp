@@ -43,7 +43,7 @@ int remove_files(const Wanted& wanted) {
   while (const dirent* entry = readdir(folder.get())) {
     const std::string name = entry->d_name;
     Owner owner;
-    if (name.rfind(kPrefix, 0) == 0 && parse(name, owner) && wanted(name) && is_gone(owner))
+    if (name.rfind(kPrefix, 0) == 0 && parse(name, owner) && wanted(name, owner))
       removed += unlink((std::string(kFolder) + "/" + name).c_str()) == 0;
   }
   return removed;
@@ -55,6 +55,10 @@ bool belongs_to(const std::string& file, const std::string& name) {
   if (file.size() == name.size()) return true;
   return file.size() > name.size() + 1 && file[name.size()] == '_' &&
          std::all_of(file.begin() + static_cast<std::ptrdiff_t>(name.size()) + 1, file.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+}
+
+bool belongs_to_any(const std::string& file, const std::vector<std::string>& names) {
+  return std::any_of(names.begin(), names.end(), [&](const std::string& name) { return belongs_to(file, name); });
 }
 
 }  // namespace
@@ -104,13 +108,15 @@ std::string new_shm_name(int endpoint) {
 int cleanup_dead_peer(const Blob& blob) {
   const Address address = decode_address(blob);
   if (address.host != host_id() || address.shm_names.empty()) return 0;
-  return remove_files([&](const std::string& file) {
-    return std::any_of(address.shm_names.begin(), address.shm_names.end(), [&](const std::string& name) { return belongs_to(file, name); });
-  });
+  return remove_files([&](const std::string& file, const Owner& owner) { return belongs_to_any(file, address.shm_names) && is_gone(owner); });
 }
 
 int cleanup_dead_processes() {
-  return remove_files([](const std::string&) { return true; });
+  return remove_files([](const std::string&, const Owner& owner) { return is_gone(owner); });
+}
+
+int remove_shm_files(const std::vector<std::string>& names) {
+  return remove_files([&](const std::string& file, const Owner&) { return belongs_to_any(file, names); });
 }
 
 }  // namespace pplx::libfabric

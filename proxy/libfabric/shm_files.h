@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "blobs.h"
 
@@ -24,5 +25,8 @@ int cleanup_dead_peer(const Blob& address);
 
 // The same for every process that ever named files as above.
 int cleanup_dead_processes();
+
+// Those of this process, by the names of its endpoints; how many. What is mapped stays so.
+int remove_shm_files(const std::vector<std::string>& names);
 
 }  // namespace pplx::libfabric

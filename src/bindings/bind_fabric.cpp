@@ -218,7 +218,10 @@ void bind_fabric(py::module_& m) {
            "arrivals that belong to the next call, to be given to it.")
       .def("poll", &poll, "Up to 64 completions, for tests: (kind, immediate or context, text of a failure). A proxy does this by itself.")
       .def(
-          "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.");
+          "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.")
+      .def(
+          "abandon", [](Fabric& fabric) { libfabric_of(fabric).abandon(); }, Unlocked(),
+          "In place of close(), when the thread that drives it hangs: only its files in /dev/shm go.");
 }
 
 }  // namespace pplx
