@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pplx_comm")
 
+_STANDS_STILL = 0.1  # seconds without a turn of a proxy thread, which takes one every millisecond, napping too
+
 
 def host_key() -> str:
     """Ranks with the same key can use the shm provider with each other."""
@@ -134,6 +136,10 @@ class ProxyCarrier:
             total["chaos"] = {name: sum(stats["chaos"][name] for stats in each) for name in each[0]["chaos"]}
         total["proxies"] = each
         return total
+
+    def stands_still(self) -> bool:
+        """Whether a proxy thread takes no turn for a while: it hangs in the provider, or gets no core."""
+        return not all(proxy.proxy.takes_turns(_STANDS_STILL) for proxy in self.proxies)
 
     def connect(self, addresses: dict[int, list[bytes]]) -> None:
         """Of the peers that it does not carry to a proxy knows nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .errors import Error, PeerError
+from .errors import Error, PeerError, StepTimeout
 
 if TYPE_CHECKING:
     from .all_to_all import AllToAll
@@ -27,6 +27,7 @@ class Failing:
         if owner._failed is None:
             owner._failed = error
             if owner._comm.failure is None:  # else everybody knows
+                self._explain(error)
                 self._tell(error)
         first = owner._comm.failure
         if first is None or not isinstance(error, PeerError) or self._call == "reset":
@@ -35,6 +36,17 @@ class Failing:
         said = first.error()
         if said.peer != error.peer:
             raise said from error
+
+    def _explain(self, error: BaseException) -> None:
+        """Who waited in vain is not always innocent."""
+        owner = self._owner
+        carrier = owner._wiring.carrier
+        if isinstance(error, StepTimeout) and carrier is not None and carrier.stands_still():
+            rank, network = owner._comm.rank, carrier.name
+            but = (
+                f"But rank {rank}'s own proxy thread stands still, inside of {network} or without a core: see to rank {rank} first."
+            )
+            error.args = (f"{error} {but}",)
 
     def _tell(self, error: BaseException) -> None:
         comm = self._owner._comm

@@ -293,8 +293,9 @@ void ChaosFabric::stand_still() {
   std::uint64_t due = 0;
   for (const ChaosOptions::Stall& s : options_.stalls) due += s.rank == rank_ && next_id_ >= s.after;
   if (due <= counts_.stalled) return;
+  const std::chrono::seconds time(due - counts_.stalled);
   counts_.stalled = due;
-  std::this_thread::sleep_for(std::chrono::seconds(1));
+  std::this_thread::sleep_for(time);
 }
 
 int ChaosFabric::poll(Completion* out, int capacity) {

@@ -23,7 +23,7 @@ struct ChaosOptions {
     bool silent = false;        // writes never complete, and what the other side sent does not arrive; else writes fail
   };
 
-  // The thread that drives that rank's fabric stands still for a second, once, when it has taken so many writes.
+  // The thread that drives that rank's fabric stands still for a second, once, when it has taken so many writes; named twice, for two.
   struct Stall {
     int rank = 0;
     std::uint64_t after = 0;

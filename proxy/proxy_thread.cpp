@@ -108,6 +108,16 @@ ProxyThreadStats ProxyThread::stats() const {
   return shared_->stats;
 }
 
+bool ProxyThread::takes_turns(double within_seconds) const {
+  const auto end = Clock::now() + std::chrono::duration<double>(within_seconds);
+  const std::uint64_t before = shared_->turns.load(std::memory_order_relaxed);
+  while (shared_->turns.load(std::memory_order_relaxed) == before) {
+    if (Clock::now() > end) return false;
+    nanosleep(&kShortNap, nullptr);
+  }
+  return true;
+}
+
 void ProxyThread::run_commands(Shared& shared) {
   std::vector<std::shared_ptr<Command>> commands;
   {
@@ -136,7 +146,7 @@ void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
   bool broken = false;
   std::uint64_t loops = 0, naps = 0;
   while (!shared.stop.load(std::memory_order_acquire)) {
-    ++loops;
+    shared.turns.store(++loops + naps, std::memory_order_relaxed);
     if (shared.commanded.load(std::memory_order_acquire)) run_commands(shared);
     bool moved = false;
     try {
@@ -169,6 +179,7 @@ void ProxyThread::serve(const std::shared_ptr<Shared>& s) {
     Naps rest;
     while (!shared.stop.load(std::memory_order_acquire) && !shared.commanded.load(std::memory_order_acquire)) {
       rest.nap();
+      shared.turns.store(loops + naps + rest.count(), std::memory_order_relaxed);
       try {
         if (!broken && shared.proxy.step()) break;
       } catch (const std::exception&) {

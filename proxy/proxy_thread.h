@@ -40,6 +40,9 @@ class ProxyThread {
 
   ProxyThreadStats stats() const;
 
+  // Whether the thread takes a turn within that time. If not, it is inside the provider, or gets no core.
+  bool takes_turns(double within_seconds) const;
+
  private:
   struct Command {
     std::function<void(Proxy&, Fabric&)> f;
@@ -56,6 +59,7 @@ class ProxyThread {
     std::condition_variable changed;
     std::vector<std::shared_ptr<Command>> commands;
     std::atomic<bool> commanded{false}, stop{false}, pinned{false};
+    std::atomic<std::uint64_t> turns{0};
     bool stopped = false;
     ProxyThreadStats stats;        // published now and then, under the mutex
   };

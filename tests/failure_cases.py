@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -40,9 +41,7 @@ PLACES = (
 )  # fmt: skip
 
 
-def _die(path: str, held_shm: bool = False) -> None:
-    if held_shm:
-        _hold_shm()
+def _die(path: str) -> None:
     with open(path, "w") as file:
         file.write(repr(time.monotonic()))
         file.flush()
@@ -373,8 +372,9 @@ class Survivor:
         given = self.steps[self.n].tokens[self.me.rank]
         return self.a2a.dispatch_send(given.x, given.ids, given.weights, x_scale=given.x_scale)
 
-    def step(self) -> pc.Dispatched:
+    def step(self, when_sent: Callable[[], None] = lambda: None) -> pc.Dispatched:
         d = self.send()
+        when_sent()
         step = self.steps[self.n]
         self.n += 1
         per_rank = self.case.shape.experts_per_rank
@@ -398,10 +398,13 @@ def only_living(tokens: Tokens, alive: list[bool], per_rank: int, living: bool) 
     return replace(tokens, ids=torch.where(lives & living, tokens.ids, -1))
 
 
-def _meet_and_step(me: Any, survivor: Survivor) -> None:
+def _meet_and_step(me: Any, survivor: Survivor, held_shm: bool = False) -> None:
     """The victim may have left the barrier, and be dead, while this rank still waits there for another's word."""
     me.comm.barrier()
-    survivor.step()
+    if held_shm:
+        survivor.step(when_sent=me.comm.barrier)
+    else:
+        survivor.step()
 
 
 def reset_after(me: Any, case: Case, victims: list[int], paths: list[str], held_shm: bool = False) -> dict[str, Any]:
@@ -413,10 +416,15 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str], held_
     result: dict[str, Any] = {"rounds": []}
     for victim, path in zip(victims, paths, strict=True):
         if me.rank == victim:
+            if held_shm:
+                _hold_shm()
             me.comm.barrier()
-            survivor.send()
-            _die(path, held_shm)
-        r = raised(lambda: _meet_and_step(me, survivor))
+            if held_shm:
+                me.comm.barrier()  # what the others write to it has begun
+            else:
+                survivor.send()
+            _die(path)
+        r = raised(lambda: _meet_and_step(me, survivor, held_shm))
         must(r.get("peer") == victim, "the victim is named:", r)
         result["rounds"].append(r["at"] - r["starved"])
         a2a.reset()
@@ -452,6 +460,19 @@ def anew_after_death(me: Any, case: Case, victim: int, path: str) -> None:
                 alive = [rank != victim for rank in range(me.world_size)]
                 Survivor(me, replace(case, seed=case.seed + 1), both, alive).step()
             me.comm.barrier()
+
+
+def own_proxy_stands_still(me: Any, case: Case) -> dict[str, Any]:
+    """Rank 0 waits in vain for rank 1, which does not come, while its own proxy thread is not there either."""
+    a2a = open_all_to_all(me, case, timeout=1.0)
+    survivor = Survivor(me, case, a2a, [True] * me.world_size)
+    survivor.step()
+    me.comm.barrier()  # a write that was taken may need a thread that polls
+    if me.rank == 1:
+        _until_failure(me)
+    result = raised(survivor.step)
+    result["closing"] = end_of(me, a2a, True)
+    return result
 
 
 def reset_after_timeout(me: Any, case: Case) -> None:

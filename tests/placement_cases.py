@@ -38,6 +38,16 @@ def random_shapes(_: Any, cases: list[Case], chaos: str = "") -> None:
         os.environ.pop("PPLX_COMM_CHAOS", None)
 
 
+def pinned_bytes(_: Any, case: Case) -> list[tuple[int, int]]:
+    """Of each rank: pinned host memory, and what it is when the blocks are there, too."""
+
+    def of(me: Any) -> tuple[int, int]:
+        with open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me))) as a2a:
+            return a2a._core.host.pinned_bytes, a2a._config.heap_bytes
+
+    return _in_threads(case.world_size, of)
+
+
 def soak(_: Any, case: Case, steps: int) -> list[int]:
     return _in_threads(case.world_size, gpu_cases.soak, case, steps, None, 8)
 

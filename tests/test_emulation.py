@@ -73,6 +73,13 @@ def test_blocks_in_gpu_memory(chaos: str) -> None:
         crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, chaos, timeout=200)
 
 
+def test_blocks_in_gpu_memory_take_no_host_memory() -> None:
+    case = Case(1, 2, transport="copy", hidden=7168, max_tokens=64, in_flight=2)
+    with Crew(1) as crew:
+        for pinned, with_blocks in crew.run("emulated:call", module(), "placement_cases:pinned_bytes", case)[0]:
+            assert 0 < pinned <= 64 * 1024 and with_blocks > 5 * 1024 * 1024, (pinned, with_blocks)
+
+
 GDRCOPY = """
 // Maps "GPU memory" where it is.
 struct handle { unsigned long h; };

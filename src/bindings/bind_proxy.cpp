@@ -138,6 +138,7 @@ void bind_proxy(py::module_& m) {
       .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"), Unlocked())
       .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
       .def("stats", [](ProxyThread& thread) { return stats(thread); })
+      .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(), "False if it hangs in the provider, or gets no core, for that many seconds.")
       .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(), "False if the thread hangs in the provider and was left behind.");
 }
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <chrono>
@@ -22,22 +23,15 @@ constexpr std::chrono::milliseconds kDeathGrace{800};
 HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks,
                    std::unique_ptr<GdrMemory> arrivals)
     : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
-  const auto refuse = [&](const std::string& why) {
-    throw CudaError("the blocks of " + std::to_string(config.remote_peers) + " ranks of other nodes need " + std::to_string(heap_.bytes) +
-                    " bytes of pinned host memory: " + why +
-                    ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
-  };
-  void* const memory = mmap(nullptr, heap_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory = mmap(nullptr, heap_.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) refuse(std::strerror(errno));
   memory_ = static_cast<char*>(memory);
-  madvise(memory_, heap_.bytes, MADV_HUGEPAGE);
   madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
-  cudaError_t error = cudaHostRegister(memory_, heap_.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
-  if (error == cudaSuccess) error = cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped_), memory_, 0);
-  if (error != cudaSuccess) {
-    cudaGetLastError();
-    munmap(memory_, heap_.bytes);
-    refuse(cudaGetErrorString(error));
+  try {
+    for (const Part& part : parts_in_use()) pin(part);
+  } catch (...) {
+    release();
+    throw;
   }
   auto* outgoing = reinterpret_cast<std::uint64_t*>(memory_ + heap_.outgoing);
   for (std::uint32_t set = 0; set < config.in_flight; ++set)
@@ -48,9 +42,53 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<B
 
 HostHeap::~HostHeap() {
   listen(nullptr);
-  cudaHostUnregister(memory_);
+  release();
+}
+
+// Of a heap whose blocks lie elsewhere only the words: the rest has addresses, and no pages.
+std::vector<HostHeap::Part> HostHeap::parts_in_use() const {
+  if (!blocks_) return {{0, heap_.bytes}};
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  const std::uint64_t arrived = align_up(heap_.slots[0], page), told = heap_.mailbox / page * page, end = align_up(heap_.send[0], page);
+  if (arrived >= told) return {{0, end}};
+  return {{0, arrived}, {told, end - told}};
+}
+
+void HostHeap::pin(const Part& part) {
+  char* const at = memory_ + part.at;
+  if (mprotect(at, part.bytes, PROT_READ | PROT_WRITE) != 0) refuse(std::strerror(errno));
+  madvise(at, part.bytes, MADV_HUGEPAGE);
+  cudaError_t error = cudaHostRegister(at, part.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess) pinned_.push_back(part);
+  void* there = nullptr;
+  if (error == cudaSuccess) error = cudaHostGetDevicePointer(&there, at, 0);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    refuse(cudaGetErrorString(error));
+  }
+  char* const mapped = static_cast<char*>(there) - part.at;
+  if (mapped_ != nullptr && mapped != mapped_) refuse("the GPU knows two parts of it by addresses that do not go together");
+  mapped_ = mapped;
+}
+
+void HostHeap::release() {
+  for (const Part& part : pinned_) cudaHostUnregister(memory_ + part.at);
   cudaGetLastError();
   munmap(memory_, heap_.bytes);
+}
+
+void HostHeap::refuse(const std::string& why) const {
+  std::uint64_t bytes = 0;
+  for (const Part& part : parts_in_use()) bytes += part.bytes;
+  throw CudaError((blocks_ ? "the words about blocks of " : "the blocks of ") + std::to_string(config_.remote_peers) +
+                  " ranks of other nodes need " + std::to_string(bytes) + " bytes of pinned host memory: " + why +
+                  ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
+}
+
+std::uint64_t HostHeap::pinned_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const Part& part : pinned_) bytes += part.bytes;
+  return bytes;
 }
 
 std::optional<DeviceMemory> HostHeap::blocks() const {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "../../proxy/carried.h"
 #include "../protocol/heap.h"
@@ -33,6 +34,7 @@ class HostHeap : public Carried {
   char* arrivals_at() const { return arrivals_ ? arrivals_->gpu() : mapped_; }
   char* words_at() const { return mapped_; }
   char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
+  std::uint64_t pinned_bytes() const;
   // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
   void lost_network(const Abort& abort, const std::string& message) override;
 
@@ -41,12 +43,20 @@ class HostHeap : public Carried {
   void reset(std::uint32_t generation);   // no kernel and no proxy is at work
 
  private:
+  struct Part {
+    std::uint64_t at, bytes;
+  };
+  std::vector<Part> parts_in_use() const;
+  void pin(const Part& part);
+  void release();
+  [[noreturn]] void refuse(const std::string& why) const;
   void wait_then_tell(std::unique_lock<std::mutex> lock);
 
   const Config config_;
   const Heap heap_;
   char* memory_ = nullptr;
   char* mapped_ = nullptr;  // the same, as kernels know it
+  std::vector<Part> pinned_;
   std::unique_ptr<BlockMemory> blocks_;
   std::unique_ptr<GdrMemory> arrivals_;
   std::uint32_t generation_ = 1;

@@ -115,7 +115,8 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_exchange(py::module_& m) {
-  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "Pinned host memory that the proxy moves blocks in.");
+  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "What the proxy moves, and the words about it.")
+      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))

@@ -1,5 +1,9 @@
 // Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and
 // real providers: what ThreadSanitizer should see. It does not see what a provider does inside, only what it is told to do.
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <deque>
@@ -223,11 +227,49 @@ void play(const Scene& scene, std::uint64_t seed) {
   std::fflush(stdout);
 }
 
+// A poll that returns when it is told to: a provider that hangs.
+class HangingFabric final : public test::PlainFabric {
+ public:
+  int endpoints() const override { return 1; }
+  Post write(const Write&) override { return Post::Again; }
+  int poll(Completion*, int) override {
+    while (hangs.load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return 0;
+  }
+  std::atomic<bool> hangs{false};
+};
+
+void test_a_provider_that_hangs() {
+  const auto fabric = std::make_shared<HangingFabric>();
+  {
+    ProxyThread thread(fabric, 4096, -1);
+    CHECK(thread.takes_turns(20.0));
+    fabric->hangs = true;
+    while (thread.takes_turns(0.02)) {
+    }
+    CHECK(!thread.takes_turns(0.1));
+    CHECK(!thread.call([](Proxy&, Fabric&) {}, 0.02));
+    fabric->hangs = false;
+    CHECK(thread.takes_turns(20.0));
+    fabric->hangs = true;
+    while (thread.takes_turns(0.02)) {
+    }
+    CHECK(!thread.close(0.02));
+  }
+  fabric->hangs = false;   // what was left behind ends by itself, and takes the rest along
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (fabric.use_count() > 1) {
+    CHECK(std::chrono::steady_clock::now() < end);
+    sched_yield();
+  }
+}
+
 }  // namespace
 
 int main() {
   const std::uint64_t seed = check::seed();
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
+  test_a_provider_that_hangs();
   play({"mapped", 4, 4, 5000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 500, "", "", 1, 2}, seed);

@@ -53,6 +53,11 @@ def test_random_shapes_in_a_chaos(process: Crews) -> None:
     process.run("placement_cases:random_shapes", shapes(81_000, 40), CHAOS, timeout=200)
 
 
+def test_blocks_take_no_host_memory(process: Crews) -> None:
+    for pinned, with_blocks in process.run("placement_cases:pinned_bytes", small("copy"))[0]:
+        assert 0 < pinned < with_blocks / 4, (pinned, with_blocks)
+
+
 def test_soak(process: Crews) -> None:
     assert process.run("placement_cases:soak", small("copy"), 1000, timeout=200) == [[0] * RANKS]
 
