@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <iterator>
 
 #include "../src/cpu/atomic.h"
 
@@ -78,6 +79,10 @@ void Proxy::detach(std::uint32_t number) {
       if (out.begun && !in.mask.complete(out.step)) --awaited_;
     }
   objects_[number].reset();
+}
+
+bool Proxy::unused() const {
+  return std::none_of(std::begin(objects_), std::end(objects_), [](const std::unique_ptr<Object>& each) { return each != nullptr; });
 }
 
 std::uint32_t Proxy::outstanding(std::uint32_t number) const {

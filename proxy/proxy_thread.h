@@ -66,6 +66,7 @@ class ProxyThread {
 
   static void serve(const std::shared_ptr<Shared>& shared);
   static void run_commands(Shared& shared);
+  static void sleep_unused(Shared& shared);
 
   std::shared_ptr<Shared> shared_;
   bool closed_ = false;

@@ -45,7 +45,7 @@ def case_of(begin: int, number: int, world: int, transport: str) -> Case:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes(crew: Crews, transport: str) -> None:
-    for number in range(12):
+    for number in range(16):
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
 
 

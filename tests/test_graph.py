@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from crew import Crews, run_ranks, seed
+from crew import Crew, Crews, seed
 from rank_cases import Case
 
 CASE = Case(7, 2, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", align=8)
@@ -87,12 +87,13 @@ def test_a_compiler_keeps_steps_without_tokens(crew: Crews) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_compiler_keeps_the_order_of_layers_without_tokens(layout: str, tmp_path: Path) -> None:
-    case = replace(CASE, seed=seed(), world_size=1, num_experts=8, layout=layout)
-    (r,) = run_ranks(1, "graph_cases:layers_without_tokens", case, timeout=250, env=inductor(tmp_path))
+def test_a_compiler_keeps_the_order_of_layers_without_tokens(tmp_path: Path) -> None:
     order = [0, 0, 1, 1, 0, 0]  # a dispatch and a combine each, and the same backward
-    assert r == {"orders": [order * 2] * 2, "steps": [2 * 2 * 2, 2 * 2], "open": 0}, r
+    with Crew(1, inductor(tmp_path)) as crew:
+        for layout in LAYOUTS:
+            case = replace(CASE, seed=seed(), world_size=1, num_experts=8, layout=layout)
+            (r,) = crew.run("graph_cases:layers_without_tokens", case, timeout=250)
+            assert r == {"orders": [order * 2] * 2, "steps": [2 * 2 * 2, 2 * 2], "open": 0}, r
 
 
 @pytest.mark.parametrize("through", ["all", "experts"])

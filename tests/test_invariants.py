@@ -14,8 +14,8 @@ from rank_cases import TRANSPORTS, Case, random_case, variants
 
 LAYOUTS = ("ragged", "padded", "compact")
 CASES = {1: 80, 2: 80, 3: 60, 4: 60, 5: 40, 8: 40}
-MORE_CASES = {1: 240, 2: 240, 3: 180, 4: 150, 5: 60, 8: 30}
-MANY_STEPS = {1: 10_000, 2: 6_000, 3: 3_000, 4: 2_000, 5: 1_000, 8: 500}
+MORE_CASES = {1: 320, 2: 320, 3: 240, 4: 240, 5: 200, 8: 120}
+MANY_STEPS = {1: 10_000, 2: 10_000, 3: 6_000, 4: 5_000, 5: 3_000, 8: 2_000}
 """By number of ranks; the simulation draws thousands more, and faster."""
 
 
@@ -133,7 +133,7 @@ def test_shards(world_size: int) -> None:
     """Blocks that travel in pieces over several endpoints."""
     begin = seed() * 100_000 + 97_000
     with Crew(world_size, {"PPLX_COMM_ENDPOINTS": "3", "PPLX_COMM_SHARD_BYTES": "300"}) as crew:
-        for number in range(20):
+        for number in range(30):
             case = random_case(begin + number, world_size, ("proxy:shm", "proxy:tcp", "mixed:tcp"))
             crew.run("rank_cases:exchange", case)
         for stats in crew.run("rank_cases:shard_statistics"):

@@ -2,6 +2,7 @@
 // real providers: what ThreadSanitizer should see. It does not see what a provider does inside, only what it is told to do.
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -233,11 +234,34 @@ class HangingFabric final : public test::PlainFabric {
   int endpoints() const override { return 1; }
   Post write(const Write&) override { return Post::Again; }
   int poll(Completion*, int) override {
+    polls.fetch_add(1, std::memory_order_relaxed);
     while (hangs.load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(100));
     return 0;
   }
   std::atomic<bool> hangs{false};
+  std::atomic<int> polls{0};
 };
+
+// While nothing is attached it polls some fifty times a second, and a command wakes it.
+void test_an_unused_proxy_sleeps() {
+  const auto fabric = std::make_shared<HangingFabric>();
+  ProxyThread thread(fabric, 4096, -1);
+  for (int round = 0; round < 3; ++round) {
+    CHECK(thread.call([](Proxy& proxy, Fabric&) { CHECK(proxy.unused()); }));
+    const int before = fabric->polls.load();
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    CHECK(thread.takes_turns(20.0));
+    CHECK(fabric->polls.load() - before < 500);
+  }
+  std::chrono::nanoseconds fastest = std::chrono::seconds(1);
+  for (int i = 0; i < 30; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    const auto begun = std::chrono::steady_clock::now();
+    CHECK(thread.call([](Proxy&, Fabric&) {}));
+    fastest = std::min<std::chrono::nanoseconds>(fastest, std::chrono::steady_clock::now() - begun);
+  }
+  CHECK(fastest < std::chrono::milliseconds(5));   // the rest of a nap is 15
+}
 
 void test_a_provider_that_hangs() {
   const auto fabric = std::make_shared<HangingFabric>();
@@ -270,6 +294,7 @@ int main() {
   const std::uint64_t seed = check::seed();
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
   test_a_provider_that_hangs();
+  test_an_unused_proxy_sleeps();
   play({"mapped", 4, 4, 5000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 500, "", "", 1, 2}, seed);
