@@ -56,7 +56,7 @@ class Proxy {
   void attach(ProxyObject object);                 // at config.object, which must be free
   void detach(std::uint32_t object);
   bool step();                                     // true if anything moved
-  bool unused() const;             // nothing is attached
+  bool unused() const;                             // nothing is attached
   bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is under way
   // Writes that are not complete, posted or not; blocks that were announced since the last step() count too.
   std::uint32_t outstanding(std::uint32_t object) const;

@@ -41,6 +41,7 @@ class Naps {
     const timespec t{0, nanoseconds_};
     nanosleep(&t, nullptr);
   }
+
  private:
   static constexpr long kLongest = 1'000'000, kPeriod = 256, kShare = 25;
 
