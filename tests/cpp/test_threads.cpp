@@ -235,10 +235,18 @@ class HangingFabric final : public test::PlainFabric {
   Post write(const Write&) override { return Post::Again; }
   int poll(Completion*, int) override {
     polls.fetch_add(1, std::memory_order_relaxed);
-    while (hangs.load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    while (hangs.load(std::memory_order_acquire)) {
+      inside.store(true, std::memory_order_release);
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    inside.store(false, std::memory_order_release);
     return 0;
   }
-  std::atomic<bool> hangs{false};
+  void hang() {
+    hangs = true;
+    while (!inside.load(std::memory_order_acquire)) sched_yield();
+  }
+  std::atomic<bool> hangs{false}, inside{false};
   std::atomic<int> polls{0};
 };
 
@@ -268,16 +276,12 @@ void test_a_provider_that_hangs() {
   {
     ProxyThread thread(fabric, 4096, -1);
     CHECK(thread.takes_turns(20.0));
-    fabric->hangs = true;
-    while (thread.takes_turns(0.02)) {
-    }
+    fabric->hang();
     CHECK(!thread.takes_turns(0.1));
     CHECK(!thread.call([](Proxy&, Fabric&) {}, 0.02));
     fabric->hangs = false;
     CHECK(thread.takes_turns(20.0));
-    fabric->hangs = true;
-    while (thread.takes_turns(0.02)) {
-    }
+    fabric->hang();
     CHECK(!thread.close(0.02));
   }
   fabric->hangs = false;   // what was left behind ends by itself, and takes the rest along
