@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pplx_comm")
 
-_STANDS_STILL = 0.1  # seconds without a turn of a proxy thread, which takes one every millisecond, napping too
+_STANDS_STILL = 0.1  # seconds without a turn of a proxy thread, which in use takes one every millisecond, napping too
 
 
 def host_key() -> str:
