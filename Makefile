@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check two-hosts lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check two-hosts docs stubs lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -62,20 +62,38 @@ $(BUILD)/.configured: $(deps)
 	cmake -S . -B $(BUILD) $$(command -v ninja >/dev/null && echo -G Ninja) $(configure)
 	@echo '$(configure)' > $@
 
-test: build  ## the tests, without the slow ones
+# What pytest would build by itself, when it comes to it.
+.PHONY: tests-built
+tests-built: build
+	cmake --build $(BUILD) --target pplx_tests
+
+test: tests-built  ## the tests, without the slow ones
 	$(PY) -m pytest tests
 
 bench: build  ## four processes on this host: latency beside the floor
 	mpirun -n $(RANKS) $(PY) bench/latency.py --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
 	    --wire fp8 --transport mapped,proxy:shm,proxy:tcp
 
-two-hosts: build  ## two network namespaces as two hosts: what README.md says under "Across nodes" (root only)
+two-hosts: build  ## two network namespaces as two hosts: what docs/across-nodes.md says (root only)
 	tools/two_hosts.sh $(PY) examples/hosts.py
 
-lint: build  ## ruff and mypy
+docs: build  ## writes what is generated in docs/: the API reference, the tables of settings and deadlines
+	$(PY) tools/make_docs.py
+
+# That of _cuda is taken from the emulation of the kernels, which is for x86-64.
+emulation := $(if $(filter x86_64,$(shell uname -m)),pplx_emulation)
+make_stubs = $(if $(emulation),cmake --build $(BUILD) --target $(emulation) &&) \
+    $(PY) tools/stubs.py $(1) $(if $(emulation),--cuda $(BUILD)/tests/emulation/_cuda*.so)
+
+stubs: build  ## the .pyi files of the extension modules, as the modules give them
+	$(call make_stubs)
+
+lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are up to date
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
+	$(call make_stubs,--check)
 
 mutants: $(deps)  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
@@ -85,9 +103,9 @@ cpp: build  ## the C++ tests
 	ctest --test-dir $(BUILD) --output-on-failure
 
 # Every kind of fault must have happened a hundred times, or the seeds say nothing about it.
-sim: build  ## the simulation: 2,000 seeds of a hostile network
+sim: build  ## the simulation: 5,000 seeds of a hostile network
 	cmake --build $(BUILD) --target pplx_sim
-	$(BUILD)/sim --seeds 2000 --jobs 2 --at-least 100
+	$(BUILD)/sim --seeds 5000 --jobs 2 --at-least 100
 
 # Goes on where it stopped: the state file has the next seed and the totals.
 sim-long: build  ## a million seeds of it, in the background's share of one core
@@ -110,10 +128,11 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 
 comma := ,
 
-# Two of the middle ones at a time: each has minutes in which it keeps one core busy. pytest measures times and has the machine for
-# itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
-check: lint sim  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
-	$(MAKE) -j2 --no-print-directory --output-sync=target mutants cpp-asan cpp-tsan
+# Mutants take two cores; the sanitizers' programs have one thread or wait, so their trees go side by side. pytest measures times and
+# has the machine for itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow
+# tests too.
+check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 	$(PY) -m pytest tests -m '' --durations=15
 
 wheel: $(deps)  ## a wheel in dist/

@@ -15,17 +15,22 @@ import cProfile
 import pstats
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+if __name__ == "__main__":
+    import checkout  # noqa: F401
 
 import torch
 
 import pplx_comm as pc
-from pplx_comm import _gpu
-from pplx_comm._graph import Graph
+from pplx_comm.device import cuda
+from pplx_comm.device.steps import Steps
+from pplx_comm.torch_ops.graph import Graph
 
 
 class NoLaunches:
-    """In the place of _cuda.Exchange."""
+    """Stands in for _cuda.Exchange."""
 
     generation = 1
 
@@ -36,19 +41,23 @@ class NoLaunches:
 
     def raise_trouble(self) -> None: ...
 
+    def ended(self, seconds: float) -> bool:
+        return True
+
 
 @contextlib.contextmanager
 def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
     """Gives a CPU AllToAll the host path of a CUDA one."""
-    real = a2a._core, a2a._phases, a2a._graph, _gpu._raw_stream
-    a2a._core, a2a._phases = core, _gpu.Gpu(a2a, core, torch.device("cpu"))
-    a2a._graph = Graph(a2a)
-    setattr(_gpu, "_raw_stream", lambda device: 0)  # noqa: B010
+    real = a2a._steps, a2a._graph, cuda.raw_stream
+    session = replace(a2a._steps.session, wiring=replace(a2a._steps.session.wiring, exchange=core, carrier=None))
+    a2a._steps = Steps(session, cuda.Cuda(session))
+    a2a._graph = Graph(a2a._steps)
+    setattr(cuda, "raw_stream", lambda device: 0)  # noqa: B010
     try:
         yield
     finally:
-        a2a._core, a2a._phases, a2a._graph = real[:3]
-        setattr(_gpu, "_raw_stream", real[3])  # noqa: B010
+        a2a._steps, a2a._graph = real[:2]
+        setattr(cuda, "raw_stream", real[2])  # noqa: B010
 
 
 def main() -> None:
@@ -60,7 +69,7 @@ def main() -> None:
     a2a = pc.AllToAll(comm, num_experts=32, top_k=8, hidden=128, max_tokens_per_rank=128, wire="fp8", layout=pc.Ragged(align=8))
     x, ids = torch.zeros(128, 128, dtype=torch.bfloat16), torch.zeros(128, 8, dtype=torch.int64)
     weights = torch.zeros(128, 8)
-    out = torch.zeros(a2a._config.max_rows, 128, dtype=torch.bfloat16)
+    out = torch.zeros(a2a._steps.session.config.max_rows, 128, dtype=torch.bfloat16)
 
     def pairs(n: int) -> None:
         for _ in range(n):

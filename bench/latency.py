@@ -1,9 +1,65 @@
-"""Latency of dispatch and combine beside the floor and the peers, under mpirun or torchrun.
+"""Latency of dispatch and combine beside the floor and the peers.
 
 mpirun -n 4 python bench/latency.py --tokens 1,8,32,128 --wire fp8 --transport mapped,proxy:shm,proxy:tcp
+python bench/latency.py -n 4 --json result.json --plot result.png
 """
 
-from pplx_comm.bench.main import leave, main
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+from bench.cpu import measure as cpu
+from bench.gpu import measure as gpu
+from bench.gpu.device import local_rank
+from bench.harness import report
+from bench.harness.launch import launch
+from bench.harness.options import Options, from_arguments, parser_of
+from bench.harness.rank import leave, measure
+from bench.harness.world import World
+from pplx_comm.control.launch import detect
+
+
+def latency(options: Options, world: World, arguments: Sequence[str]) -> None:
+    results = cpu.run(options, world) if options.device == "cpu" else gpu.run(options, world, gpu.opened(local_rank()))
+    if world.rank != 0:
+        return
+    print(report.table(options, results, world), flush=True)
+    if options.json:
+        report.write_json(options.json, report.record(options, results, world, list(arguments)))
+    if options.plot:
+        from bench.harness.plot import plot
+
+        plot(report.record(options, results, world, list(arguments)), options.plot)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = parser_of("latency.py", __doc__)
+    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="start N ranks on this host, without a launcher (1)")
+    parsed, of_rank = parser.parse_args(given), _without_ranks(given)
+    launched = detect(os.environ)
+    if launched.source == "no launcher":
+        if parsed.ranks is not None and parsed.ranks < 1:
+            parser.error("-n must be at least 1")
+        if parsed.ranks is not None and parsed.ranks > 1:
+            return launch(parsed.ranks, [__file__, *of_rank])
+    elif parsed.ranks not in (None, launched.world_size):
+        parser.error(f"-n {parsed.ranks}, but the launcher started {launched.world_size} ranks: leave -n out")
+    return measure(from_arguments(parsed), of_rank, latency)
+
+
+def _without_ranks(arguments: Sequence[str]) -> list[str]:
+    """The arguments of a rank: all but -n."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("-n", "--ranks")
+    return own.parse_known_args(list(arguments))[1]
+
 
 if __name__ == "__main__":
     leave(main())

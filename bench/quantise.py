@@ -8,9 +8,13 @@ from __future__ import annotations
 import argparse
 import time
 
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
 import torch
 
-from pplx_comm import _core
+import pplx_comm._core as _core
+from bench import _instruments
 from pplx_comm.wire import Wire
 
 WIRES = (Wire.FP8, Wire.FP8_UE8M0, Wire.MXFP8)
@@ -18,7 +22,7 @@ DTYPES = {"bf16": (torch.bfloat16, "BFLOAT16"), "fp16": (torch.float16, "FLOAT16
 
 
 def seconds(isa: str, dtype: str, rows: int, hidden: int, repeats: int) -> dict[Wire, float]:
-    """The least CPU time of this thread over the repeats, in which wires take turns: who else is on the machine does not count."""
+    """The least CPU time of this thread over the repeats. Wires take turns; other processes do not count."""
     tensor, name = DTYPES[dtype]
     x = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(tensor)
     codes, scales = torch.empty(rows, hidden, dtype=torch.uint8), torch.empty(rows * hidden, dtype=torch.uint8)
@@ -26,7 +30,7 @@ def seconds(isa: str, dtype: str, rows: int, hidden: int, repeats: int) -> dict[
     for _ in range(repeats):
         for wire in WIRES:
             begun = time.thread_time()
-            _core.quantise(
+            _instruments.quantise(
                 isa, _core.Wire.__members__[wire.name], _core.Dtype.__members__[name], x.data_ptr(), rows, hidden, codes.data_ptr(),
                 scales.data_ptr(),
             )  # fmt: skip
@@ -43,7 +47,7 @@ def main() -> None:
     print(f"{o.rows} rows of {o.hidden}, one thread; GB/s of what is read, and the time as a multiple of FP8's")
     print(f"{'isa':<9} {'dtype':<5}  " + "  ".join(f"{wire.value:>16}" for wire in WIRES))
     for isa in ("baseline", "avx2", "avx512"):
-        if not _core.runs(isa):
+        if not _instruments.runs(isa):
             print(f"{isa:<9} off: this processor does not run it")
             continue
         for dtype, (tensor, _) in DTYPES.items():

@@ -21,7 +21,7 @@ def find(of: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
 
 
 def middle(values: list[float | None], form: str) -> str:
-    """Of the runs that have the figure."""
+    """The median over the runs that have the figure."""
     had = [value for value in values if value is not None]
     return format(median(had), form) if had else "off"
 
@@ -71,7 +71,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN.json")
     runs = sorted((json.loads(path.read_text()) for path in parser.parse_args().runs), key=lambda run: str(run["date"]))
-    # What must not differ if the runs are to be one measurement.
+    # Runs that differ in one of these are not one measurement.
     for name in ("ranks", "version", "routing_digest"):
         if any(run[name] != runs[0][name] for run in runs):
             print(f"summary: the runs differ in {name}", file=sys.stderr)

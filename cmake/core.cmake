@@ -3,7 +3,7 @@ find_package(Threads REQUIRED)
 
 file(GLOB core_sources CONFIGURE_DEPENDS
   "${PROJECT_SOURCE_DIR}/src/cpu/*.cpp"
-  "${PROJECT_SOURCE_DIR}/src/memory/*.cpp"
+  "${PROJECT_SOURCE_DIR}/src/host/*.cpp"
   "${PROJECT_SOURCE_DIR}/proxy/*.cpp"
   "${PROJECT_SOURCE_DIR}/proxy/libfabric/*.cpp")
 # The vector kernels are compiled once per instruction set; the fastest that the machine has is chosen at run time.

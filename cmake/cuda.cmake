@@ -51,25 +51,28 @@ configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BI
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu"
   "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp")
-# handover.cpp measures with a proxy of its own.
-list(APPEND cuda_sources "${PROJECT_SOURCE_DIR}/proxy/proxy.cpp" "${PROJECT_SOURCE_DIR}/proxy/null_fabric.cpp")
 pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
+# What every module with CUDA in it is built like.
+function(pplx_as_cuda_module target)
+  # The C++ files call the runtime too.
+  target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  target_link_libraries(${target} PRIVATE pplx_flags)
+  target_compile_options(${target} PRIVATE
+    # The arithmetic of the CPU path: no contraction, on both sides.
+    $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>
+    $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>
+    # constexpr functions of the protocol are called on both sides.
+    $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
+  # Static: the module must import, and say that there is no device, where no CUDA is installed.
+  set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
+endfunction()
+
+pplx_as_cuda_module(_cuda)
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
-# The C++ files of the module call the runtime too.
-target_include_directories(_cuda SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-target_link_libraries(_cuda PRIVATE pplx_flags)
-target_compile_options(_cuda PRIVATE
-  # The arithmetic of the CPU path: no contraction, on both sides.
-  $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false>
-  $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-ffp-contract=off>
-  # constexpr functions of the protocol are called on both sides.
-  $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
 if(PPLX_CUDA_STAGES)
   target_compile_definitions(_cuda PRIVATE PPLX_CUDA_STAGES=1)
 endif()
 if(PPLX_CUDA_FUZZ)
   target_compile_definitions(_cuda PRIVATE PPLX_CUDA_FUZZ=1)
 endif()
-# Static: the module must import, and say that there is no device, where no CUDA is installed.
-set_target_properties(_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static CUDA_RESOLVE_DEVICE_SYMBOLS OFF)
 pplx_place_module(_cuda)

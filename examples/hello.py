@@ -1,6 +1,11 @@
 """mpirun -n 4 python examples/hello.py"""
 
+import sys
+from pathlib import Path
+
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is built is found without being installed
 
 import pplx_comm as pc
 

@@ -1,8 +1,12 @@
 """mpirun -f hosts -n 4 python examples/hosts.py: ranks on several hosts, what carries between them, and whether it is right."""
 
 import logging
+import sys
+from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is built is found without being installed
 
 import pplx_comm as pc
 

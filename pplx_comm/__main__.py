@@ -1,3 +1,3 @@
-from .cli import main
+from pplx_comm.cli import main
 
 raise SystemExit(main())

@@ -1,4 +1,178 @@
-# The extension module; src/bindings says what is in it.
-from typing import Any
-
-def __getattr__(name: str) -> Any: ...
+# Written by `make stubs` from the built modules. Change the bindings, not this file.
+"""
+The CUDA half of pplx_comm. Import pplx_comm._core first.
+"""
+from __future__ import annotations
+import collections.abc
+import pplx_comm._core
+import typing
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'Tokens', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+class Launch:
+    """
+    Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.
+    """
+    def __init__(self, *, stream: int, halves: int, plan: int, buffer: int) -> None:
+        ...
+class Tokens:
+    """
+    What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.
+    """
+    def __init__(self, *, count: int, x: int = 0, stride: int = 0, ids: int = 0, wide_ids: bool = False, weights: int = 0, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0) -> None:
+        ...
+class Outputs:
+    """
+    Addresses of received rows that lie in memory of their own.
+    """
+    def __init__(self, *, x: int, scales: int = 0, weights: int) -> None:
+        ...
+class ExpertOutputs:
+    """
+    What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
+    """
+    def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
+        ...
+class Result:
+    """
+    Where a combine writes: addresses, 0 for none, and a stride in bytes.
+    """
+    def __init__(self, *, tokens: int, y: int, stride: int, accumulate: bool, has_tail: bool = False, tail: int = 0) -> None:
+        ...
+class SharedMemory:
+    """
+    Device memory that the ranks of a node map.
+    """
+    @staticmethod
+    def from_descriptor(device: int, fd: int, nbytes: int) -> SharedMemory:
+        ...
+    @staticmethod
+    def from_ipc(device: int, handle: bytes, nbytes: int) -> SharedMemory:
+        ...
+    def __init__(self, device: int, nbytes: int, what: str) -> None:
+        ...
+    def descriptor(self) -> int:
+        """
+        A file descriptor of it; the caller closes it.
+        """
+    def ipc_handle(self) -> bytes:
+        ...
+    @property
+    def address(self) -> int:
+        ...
+    @property
+    def has_descriptor(self) -> bool:
+        ...
+    @property
+    def nbytes(self) -> int:
+        ...
+class HostHeap(pplx_comm._core.Carried):
+    """
+    What the proxy moves, and the words about it.
+    """
+    @property
+    def pinned_bytes(self) -> int:
+        """
+        Of host memory.
+        """
+class Exchange:
+    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int) -> None:
+        ...
+    def combine(self, launch: Launch, outputs: ExpertOutputs, result: Result) -> None:
+        ...
+    @typing.overload
+    def dispatch(self, launch: Launch, tokens: Tokens) -> int:
+        """
+        Returns the number of the step.
+        """
+    @typing.overload
+    def dispatch(self, launch: Launch, tokens: Tokens, outputs: Outputs) -> int:
+        ...
+    def drain(self, stream: int, seconds: float) -> None:
+        ...
+    def ended(self, seconds: float) -> bool:
+        """
+        Whether all that was launched has ended by then.
+        """
+    def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
+        ...
+    def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
+        ...
+    def peer_left(self, peer: int) -> None:
+        ...
+    def raise_trouble(self) -> None:
+        ...
+    def release(self, launch: Launch, tokens: int) -> None:
+        ...
+    def reset(self, generation: int, alive: collections.abc.Sequence[bool]) -> None:
+        ...
+    def stamp(self, stamps: int, steps: int) -> None:
+        """
+        Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.
+        """
+    @property
+    def arrivals_on_gpu(self) -> bool:
+        """
+        Whether the proxy raises its words in GPU memory.
+        """
+    @property
+    def generation(self) -> int:
+        ...
+    @property
+    def host(self) -> HostHeap | None:
+        """
+        What the proxy carries for; None inside a node.
+        """
+    @property
+    def open_steps(self) -> int:
+        ...
+    @property
+    def steps(self) -> int:
+        ...
+class PlanLayout:
+    """
+    Where the parts of a plan lie that Python reads: bytes from its start.
+    """
+    @property
+    def nbytes(self) -> int:
+        """
+        Of a plan for any number of tokens.
+        """
+    @property
+    def rows(self) -> int:
+        ...
+    @property
+    def weights(self) -> int:
+        ...
+def device_count() -> int:
+    """
+    CUDA devices that this process sees; 0 without a driver.
+    """
+def driver_version() -> int:
+    """
+    The CUDA version of the driver (13000 is 13.0); 0 without one.
+    """
+def gdrcopy_refusal(device: int) -> str | None:
+    """
+    Why arrival words cannot lie in that GPU's memory; None: they can.
+    """
+def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
+    """
+    Makes the places of the rows that come back as peers must find them.
+    """
+def output_layout(config: pplx_comm._core.Config) -> pplx_comm._core.OutputLayout:
+    """
+    Where the tensors that a dispatch fills lie in its buffer. Before x, scale and weights there is all that its combine reads.
+    """
+def pci_address(device: int) -> str:
+    """
+    Of that GPU.
+    """
+def plan_layout(config: pplx_comm._core.Config) -> PlanLayout:
+    ...
+def runtime_version() -> int:
+    """
+    The CUDA version that this module was built with.
+    """
+def write_ordering(pci: str) -> int | None:
+    """
+    Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.
+    """

@@ -17,17 +17,19 @@ from typing import Any
 
 import torch
 
-from . import _core, _libfabric, _memory
-from ._carriers import named_nics
-from ._config import make_config
-from ._machine import machine, versions
-from ._placement import placement
-from ._setup import threads_of_a_rank
-from ._version import __version__
-from .all_to_all import AllToAll
-from .bench.options import DTYPES, add_layer_arguments, layout_of
-from .errors import Error
-from .layouts import Padded
+import pplx_comm._core as _core
+from pplx_comm._version import __version__
+from pplx_comm.all_to_all import AllToAll
+from pplx_comm.control import memfd
+from pplx_comm.errors import Error
+from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of
+from pplx_comm.layouts import Padded
+from pplx_comm.machine import machine, versions
+from pplx_comm.settings import Settings, Start, in_force, read, unknown
+from pplx_comm.wiring import libfabric
+from pplx_comm.wiring.config import make_config
+from pplx_comm.wiring.memory import threads_of_a_rank
+from pplx_comm.wiring.placement import placement
 
 EFA_INSTALLER = (
     "curl -sO https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && "
@@ -45,16 +47,16 @@ class Finding:
     """The command, or what there is to do when no command does it."""
 
 
-def _processor() -> list[Finding]:
+def _processor(settings: Settings) -> list[Finding]:
     m = machine()
     cores = (
         f"{m['cores_allowed']} cores" if m["cores"] == m["cores_allowed"] else f"{m['cores_allowed']} of {m['cores']} cores allowed"
     )
-    free, limit = _memory.available_bytes()
+    free, limit = memfd.available_bytes()
     thp = f"transparent huge pages: {m['transparent_hugepages']}, for shared memory: {m['transparent_hugepages_shmem']}"
     return [
         Finding("cpu", True, f"{m['cpu']}, {cores}, {m['isa']} kernels, Linux {m['kernel']}"),
-        Finding("threads", None, f"{threads_of_a_rank(1)} for a rank that is alone on this host (PPLX_COMM_THREADS sets it)"),
+        Finding("threads", None, f"{threads_of_a_rank(1, settings)} for a rank alone on this host (PPLX_COMM_THREADS sets it)"),
         Finding("memory", None, f"{_gib(free)} available ({limit}) of {_gib(m['memory_bytes'])}; {thp}"),
     ]
 
@@ -62,7 +64,7 @@ def _processor() -> list[Finding]:
 def _shared_memory() -> list[Finding]:
     findings = []
     try:
-        os.close(_memory.allocate(4096, "a test of doctor"))
+        os.close(memfd.allocate(4096, "a test of doctor"))
         findings.append(Finding("mapped", True, "ranks of one host share memory (memfd); the size of /dev/shm does not matter"))
     except Exception as problem:  # whatever the kernel objects to, it is the finding
         findings.append(
@@ -96,7 +98,7 @@ def _python() -> list[Finding]:
         Finding("gloo", gloo, "a peer of the benchmark", None if gloo else "pip install torch with distributed support")
     )
     plots = importlib.util.find_spec("matplotlib") is not None
-    findings.append(Finding("matplotlib", plots, "for bench --plot", None if plots else "pip install matplotlib"))
+    findings.append(Finding("matplotlib", plots, "for the benchmark's plots", None if plots else "pip install matplotlib"))
     return findings
 
 
@@ -118,8 +120,8 @@ def _mpi() -> Finding:
     return Finding("mpi", True, f"{library}, {mpirun}")
 
 
-def _fabric() -> list[Finding]:
-    status = _libfabric.status()
+def _fabric(settings: Settings) -> list[Finding]:
+    status = libfabric.status()
     if not status["compiled_in"]:
         fix = "apt-get install libfabric-dev (or set PPLX_LIBFABRIC_INCLUDE), then make build"
         return [Finding("libfabric", False, "this build has no libfabric back end: no headers when it was made", fix)]
@@ -133,7 +135,7 @@ def _fabric() -> list[Finding]:
             findings.append(Finding(name, True, nics + (", device memory" if provider["device_memory"] else "")))
         else:
             findings.append(Finding(name, False, provider["why_not"], _provider_fix(name)))
-    findings += _choices()
+    findings += _choices(settings)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if Path("/sys/class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
         findings.append(
@@ -157,15 +159,14 @@ def _gpu_addresses(sysfs: Path = Path("/sys")) -> list[str]:
     return found
 
 
-def _choices() -> list[Finding]:
+def _choices(settings: Settings) -> list[Finding]:
     """What ranks would take: one for each GPU, or one for this host."""
-    provider = os.environ.get("PPLX_COMM_PROVIDER") or None
-    places = [_libfabric.this_place(gpu) for gpu in _gpu_addresses()] or [_libfabric.this_place()]
+    places = [libfabric.this_place(gpu) for gpu in _gpu_addresses()] or [libfabric.this_place()]
     findings = []
     for number, place in enumerate(places):
         name = f"NICs of GPU {number}" if place.gpu else "NICs"
         try:
-            taken = _libfabric.choice(provider, list(named_nics(None)) or None, places, number)
+            taken = libfabric.choice(settings, places, number)
         except _core.FabricError as problem:
             says = str(problem).splitlines()[0]
             return [Finding(name, False, says, "PPLX_COMM_NICS and PPLX_COMM_PROVIDER must name what this host has")]
@@ -174,19 +175,19 @@ def _choices() -> list[Finding]:
         )
         findings.append(Finding(name, None, f"{', '.join(taken.nics)} by {taken.provider} ({taken.why}); {proxy}"))
         if place.gpu:
-            findings.append(_placement(number, taken.provider, places))
+            findings.append(_placement(number, taken.provider, list(settings.nics) or None, places))
     return findings
 
 
-def _placement(number: int, provider: str, places: list[_libfabric.Place]) -> Finding:
+def _placement(number: int, provider: str, nics: list[str] | None, places: list[libfabric.Place]) -> Finding:
     """Where this GPU's blocks for other nodes would lie."""
     name = f"placement of GPU {number}"
     try:
-        from . import _cuda
+        import pplx_comm._cuda as _cuda
     except ImportError:
         return Finding(name, None, "this build has no CUDA module, so remote blocks are the CPU device's, in host memory")
     ordering = _cuda.write_ordering(places[number].gpu)
-    refusal = _libfabric.refuses_device_memory(provider, list(named_nics(None)) or None, places, number)
+    refusal = libfabric.refuses_device_memory(provider, nics, places, number)
     chosen = placement(ordering, provider, refusal)
     memory = "GPU memory" if chosen.where == "device" else "pinned host memory, which kernels write and read"
     refusal = _cuda.gdrcopy_refusal(number) if number < _cuda.device_count() else "this process does not see the GPU"
@@ -210,7 +211,7 @@ def _provider_fix(name: str) -> str | None:
 
 def _gpus() -> list[Finding]:
     try:
-        from . import _cuda
+        import pplx_comm._cuda as _cuda
     except ImportError:
         fix = "put nvcc in PATH, then make build CMAKE_ARGS=-DPPLX_CUDA=ON"
         return [Finding("cuda", False, "this build has no CUDA module: no nvcc when it was made", fix)]
@@ -255,9 +256,20 @@ def _nvshmem() -> Finding:
 
 
 def _environment() -> list[Finding]:
-    names = [name for name in sorted(os.environ) if name.startswith("PPLX_")]
-    shown = [f"{name}=..." if name == "PPLX_COMM_SECRET" else f"{name}={os.environ[name]}" for name in names]
-    return [Finding("environment", None, ", ".join(shown) or "no PPLX_ variable is set")]
+    shown = [f"{name}={value}" for name, value in in_force().items()]
+    found = [Finding("environment", None, ", ".join(shown) or "no variable of this library is set")]
+    for name in unknown():
+        found.append(Finding("environment", False, f"{name} is set and is no variable of this library", f"unset {name}"))
+    return found
+
+
+def _settings() -> tuple[Settings, list[Finding]]:
+    """What is set, if all of it is right, and what is not."""
+    try:
+        read(Start)
+        return read(Settings), []
+    except Error as problem:
+        return Settings(), [Finding("environment", False, str(problem), "set it right, or unset it")]
 
 
 def _gib(nbytes: float) -> str:
@@ -267,7 +279,9 @@ def _gib(nbytes: float) -> str:
 
 
 def findings() -> list[Finding]:
-    return [*_processor(), *_shared_memory(), *_python(), _mpi(), *_fabric(), *_gpus(), _nvshmem(), *_environment()]
+    settings, wrong = _settings()
+    machine_and_software = [*_processor(settings), *_shared_memory(), *_python(), _mpi()]
+    return [*machine_and_software, *_fabric(settings), *_gpus(), _nvshmem(), *_environment(), *wrong]
 
 
 def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:

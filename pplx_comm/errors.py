@@ -1,4 +1,4 @@
-"""What the library raises. Every message says what was wrong and what to do about it."""
+"""The library's exceptions. Every message says what was wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ class Error(Exception):
 class PeerError(Error):
     """Another rank died, left, aborted or sent something wrong.
 
-    peer: the rank at fault; phase and step: where it showed; expected and seen: what was waited for and what came.
+    peer: the rank at fault.
+    phase, step: where it showed.
+    expected, seen: what was waited for, and what came.
     """
 
     def __init__(
@@ -34,4 +36,4 @@ class PeerError(Error):
 
 
 class StepTimeout(PeerError, TimeoutError):
-    """Somebody did not come in time; nobody is known to be dead."""
+    """A peer did not come in time, and is not known to be dead."""

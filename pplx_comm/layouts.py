@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import Error
+from pplx_comm.errors import Error
 
 
 def _at_least_one(name: str, value: int | None) -> None:
@@ -18,7 +18,7 @@ class Ragged:
 
     align: every expert's segment starts at a multiple of it (128 is what grouped GEMMs want).
     zero_pad: the rows between segments are zero; otherwise they are undefined.
-    max_rows: rows of ``d.x``. None takes the worst case, all tokens to this rank, as long as that is at most 1 GiB.
+    max_rows: rows of ``d.x``. None takes the worst case, all tokens to this rank, if that is at most 1 GiB.
     """
 
     align: int = 128
@@ -32,23 +32,27 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Padded:
-    """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden]; ``d.counts`` rows of each are valid.
+    """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden], of which ``d.counts`` rows each are valid.
 
-    max_tokens_per_expert: None takes world_size * max_tokens_per_rank, which an expert can exceed only if tokens name
-        it twice.
+    max_tokens_per_expert: None takes world_size * max_tokens_per_rank; an expert gets more only if tokens name it twice.
+    align: max_tokens_per_expert is rounded up to a multiple of it. DeepGEMM's masked kernels need 64: they write whole tiles
+        of 64 rows, past an expert's count too, and where fewer rows lie between experts they overwrite the next one's.
+        torch._grouped_mm, torch.bmm and other kernels that keep to an expert's rows need none.
     """
 
     max_tokens_per_expert: int | None = None
+    align: int = 1
 
     def __post_init__(self) -> None:
         _at_least_one("Padded(max_tokens_per_expert=)", self.max_tokens_per_expert)
+        _at_least_one("Padded(align=)", self.align)
 
 
 @dataclass(frozen=True)
 class Compact:
     """Each token once, however many local experts want it: ``d.x`` [rows, hidden], ``d.topk_ids``, ``d.topk_weights``.
 
-    What ``combine`` takes is one row per received row: the caller adds its experts' outputs, weighted.
+    ``combine`` takes one row per received row: the caller adds up its experts' outputs, weighted.
     """
 
 

@@ -1,4 +1,4 @@
-"""What a token's payload looks like between ranks."""
+"""The format of a token's payload between ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 import torch
 
-from .errors import Error
+from pplx_comm.errors import Error
 
 
 class Wire(str, Enum):
@@ -16,9 +16,9 @@ class Wire(str, Enum):
     FP8_UE8M0: a float32 per 128 elements, a power of two.
     MXFP8: an e8m0 byte (uint8, the exponent of a power of two plus 127) per 32 elements.
 
-    A value is code * scale. A power of two is the least that is at least amax / 448 ("round up"), never below 2^-127; so no value
-    saturates, and a code is value / scale rounded once, to nearest even. A block of zeros has scale 1. A block with a NaN or an
-    infinity decodes to NaN: its scale is NaN (0xff in e8m0). Blocks are of a row, so the last one may be short.
+    A value is code * scale. A power of two is the smallest that is at least amax / 448 ("round up"), never below 2^-127; so no
+    value saturates, and a code is value / scale rounded once, to nearest even. A block of zeros has scale 1. A block with a NaN or
+    an infinity decodes to NaN: its scale is NaN (0xff in e8m0). A block ends with its row, so the last one may be short.
     """
 
     NATIVE = "native"
@@ -28,6 +28,7 @@ class Wire(str, Enum):
 
     @classmethod
     def of(cls, value: Wire | str) -> Wire:
+        """The wire of that name."""
         try:
             return cls(value.lower() if isinstance(value, str) and not isinstance(value, Wire) else value)
         except ValueError:
@@ -36,11 +37,12 @@ class Wire(str, Enum):
 
     @property
     def quantised(self) -> bool:
+        """Whether dispatched rows are codes with scales."""
         return self is not Wire.NATIVE
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of d.scale and x_scale."""
+        """The dtype of d.scale and x_scale."""
         return torch.uint8 if self is Wire.MXFP8 else torch.float32
 
     @property

@@ -1,5 +1,5 @@
-// The one completion primitive: which shards of a peer's block have landed. A block is complete when the mask is full; a
-// duplicate changes nothing; what is not of an expected step is not counted at all.
+// The one completion primitive: which shards of a peer's block have landed. A block is complete when its mask is full. A duplicate
+// changes nothing, and an immediate of an unexpected step is not counted.
 #pragma once
 
 #include "../src/protocol/immediate.h"

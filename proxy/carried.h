@@ -1,4 +1,4 @@
-// What a proxy carries for: one AllToAll's memory on this rank, and who hears when the network fails it.
+// The proxy's view of an AllToAll: its memory on this rank, and whom to tell when the network fails it.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <string>
 
 #include "../src/protocol/config.h"
-#include "../src/protocol/words.h"
+#include "../src/protocol/abort.h"
 #include "fabric.h"
 
 namespace pplx {
@@ -18,10 +18,10 @@ class Carried {
   virtual std::uint32_t generation() const = 0;
   virtual char* memory() const = 0;              // a Heap
   virtual std::size_t bytes() const = 0;
-  // GPU memory that has the blocks, at the places that they would have in memory(), where the words stay; none: all is there.
+  // GPU memory that holds the blocks, at the offsets that they would have in memory(). The words stay in memory(). None: so do the blocks.
   virtual std::optional<DeviceMemory> blocks() const { return {}; }
-  // GPU memory that has the arrival words, at the places that they would have in memory(), as this process writes it through PCIe;
-  // null: they are there.
+  // GPU memory that holds the arrival words, at the offsets that they would have in memory(), mapped so that this process writes it
+  // through PCIe. Null: the words are in memory().
   virtual char* arrivals() const { return nullptr; }
   // Called on the proxy's thread.
   virtual void lost_network(const Abort& abort, const std::string& message) = 0;

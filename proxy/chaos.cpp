@@ -12,7 +12,7 @@ namespace {
 
 // Eight bits of the step travel, so an immediate of 256 steps ago looks like today's. A rank sends a peer at least two a step.
 constexpr std::size_t kPast = 64;
-constexpr std::size_t kMostParts = 4096;       // that wait: a queue has an end
+constexpr std::size_t kMostParts = 4096;       // may wait: real queues are finite
 constexpr std::size_t kErrorsKept = 64;
 constexpr std::uint32_t kLongestBurst = 4;
 constexpr std::uint64_t kLongestDelay = 10'000'000;
@@ -132,7 +132,7 @@ ChaosFabric::Clock::time_point ChaosFabric::due_after(Clock::time_point now) {
   return now + std::chrono::microseconds(1 + below(options_.delay_us));
 }
 
-// The cut link to that peer, if it is cut by now.
+// The link to that peer, if it is cut by now.
 const ChaosOptions::Cut* ChaosFabric::cut_to(int peer) const {
   for (const ChaosOptions::Cut& c : options_.cuts) {
     if (!(c.a == rank_ && c.b == peer) && !(c.b == rank_ && c.a == peer)) continue;
@@ -142,15 +142,15 @@ const ChaosOptions::Cut* ChaosFabric::cut_to(int peer) const {
   return nullptr;
 }
 
-// An AllToAll may take the number of one that was closed, and 32 bits cannot tell a copy of the old one's immediates apart.
+// An AllToAll may take the number of a closed one. Its 32-bit immediates cannot be told from copies of the old one's.
 void ChaosFabric::forget_past() {
   past_.clear();
   held_.erase(std::remove_if(held_.begin(), held_.end(), [](const Held& held) { return held.copy; }), held_.end());
 }
 
-LocalRegion ChaosFabric::register_memory(void* base, std::size_t bytes) {
+LocalRegion ChaosFabric::register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) {
   forget_past();
-  return inner_->register_memory(base, bytes);
+  return inner_->register_memory(base, bytes, shared_bytes);
 }
 
 LocalRegion ChaosFabric::register_device_memory(const DeviceMemory& memory) {
@@ -185,8 +185,8 @@ Post ChaosFabric::write(const Write& write) {
   return Post::Accepted;
 }
 
-// Every shard of a block is cut into as many pieces, or their numbers would not fit together: so not by chance, but by a hash
-// of what they share.
+// All shards of a block must be cut into the same number of pieces, or their numbers would not fit together. So a hash of what they share
+// decides, not chance.
 std::uint32_t ChaosFabric::pieces_of(const Write& write) const {
   Immediate i = unpack(write.immediate);
   const std::uint32_t most = std::min(4u, kMaxShards / i.shards);
@@ -200,7 +200,7 @@ void ChaosFabric::divide(std::uint64_t id, Operation& operation) {
   const Write& w = operation.write;
   const std::uint32_t pieces = pieces_of(w);
   if (pieces > 1) ++counts_.split;
-  std::vector<std::size_t> ends;             // anywhere, so that pieces may be empty
+  std::vector<std::size_t> ends;             // at random, so pieces may be empty
   for (std::uint32_t i = 1; i < pieces; ++i) ends.push_back(below(w.bytes + 1));
   std::sort(ends.begin(), ends.end());
   ends.push_back(w.bytes);
@@ -238,7 +238,7 @@ void ChaosFabric::post_parts(Clock::time_point now) {
     w.bytes = part.bytes;
     w.immediate = part.immediate;
     w.context = part.operation;
-    w.more = false;   // what was to follow may be held back
+    w.more = false;   // the next write may be held back
     try {
       if (inner_->write(w) == Post::Again) parts_.push_back(part);
     } catch (const FabricError& error) {
@@ -247,7 +247,7 @@ void ChaosFabric::post_parts(Clock::time_point now) {
   }
 }
 
-// The caller hears of a write when its last part has ended, for until then the fabric may read its source.
+// The caller hears of a write when its last part has ended: until then the fabric may read its source.
 void ChaosFabric::end_part(std::uint64_t id, int error, const std::string& text) {
   const auto found = operations_.find(id);
   if (found == operations_.end()) return;
@@ -273,7 +273,7 @@ void ChaosFabric::end_part(std::uint64_t id, int error, const std::string& text)
 
 void ChaosFabric::remove_peer(int peer) {
   const std::string text = "write to peer " + std::to_string(peer) + ": the peer was removed";
-  inner_->remove_peer(peer);   // whose writes come back as Failed
+  inner_->remove_peer(peer);   // its writes come back as Failed
   for (std::size_t i = parts_.size(); i-- > 0;) {
     const std::uint64_t id = parts_[i].operation;
     if (operations_.at(id).write.peer != peer) continue;
@@ -288,7 +288,7 @@ void ChaosFabric::remove_peer(int peer) {
 
 // ---- completions -------------------------------------------------------------------------------------------------------------
 
-// Real time, whatever now_ says: it is a thread that stands.
+// Real time, whatever now_ says, because a real thread must stand still.
 void ChaosFabric::stand_still() {
   std::uint64_t due = 0;
   for (const ChaosOptions::Stall& s : options_.stalls) due += s.rank == rank_ && next_id_ >= s.after;

@@ -1,6 +1,6 @@
-// A fabric around another one that keeps none of the promises the proxy must not rely on: it delays, shuffles, splits, duplicates
-// and replays, refuses posts, cuts links, and stands still. Everything follows from a seed and from the order of calls; it knows the immediate
-// and nothing else of the protocol, and nothing of the device.
+// Wraps a fabric and breaks every promise that the proxy must not rely on: it delays, shuffles, splits, duplicates and replays,
+// refuses posts, cuts links, and stands still. Everything follows from a seed and the order of calls. It knows the immediate, and nothing
+// else of the protocol or the device.
 #pragma once
 
 #include <chrono>
@@ -16,14 +16,14 @@
 namespace pplx {
 
 struct ChaosOptions {
-  // One link, both ways. Each side cuts it after it has posted so many writes to the other.
+  // A link, in both directions. Each side cuts it after it has posted that many writes to the other.
   struct Cut {
     int a = 0, b = 0;
     std::uint64_t after = 0;
     bool silent = false;        // writes never complete, and what the other side sent does not arrive; else writes fail
   };
 
-  // The thread that drives that rank's fabric stands still for a second, once, when it has taken so many writes; named twice, for two.
+  // The thread that drives that rank's fabric stands still for a second after it has taken that many writes; for two if named twice.
   struct Stall {
     int rank = 0;
     std::uint64_t after = 0;
@@ -32,7 +32,7 @@ struct ChaosOptions {
   std::uint64_t seed = 1;
   double delay = 0.2;           // of writes, and again of completions: how many wait, up to delay_us
   std::uint32_t delay_us = 200;
-  double shuffle = 0.5;         // of writes and completions: how many leave out of turn, where others wait too
+  double shuffle = 0.5;         // of writes and completions: how many overtake others that wait
   double split = 0.3;           // of blocks: their writes become two to four, each a shard of its own
   double duplicate = 0.1;       // of arrivals: how many come twice
   double replay = 0.05;         // of arrivals: how many bring an earlier one with them
@@ -41,11 +41,11 @@ struct ChaosOptions {
   std::vector<Stall> stalls;
 };
 
-// "seed=7,delay=0.5,kill=0-2@100": what is not named stays as above. Throws std::invalid_argument that says what is wrong.
+// Parses "seed=7,delay=0.5,kill=0-2@100"; omitted settings keep their defaults. Throws std::invalid_argument that says what is wrong.
 ChaosOptions parse_chaos(const std::string& text);
 std::string to_text(const ChaosOptions& options);
 
-// How often each kind happened.
+// How often each kind of trouble happened.
 struct ChaosCounts {
   std::uint64_t delayed = 0, shuffled = 0, split = 0, duplicated = 0, replayed = 0, refused = 0;
   std::uint64_t stalled = 0;
@@ -56,7 +56,7 @@ class ChaosFabric final : public Fabric {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `rank` is this process's own, as its peers number it.
+  // `rank` is this process's own number.
   ChaosFabric(std::shared_ptr<Fabric> inner, const ChaosOptions& options, int rank,
               std::function<Clock::time_point()> now = Clock::now);
 
@@ -66,7 +66,7 @@ class ChaosFabric final : public Fabric {
   Blob address() const override { return inner_->address(); }
   void insert_peer(int peer, const Blob& address) override { inner_->insert_peer(peer, address); }
   void remove_peer(int peer) override;
-  LocalRegion register_memory(void* base, std::size_t bytes) override;
+  LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override;
   LocalRegion register_device_memory(const DeviceMemory& memory) override;
   void unregister_memory(const LocalRegion& region) override { inner_->unregister_memory(region); }
   RemoteRegion import_region(int peer, const Blob& description) const override { return inner_->import_region(peer, description); }
@@ -79,12 +79,12 @@ class ChaosFabric final : public Fabric {
  private:
   void forget_past();
   void stand_still();
-  // A write of the caller's. Its regions are copies: the caller may forget his before a delayed part leaves.
+  // A write that the caller posted. Its regions are copies, because the caller may drop its own before a delayed part leaves.
   struct Operation {
     Write write;
     LocalRegion source;
     RemoteRegion target;
-    std::uint32_t parts = 0;         // that have not ended
+    std::uint32_t parts = 0;         // not ended yet
     bool swallowed = false;          // by a mute link
     int error = 0;
     std::string text;
@@ -99,8 +99,8 @@ class ChaosFabric final : public Fabric {
   struct Held {
     Completion completion;
     Clock::time_point due;
-    bool copy = false;               // of an arrival that came by itself
-    std::uint64_t latest = 0;        // a copy goes when this many arrivals have been handed out, due or not
+    bool copy = false;               // a duplicate of an arrival
+    std::uint64_t latest = 0;        // hand a copy out after this many arrivals at the latest
   };
 
   std::uint64_t random();

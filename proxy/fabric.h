@@ -1,4 +1,4 @@
-// What the proxy needs of a network: one-sided writes that carry a 32-bit immediate, and nothing else.
+// A network, as far as the proxy needs it: one-sided writes that carry a 32-bit immediate, and nothing else.
 // Small enough to write on a card: open (constructor), address, insert_peer, register, write, poll, close (destructor).
 #pragma once
 
@@ -14,31 +14,33 @@ using Blob = std::vector<std::uint8_t>;
 
 inline constexpr int kMaxEndpoints = 16;  // one shard bit each, see Immediate
 
-// A failure of the fabric itself. `what()` names the call, the object and the provider's own words.
+// A failure of the fabric itself. what() has the call, the object and the provider's own words.
 struct FabricError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Memory of this process that the fabric may read from and that peers may write into.
+// Memory of this process that the fabric may read from. Peers may write into the first `shared_bytes` of it.
 struct LocalRegion {
   int id = -1;                 // the fabric's own number for it
   void* base = nullptr;
   std::size_t bytes = 0;
-  Blob description;            // what a peer needs to write into it: send it to the peer, who calls import_region
+  std::size_t shared_bytes = 0;
+  Blob description;            // send it to the peer, which calls import_region to be able to write here
 };
 
-// Memory of a GPU of this process, to be registered.
+// GPU memory of this process, to be registered.
 struct DeviceMemory {
   void* base = nullptr;
   std::size_t bytes = 0;
+  std::size_t shared_bytes = 0;              // the first so many: peers may write there
   int device = 0;                            // as CUDA counts
   int dmabuf = -1;                           // a file descriptor of it, -1: none
-  std::uint64_t dmabuf_offset = 0;           // of `base` in that
+  std::uint64_t dmabuf_offset = 0;           // of `base` within it
 };
 
-// A peer's registered memory, as write() needs it.
+// The part of a peer's registered memory that others may write into, as write() needs it.
 struct RemoteRegion {
-  std::uint64_t base = 0;                    // what is added to an offset: its address, or 0 where the provider counts from 0
+  std::uint64_t base = 0;                    // added to every offset: the region's address, or 0 where the provider counts from 0
   std::uint64_t bytes = 0;
   std::uint64_t key[kMaxEndpoints] = {};     // by the peer's endpoint
 };
@@ -53,7 +55,7 @@ struct Write {
   std::size_t target_offset = 0;
   std::uint32_t immediate = 0;
   std::uint64_t context = 0;   // comes back in the Sent or Failed completion
-  bool more = false;           // a hint: another write on this endpoint follows at once, so the NIC need not be told of this one alone
+  bool more = false;           // a hint: another write on this endpoint follows at once, so one doorbell is enough for both
 };
 
 enum class Post { Accepted, Again };   // Again: nothing was queued, poll and try later
@@ -84,12 +86,12 @@ class Fabric {
   virtual Blob address() const = 0;                     // of all endpoints, for insert_peer on the other side
   virtual void insert_peer(int peer, const Blob& address) = 0;   // before any write from or to that peer
   virtual void remove_peer(int peer) = 0;               // a dead one; never talks to it
-  virtual LocalRegion register_memory(void* base, std::size_t bytes) = 0;
+  virtual LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) = 0;
   virtual LocalRegion register_device_memory(const DeviceMemory&) { throw FabricError(name() + " was not opened for GPU memory"); }
   virtual void unregister_memory(const LocalRegion& region) = 0;
   virtual RemoteRegion import_region(int peer, const Blob& description) const = 0;
   virtual Post write(const Write& write) = 0;           // never blocks; throws FabricError on what will never succeed
-  virtual int poll(Completion* out, int capacity) = 0;  // drives progress; how many were written to `out`
+  virtual int poll(Completion* out, int capacity) = 0;  // drives progress; returns how many completions it wrote to `out`
   virtual std::string describe_error(const Completion& failed) const = 0;
 };
 

@@ -4,7 +4,7 @@
 #include <atomic>
 #include <iterator>
 
-#include "../src/cpu/atomic.h"
+#include "../src/host/atomic.h"
 
 namespace pplx {
 namespace {
@@ -19,7 +19,7 @@ std::uint32_t index_in(std::uint64_t context) { return static_cast<std::uint32_t
 
 Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
 
-// Eight words at once: most looks at a mailbox find nothing, and without a branch per word they cost a cycle each.
+// Eight words at once. Most looks at a mailbox find nothing, and without a branch per word they cost a cycle each.
 bool differ(const std::uint64_t* mail, const std::uint64_t* seen) {
   std::uint64_t difference = 0;
   for (int i = 0; i < 8; ++i) difference |= __atomic_load_n(mail + i, __ATOMIC_RELAXED) ^ seen[i];
@@ -41,12 +41,13 @@ std::string ProxyFailure::text(std::uint32_t rank) const {
 }
 
 void Proxy::attach(ProxyObject o) {
+  detach(o.config.object);
   auto object = std::make_unique<Object>();
   object->heap = heap_of(o.config);
   object->life = ++life_ & 0xffffffu;
   const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world;
   for (std::uint32_t op = 0; op < kOps; ++op) object->layout[op] = block_layout(o.config, Op(op));
-  object->seen.resize(align_up(words, kBatch));   // the heap has room for as much behind the mailbox
+  object->seen.resize(align_up(words, kBatch));   // the heap has that much room behind the mailbox
   object->out.resize(words);
   object->in.resize(words);
   for (std::uint32_t set = 0; set < o.config.in_flight; ++set)
@@ -58,7 +59,7 @@ void Proxy::attach(ProxyObject o) {
   }
   object->o = std::move(o);
   objects_[object->o.config.object] = std::move(object);
-  // No more can be queued at once than there are words, so posting never allocates.
+  // At most one job per word can be queued, so posting never allocates.
   std::size_t all = 0;
   for (const std::unique_ptr<Object>& each : objects_) all += each ? each->out.size() : 0;
   queue_.reserve(all);
@@ -91,8 +92,7 @@ std::uint32_t Proxy::outstanding(std::uint32_t number) const {
   std::uint32_t n = object->outstanding;
   for (const Job& job : queue_) n += job.object == number;
   for (std::size_t index = 0; index < object->out.size(); ++index) {
-    const std::uint64_t mail = load_acquire(word(*object, object->heap.mailbox + kWordBytes * index));
-    n += mail != object->seen[index] && read_mail(mail).final;
+    n += load_mail<HostAtomics>(mailbox_entry(object->heap, object->o.memory, index)) != object->seen[index];
   }
   return n;
 }
@@ -104,7 +104,7 @@ bool Proxy::step() {
   return moved;
 }
 
-// A peer that cannot take more waits in the queue; the others go on.
+// Blocks for a peer that cannot take more stay in the queue; the others go on.
 bool Proxy::retry() {
   if (queue_.empty()) return false;
   const std::size_t waiting = queue_.size();
@@ -141,7 +141,7 @@ bool Proxy::take_mail() {
   return moved;
 }
 
-// One op of one set. What is there is posted at once, not when all of it was found: the first write is what a peer waits for.
+// Looks at the mailbox of one op of one set. Posts blocks as it finds them, not after the whole look: a peer waits for the first write.
 bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
   const std::uint32_t world = object.o.config.world, rank = object.o.config.rank;
   const std::uint64_t* const mail = word(object, object.heap.mailbox) + std::size_t{row} * world;
@@ -170,14 +170,14 @@ bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
   return moved;
 }
 
-// True if the word announces a block that is to go.
+// True if the word announces a block to send.
 bool Proxy::begin(Object& object, const Job& job, std::uint64_t mail) {
   const Mail m = read_mail(mail);
-  if (!m.final || !object.o.peers[job.peer]) return false;
+  if (!object.o.peers[job.peer]) return false;
   Outgoing& out = object.out[job.index];
   out.begun = true;
   out.step = m.step;
-  out.source = *word(object, object.heap.outgoing + kWordBytes * job.index);
+  out.source = place_of(mailbox_entry(object.heap, object.o.memory, job.index));
   out.bytes = object.layout[std::uint32_t(job.op)].bytes(m.rows);
   out.shards = 1;
   out.piece = out.bytes;
@@ -191,8 +191,8 @@ bool Proxy::begin(Object& object, const Job& job, std::uint64_t mail) {
   return true;
 }
 
-// A write is told that more follow on its endpoint when one certainly does: the next shard of every block is tried, what comes
-// after it only if the fabric takes that.
+// `more` is set only when another write on the endpoint is certain: the next shard of every block is tried, later ones only if the fabric
+// takes it.
 bool Proxy::post(const Job* jobs, std::uint32_t count) {
   std::uint32_t to_come[kMaxEndpoints] = {};
   for (std::uint32_t i = 0; i < count; ++i) ++to_come[endpoint_of(jobs[i], objects_[jobs[i].object]->out[jobs[i].index].posted)];
@@ -255,7 +255,7 @@ bool Proxy::take_completions() {
   return n > 0;
 }
 
-// A dispatch may be one turn of its set ahead of this rank. A combine, and weights, answer a dispatch that this rank sent.
+// A peer's dispatch may be one turn of its set ahead of this rank. Combine and weights answer a dispatch that this rank sent.
 void Proxy::arrived(std::uint32_t bits) {
   const Immediate i = unpack(bits);
   Object* object = objects_[i.object].get();
@@ -282,13 +282,10 @@ void Proxy::arrived(std::uint32_t bits) {
   }
   if (i.op == Op::Dispatch) in.next += c.in_flight;
   if (i.op == Op::Combine) --awaited_;
-  const std::uint64_t at = object->heap.arrival_at(c, set, signal_of(i.op), i.source), value = arrival_word(object->o.generation, step);
-  if (object->o.arrivals == nullptr) {
-    store_release(word(*object, at), value);
-    return;
-  }
-  store_release(reinterpret_cast<std::uint64_t*>(object->o.arrivals + at), value);
-  std::atomic_thread_fence(std::memory_order_seq_cst);   // or it would wait in the processor for neighbours to be written with it
+  char* const memory = object->o.arrivals == nullptr ? object->o.memory : object->o.arrivals;
+  raise_arrival<HostAtomics>(memory, object->heap, c, signal_of(i.op), i.source, object->o.generation, step);
+  if (object->o.arrivals != nullptr)
+    std::atomic_thread_fence(std::memory_order_seq_cst);   // or the processor would hold the store back, to combine it with its neighbours
 }
 
 Proxy::Object* Proxy::owner_of(std::uint64_t context) {
@@ -299,12 +296,12 @@ Proxy::Object* Proxy::owner_of(std::uint64_t context) {
 
 void Proxy::sent(std::uint64_t context) {
   Object* object = owner_of(context);
-  if (object == nullptr) return;   // of an AllToAll that was closed
+  if (object == nullptr) return;   // its AllToAll was closed
   --object->outstanding;
   --outstanding_;
   Outgoing& out = object->out[index_in(context)];
   if (--out.unsent == 0)
-    store_release(word(*object, object->heap.sent + kWordBytes * index_in(context)), arrival_word(object->o.generation, out.step));
+    say_sent<HostAtomics>(mailbox_entry(object->heap, object->o.memory, index_in(context)), object->o.generation, out.step);
 }
 
 void Proxy::failed(const Completion& completion) {

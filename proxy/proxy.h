@@ -1,5 +1,5 @@
-// The proxy: carries finished blocks from this rank's mailboxes to remote peers, and raises this rank's arrival words when
-// a peer's block is complete. A state machine: step(), whose fabric comes from outside, does all that can be done now.
+// The proxy carries finished blocks from this rank's mailboxes to remote peers, and raises this rank's arrival words when a peer's
+// block is complete. It is a state machine: step() does all that can be done now, and the fabric comes from outside.
 #pragma once
 
 #include <functional>
@@ -7,7 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../src/protocol/heap.h"
+#include "../src/protocol/abort.h"
+#include "../src/protocol/mailbox.h"
 #include "arrivals.h"
 #include "fabric.h"
 
@@ -19,13 +20,13 @@ struct ProxyFailure {
   std::uint32_t step = 0;
   std::string message;
 
-  // What `rank`, whose proxy this is, tells the others.
+  // The message of `rank`, whose proxy this is, to the others.
   Abort abort(std::uint32_t rank) const;
   std::string text(std::uint32_t rank) const;
 };
 
-// Which of a rank's proxies carries to and from `peer`: each has a fabric of its own, so both ranks must name the same one.
-// As endpoint_of() deals blocks to endpoints by the same sum, the small blocks of two proxies take different NICs.
+// Which of a rank's proxies carries to and from `peer`. Each proxy has a fabric of its own, so both ranks must come to the same answer.
+// endpoint_of() deals blocks to endpoints by the same sum, so the small blocks of two proxies take different NICs.
 constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) { return (rank + peer) % proxies; }
 
 // One AllToAll of this rank, as the proxy sees it.
@@ -53,7 +54,7 @@ class Proxy {
   explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024)
       : fabric_(fabric), endpoints_(static_cast<std::uint32_t>(fabric.endpoints())), shard_bytes_(shard_bytes) {}
 
-  void attach(ProxyObject object);                 // at config.object, which must be free
+  void attach(ProxyObject object);                 // at config.object, in the place of what was attached there
   void detach(std::uint32_t object);
   bool step();                                     // true if anything moved
   bool unused() const;                             // nothing is attached
@@ -64,9 +65,9 @@ class Proxy {
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // What goes from this rank to one peer by one op of one set.
+  // A block on its way from this rank to one peer, for one op of one set.
   struct Outgoing {
-    std::uint64_t source = 0, bytes = 0, piece = 0;     // piece: bytes of a shard, the last one's excepted
+    std::uint64_t source = 0, bytes = 0, piece = 0;     // piece: bytes of every shard but the last
     std::uint32_t step = 0;
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
@@ -79,9 +80,9 @@ class Proxy {
     ProxyObject o;
     Heap heap;
     BlockLayout layout[kOps];
-    std::uint32_t life = 0;          // tells completions of an earlier object of the same number apart
+    std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
     std::vector<std::uint32_t> remote;
-    std::vector<std::uint64_t> seen; // the mailbox as it was when last looked at, in whole cache lines
+    std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
     std::vector<Outgoing> out;       // by word_index
     std::vector<Incoming> in;
     std::uint32_t outstanding = 0;
@@ -91,7 +92,7 @@ class Proxy {
     Op op;
   };
 
-  // As many blocks as are posted in one go, and words of a cache line.
+  // Blocks posted in one go; also the words of a cache line.
   static constexpr std::uint32_t kBatch = 8;
 
   bool retry();
@@ -100,7 +101,8 @@ class Proxy {
   bool begin(Object& object, const Job& job, std::uint64_t mail);
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
-  // By both ranks: an endpoint writes to the peer's of its own number, so by the peer alone all small blocks would reach it through one.
+  // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all small
+  // blocks for it would arrive through one.
   std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const {
     return (objects_[job.object]->o.config.rank + job.peer + shard) % endpoints_;
   }
@@ -117,12 +119,12 @@ class Proxy {
   const std::uint32_t endpoints_;
   const std::uint64_t shard_bytes_;
   std::unique_ptr<Object> objects_[kMaxObjects];
-  std::vector<Job> queue_;           // blocks with shards that the fabric would not take yet, oldest first
+  std::vector<Job> queue_;           // blocks with shards that the fabric refused for now, oldest first
   std::uint32_t life_ = 0;
   std::uint32_t outstanding_ = 0;    // writes posted and not complete
   std::uint32_t awaited_ = 0;        // combines owed to this rank's dispatches
   ProxyStats stats_;
-  Completion batch_[64];             // a member, so that an idle step does not clear it
+  Completion batch_[64];             // a member, so that idle steps need not clear it
 };
 
 }  // namespace pplx

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "../src/host/fork_check.h"
 #include "proxy.h"
 
 namespace pplx {
@@ -21,26 +22,26 @@ struct ProxyThreadStats {
 
 class ProxyThread {
  public:
-  // `cpu` -1 leaves the thread where the scheduler puts it. Pinning pays only where cores outnumber ranks' threads.
+  // With `cpu` -1 the scheduler decides. Pinning pays only where there are more cores than threads of ranks.
   ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes, int cpu);
   ~ProxyThread();                  // close()
   ProxyThread(const ProxyThread&) = delete;
   ProxyThread& operator=(const ProxyThread&) = delete;
 
-  // Runs `f` on the thread, between two steps, and returns when it has; what it throws is thrown here.
-  // False if the thread did not get to it in time: then it is stuck inside the provider, and `f` may still run later.
+  // Runs `f` on the thread, between two steps, and waits for it; rethrows what it throws. False if the thread did not get to it in
+  // time: then it is stuck inside the provider, and `f` may still run later.
   bool call(std::function<void(Proxy&, Fabric&)> f, double timeout_seconds = 30.0);
 
-  // Stops promptly. A thread that is stuck inside a provider (a peer that died with a lock held) is left behind, with
-  // everything that it might touch.
+  // Stops promptly. A thread that is stuck inside a provider (because a peer died with a lock held) is left behind, with everything
+  // that it might touch. A forked child has no such thread, and nothing to stop.
   bool close(double timeout_seconds = 1.0);
 
-  // Keeps something until the fabric is gone.
+  // Keeps `owner` alive until the fabric is gone.
   void keep(std::shared_ptr<void> owner);
 
   ProxyThreadStats stats() const;
 
-  // Whether the thread takes a turn within that time. If not, it is inside the provider, or gets no core.
+  // Whether the thread takes a turn within that time. If not, it is stuck inside the provider, or gets no core.
   bool takes_turns(double within_seconds) const;
 
  private:
@@ -49,9 +50,9 @@ class ProxyThread {
     std::exception_ptr error;
     bool done = false;
   };
-  // What the thread touches: it shares the ownership, so that it can outlive this object.
-  struct Shared {
-    Shared(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes) : fabric(std::move(fabric)), proxy(*this->fabric, shard_bytes) {}
+  // Everything that the thread touches. The thread shares its ownership, so it can outlive this object.
+  struct State {
+    State(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes) : fabric(std::move(fabric)), proxy(*this->fabric, shard_bytes) {}
     std::vector<std::shared_ptr<void>> kept;   // outlives the fabric
     std::shared_ptr<Fabric> fabric;
     Proxy proxy;
@@ -64,11 +65,12 @@ class ProxyThread {
     ProxyThreadStats stats;        // published now and then, under the mutex
   };
 
-  static void serve(const std::shared_ptr<Shared>& shared);
-  static void run_commands(Shared& shared);
-  static void sleep_unused(Shared& shared);
+  static void serve(const std::shared_ptr<State>& state);
+  static void run_commands(State& state);
+  static void sleep_unused(State& state);
 
-  std::shared_ptr<Shared> shared_;
+  std::shared_ptr<State> state_;
+  const ForkCheck fork_;
   bool closed_ = false;
 };
 

@@ -1,4 +1,4 @@
-"""What dispatch and combine must return, in plain torch, from DESIGN.md alone: nothing here is shared with the library.
+"""What dispatch and combine must return, in plain torch, from docs/design.md alone: nothing here is shared with the library.
 
 Every result is meant to the last bit: sums in fp32, multiply then add, each rounded; choices in k order; every rank's partial
 sum rounded to the row's dtype; ranks ascending; one rounding at the end.

@@ -42,4 +42,4 @@ command -v cmake >/dev/null || tools+=(cmake)
 command -v ninja >/dev/null || tools+=(ninja)
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
-    pytest pytest-timeout hypothesis matplotlib ruff mypy "${tools[@]}"
+    pytest pytest-timeout hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"

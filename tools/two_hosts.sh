@@ -3,7 +3,7 @@
 #
 #     mpirun -f hosts -n 4 PROGRAM...
 #
-# on the first of them, with two ranks on each, as README.md says for two real hosts; where mpirun would call ssh, a script enters
+# on the first of them, with two ranks on each, as docs/across-nodes.md says for two real hosts; where mpirun would call ssh, a script enters
 # the other namespace. Nothing of it stays. Needs root and iproute2; exits with 77 where namespaces are not permitted.
 # Usage: tools/two_hosts.sh python examples/hosts.py
 set -euo pipefail

@@ -13,12 +13,11 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
+from bench.model import plot, published, report
+from bench.model.fabrics import FABRICS
+from bench.model.kernels import given
+from bench.model.predict import garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
 from pplx_comm import __version__
-
-from . import plot, published, report
-from .fabrics import FABRICS
-from .kernels import given
-from .predict import garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
 
 # The replay is there for comparison, where pplx-garden was ever run.
 REPLAYED = (16, 32, 64, 128)
@@ -34,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--fabrics", default=",".join(FABRICS), help="of %(default)s")
+    parser.add_argument("--fabrics", default=",".join(FABRICS), help="which fabrics (%(default)s)")
     parser.add_argument("--ranks", type=numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024], metavar="N,N,...")
     parser.add_argument("--tokens", type=numbers, default=[128, 4096], metavar="N,N,...", help="per rank; default 128,4096")
     parser.add_argument(
@@ -44,7 +43,7 @@ def main() -> int:
         help="kernel times: first-cut (measured; the default), bars (aimed at), or four numbers: "
         "dispatch fixed us, us a row, combine fixed us, us a row",
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the routing (%(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the routing (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all predicted points, and what the model was held against")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()

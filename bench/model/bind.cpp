@@ -44,7 +44,7 @@ std::vector<Result> run_garden(const Shape& shape, const FabricCosts& fabric, co
   return {std::move(dispatch), garden.combine()};
 }
 
-// What must have travelled between nodes: {dispatch, combine}, headers included.
+// The bytes that must have travelled between nodes: {dispatch, combine}, headers included.
 std::vector<std::uint64_t> bytes_between_nodes(const Shape& shape, std::uint64_t seed) {
   const Routing routing = random_routing(shape, seed);
   const Config c = config_of(shape, 0);

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import mean
 from types import MappingProxyType
 
-from . import _model
+from bench.model import _model
 
 # "Table n": of the paper on pplx-garden's fabric-lib (arXiv 2510.27656), as quoted by two readers each.
 KIB = 1024

@@ -6,7 +6,7 @@ from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from math import comb
 
-from . import _model
+from bench.model import _model
 
 
 def distinct_ranks(ranks: int, experts: int = 256, top_k: int = 8) -> float:

@@ -1,4 +1,4 @@
-// Two ranks: the microbenchmarks that the costs come from, and bare writes to look at one mechanism at a time.
+// Two ranks: the microbenchmarks from which the costs come, and bare writes to study one mechanism at a time.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace pplx::model {
 // One write, split over the NICs, from the call until its completion was read.
 double single_write_us(const FabricCosts& fabric, double submit_us, std::uint64_t bytes);
 
-// Many writes of one size, each NIC its share: all of it.
+// The time of many writes of one size, shared by all NICs.
 double paged_writes_us(const FabricCosts& fabric, double submit_us, std::uint64_t bytes, std::uint32_t pages);
 
 struct BareWrite {

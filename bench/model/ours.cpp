@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "host/atomic.h"
 #include "protocol/immediate.h"
 #include "proxy/proxy.h"
 
@@ -44,7 +45,7 @@ class ModelFabric final : public Fabric {
   Blob address() const override { return {}; }
   void insert_peer(int, const Blob&) override {}
   void remove_peer(int) override {}
-  LocalRegion register_memory(void*, std::size_t) override { return {}; }
+  LocalRegion register_memory(void*, std::size_t, std::size_t) override { return {}; }
   void unregister_memory(const LocalRegion&) override {}
   RemoteRegion import_region(int, const Blob&) const override { return {}; }
   std::string describe_error(const Completion&) const override { return "nothing fails here"; }
@@ -78,7 +79,7 @@ class ModelFabric final : public Fabric {
   }
 
   double clock = 0, last_post = 0;
-  std::deque<Completion> inbox;                             // what the NICs have written for the host to read
+  std::deque<Completion> inbox;                             // completions that the NICs have written for the host
   std::vector<std::pair<std::uint32_t, double>> seen;       // immediates that the proxy has read, and when
 
  private:
@@ -112,7 +113,7 @@ struct Ours::World final : Ranks {
     Pages pages;
     ModelFabric fabric;
     Proxy proxy;
-    std::vector<Mail> mail;             // what the kernel will announce, in order
+    std::vector<Mail> mail;             // the kernel's announcements, in order
     std::size_t announced = 0;
     std::vector<Arrival> arrivals;      // as the kernel sees them
     double sent = 0;                    // when the send kernel is done
@@ -195,13 +196,14 @@ struct Ours::World final : Ranks {
   double scan_us(const Rank& here) const { return costs.word_us * kOps * here.remote; }
   double round_us(const Rank& here) const { return scan_us(here) + simulation.costs().poll_us * simulation.costs().nics; }
 
-  // One step of the production proxy, which takes the time that its calls take.
+  // One step of the production proxy. It takes the time that its calls take.
   void woken(double now, std::uint32_t rank) override {
     Rank& here = *ranks[rank];
     if (here.running && now < here.fabric.clock) return;   // a mail's wake, while the thread is at work
     for (; here.announced < here.mail.size() && here.mail[here.announced].at <= now; ++here.announced) {
       const Mail& mail = here.mail[here.announced];
-      *word(here, here.heap.mailbox + kWordBytes * here.heap.word_index(here.config, 0, op, mail.peer)) = mail_word(kStep, mail.rows, true);
+      std::uint64_t last = 0;   // as a block that is never written again
+      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1, {kStep, mail.rows}, last);
     }
     here.fabric.clock = now + scan_us(here);
     here.fabric.seen.clear();
@@ -223,7 +225,7 @@ struct Ours::World final : Ranks {
     here.arrivals.push_back({at + costs.arrival_us, rows(immediate.op, immediate.source, here.config.rank)});
   }
 
-  // The same GPU takes rows as they come, once it has sent its own.
+  // The same GPU receives rows as they come, once it has sent its own.
   double finish(Rank& here) {
     const KernelTime recv = op == Op::Dispatch ? costs.dispatch_recv : costs.combine_recv;
     std::sort(here.arrivals.begin(), here.arrivals.end(), [](const Arrival& a, const Arrival& b) { return a.at < b.at; });

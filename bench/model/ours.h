@@ -8,7 +8,7 @@
 
 namespace pplx::model {
 
-// Kernel times are input: what one half of an operation takes for so many rows.
+// Kernel times are input: the time of one half of an operation for a number of rows.
 struct KernelTime {
   double fixed_us = 0, row_us = 0;
   double of(double rows) const { return fixed_us + rows * row_us; }
@@ -19,8 +19,8 @@ struct OurCosts {
   double mailbox_us = 1.45;        // from a kernel's store to the proxy that reads it
   double arrival_us = 1.45;        // from the proxy's store to the kernel that reads it
   double mapped_us = 1.3;          // from a kernel's store to another GPU's kernel
-  double block_us = 0.02;          // what the proxy itself takes to post a write
-  double word_us = 0.001;          // and to look at a mailbox word
+  double block_us = 0.02;          // the proxy's own time to post a write
+  double word_us = 0.001;          // the proxy's own time to look at a mailbox word
   std::uint64_t shard_bytes = 256 * 1024;
 };
 

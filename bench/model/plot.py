@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import published
-from .report import Ours
+from bench.model import published
+from bench.model.report import Ours
 
 COLOURS = {"efa-p5en": "#1f77b4", "cx7": "#d62728", "efa-p6": "#2ca02c"}
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from . import _model, published
-from .fabrics import FABRICS, KIB, SUBMIT_US, Fabric, Parameter
-from .kernels import KERNELS, Kernels
+from bench.model import _model, published
+from bench.model.fabrics import FABRICS, KIB, SUBMIT_US, Fabric, Parameter
+from bench.model.kernels import KERNELS, Kernels
 
 NODE = 8
 PAGES = 4096

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from statistics import mean
 from typing import Any
 
-from . import published
-from .fabrics import FABRICS, Parameter
-from .kernels import Kernels
-from .predict import GARDEN_HOST, OUR_HOST, Held, Predicted, Sensitivity
+from bench.model import published
+from bench.model.fabrics import FABRICS, Parameter
+from bench.model.kernels import Kernels
+from bench.model.predict import GARDEN_HOST, OUR_HOST, Held, Predicted, Sensitivity
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "

@@ -1,4 +1,4 @@
-// What a simulated operation tells.
+// The result of a simulated operation.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ struct Result {
   double host_us = 0;                   // CPU time of the busiest host thread
 };
 
-// NICs count all their life; an operation is the difference.
+// NICs never reset their counters; an operation is the difference.
 inline std::vector<std::uint64_t> bytes_in(const Simulation& simulation, std::uint32_t ranks) {
   std::vector<std::uint64_t> bytes;
   for (std::uint32_t rank = 0; rank < ranks; ++rank)

@@ -1,4 +1,4 @@
-// Who sends how much to whom: random routing from a seed, counted by the library's own plan.
+// Random routing from a seed: how many rows each rank sends to each, counted by the library's own plan.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ struct Routing {
   std::uint32_t copies_to(std::uint32_t source, std::uint32_t target) const { return copies[std::size_t{source} * ranks + target]; }
 };
 
-// Every token chooses top_k different experts, all alike.
+// Every token chooses top_k different experts, uniformly.
 Routing random_routing(const Shape& shape, std::uint64_t seed);
 
 }  // namespace pplx::model

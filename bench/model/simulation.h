@@ -1,8 +1,8 @@
-// A network of NICs under a virtual clock: what a write costs on its way from one rank's memory to another's.
+// A network of NICs under a virtual clock: the costs of a write on its way from one rank's memory to another's.
 //
 //   post (host CPU) -> the NIC's message rate -> link out, by turns in chunks -> latency -> link in -> landed -> acknowledged
 //
-// The switches never block and never drop; whoever shares a link shares it fairly. Times are microseconds.
+// The switches never block and never drop; a link is shared fairly. Times are microseconds.
 #pragma once
 
 #include <cstdint>
@@ -33,13 +33,13 @@ struct Message {
   std::uint64_t out = 0, in = 0;                   // bytes that have left, and that have landed
 };
 
-// What the ranks do about it.
+// The ranks' reactions.
 class Ranks {
  public:
   virtual ~Ranks() = default;
   virtual void landed(double now, const Message& message) = 0;        // at the target
   virtual void acknowledged(double now, const Message& message) = 0;  // at the source
-  virtual void woken(double now, std::uint32_t rank) = 0;             // as asked for with wake()
+  virtual void woken(double now, std::uint32_t rank) = 0;             // at the time given to wake()
 };
 
 class Simulation {
@@ -50,7 +50,7 @@ class Simulation {
   // A host's posts come in the order of their times.
   void post(double at, const Message& message);
   void wake(double at, std::uint32_t rank);
-  double run(Ranks& ranks);   // until nothing is left to happen; when that was
+  double run(Ranks& ranks);   // runs all events; returns the time of the last
 
   std::uint32_t under_way(std::uint32_t rank, std::uint32_t nic) const { return at(rank, nic).under_way; }
   std::uint64_t bytes_in(std::uint32_t rank, std::uint32_t nic) const { return at(rank, nic).bytes_in; }
@@ -61,7 +61,7 @@ class Simulation {
   enum class Kind : std::uint32_t { Turn, FirstByte, Landed, Acknowledged, Wake };
   struct Event {
     double at;
-    std::uint64_t order;   // events of one time happen in the order in which they were made
+    std::uint64_t order;   // events of equal times happen in the order in which they were made
     Kind kind;
     std::uint32_t what;    // a NIC, a message or a rank
     bool operator<(const Event& other) const { return at != other.at ? at > other.at : order > other.order; }

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../../src/host/fork_check.h"
 #include "../fabric.h"
 #include "providers.h"
 #include "shm_files.h"
@@ -27,7 +28,7 @@ class LibfabricFabric : public Fabric {
   // Forgets the peer: every write to it that is still under way comes back as Failed, once, and whatever the provider says of it
   // later is dropped. The provider is not told: taking a dead peer out of shm's table unmaps memory that its pending writes still use.
   void remove_peer(int peer) override;
-  LocalRegion register_memory(void* base, std::size_t bytes) override;
+  LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override;
   LocalRegion register_device_memory(const DeviceMemory& memory) override;   // only if opened for it, see Options::device_memory
   void unregister_memory(const LocalRegion& region) override;
   RemoteRegion import_region(int peer, const Blob& description) const override;
@@ -36,11 +37,12 @@ class LibfabricFabric : public Fabric {
   std::string describe_error(const Completion& failed) const override;
 
   std::string provider() const;                      // one of libfabric::kProviders
-  std::string why_these() const;                     // NICs and no others
+  std::string why_these() const;                     // why these NICs were chosen
   int proxy_cpu() const;                             // where its proxy should run; -1: anywhere
-  std::size_t max_write_bytes() const;               // of one write
+  std::size_t max_write_bytes() const;               // the largest write
   std::vector<std::string> shm_names() const;        // files in /dev/shm, see shm_files.h; empty for other providers
-  void close();                                      // what the destructor does; any later call but close() throws FabricError
+  // What the destructor does; any later call but close() throws FabricError. In a forked child nothing: all of it is the parent's.
+  void close();
   // In place of close(), by any thread, when the one that drives this fabric hangs in the provider: only the files in /dev/shm go.
   void abandon() const;
 
@@ -48,6 +50,7 @@ class LibfabricFabric : public Fabric {
   struct State;
   State& open() const;
   std::unique_ptr<State> state_;
+  const ForkCheck fork_;
 };
 
 }  // namespace pplx

@@ -132,8 +132,8 @@ Library find(const std::vector<std::string>& wheels) {
                     " wheel(s)" + tried + "): install libfabric1, or set PPLX_LIBFABRIC to the path of libfabric.so.1");
 }
 
-// What providers read once, at the first call. Set for that moment only: MPI's own libfabric reads the same variables. The user's own
-// values stand.
+// Variables that providers read once, at the first call. They are set for that moment only: MPI's own libfabric reads the same
+// variables. The user's own values stand.
 struct Setting {
   const char* name;
   const char* value;
@@ -141,7 +141,7 @@ struct Setting {
 constexpr Setting kSettings[] = {
     // Two ranks of one host must use the NIC like any others: efa's shared-memory path has other completion rules.
     {"FI_EFA_ENABLE_SHM_TRANSFER", "0"},
-    // What rxm copies short messages through, thousands for each endpoint and hundreds for each connection. Ours are writes, which it
+    // Buffers that rxm copies short messages through, thousands for each endpoint and hundreds for each connection. Ours are writes, which it
     // hands on as they are. At its default of 16 KiB a tcp fabric of two endpoints took 137 MB and 60 ms of CPU to open, and each
     // connection 6 MB and 4 ms in a call of the proxy's, which moves nothing else meanwhile; now 11 MB and 6 ms, 0.4 MB and 0.4 ms.
     {"FI_OFI_RXM_BUFFER_SIZE", "256"},

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <functional>
 
@@ -152,9 +151,7 @@ void choose_sockets(const Library& library, const std::string& provider, const O
   std::vector<std::string> wanted = options.nics;
   choice.why = "asked for by name";
   if (wanted.empty()) {
-    const char* variable = std::getenv("PPLX_COMM_IFACE");
     if (!options.address.empty()) wanted = {options.address};
-    else if (variable != nullptr && *variable != '\0') wanted = {variable};
     else choice.why = "the interface of the default route, or the first that is up";
   }
   std::vector<Interface> interfaces;

@@ -18,7 +18,7 @@ struct Options {
   std::vector<Place> places;            // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
   std::size_t place = 0;                // which of them is this one
   std::size_t proxies = 1, proxy = 0;   // of each process, and whose fabric this is: each proxy gets a CPU of its own
-  std::string address;                  // tcp, net, sockets: interface or address; $PPLX_COMM_IFACE stands in for an empty one
+  std::string address;                  // tcp, net, sockets: interface or address; empty: the interface of the default route
   bool device_memory = false;           // GPU memory will be registered: only providers that can, without calling CUDA on their own
   bool peers_on_this_host = false;      // no peer lives elsewhere: shm may be chosen
   std::vector<std::string> wheels;      // further places to look for libfabric.so.1

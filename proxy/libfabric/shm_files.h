@@ -23,10 +23,10 @@ std::string new_shm_name(int endpoint);
 // because it is of another pid namespace, keeps its files.
 int cleanup_dead_peer(const Blob& address);
 
-// The same for every process that ever named files as above.
+// Does that for every process that ever named files as above.
 int cleanup_dead_processes();
 
-// Those of this process, by the names of its endpoints; how many. What is mapped stays so.
+// Removes this process's own files, by the names of its endpoints; how many. Memory that is mapped stays mapped.
 int remove_shm_files(const std::vector<std::string>& names);
 
 }  // namespace pplx::libfabric

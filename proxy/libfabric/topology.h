@@ -7,13 +7,13 @@
 
 namespace pplx::libfabric {
 
-// Where one process of this host lives.
+// The GPU and CPUs of one process of this host.
 struct Place {
   std::string gpu;          // PCI address of its GPU, "0000:53:00.0"; empty: it computes on the CPU
   std::vector<int> cpus;    // that it may run on, ascending
 };
 
-// Where a device is; what is unknown (a container may hide it) is empty.
+// A device's place in the machine. Parts that are unknown (a container may hide them) are empty.
 struct Location {
   std::string pci_path;     // the bridges on the way to it: "pci0000:50/0000:50:01.0/.../0000:53:00.0"
   int numa = -1;

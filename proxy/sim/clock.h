@@ -1,4 +1,4 @@
-// Virtual time: what happens next, in order of time; between two events nothing exists.
+// Virtual time: a queue of events in order of time. Nothing happens between two events.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class Clock {
   void at(Time when, Task& task, std::uint32_t what) { queue_.push({when, next_++, &task, what}); }
   void after(Time delay, Task& task, std::uint32_t what) { at(now_ + delay, task, what); }
 
-  // Runs what comes next. False: nothing does, ever.
+  // Runs the next event. False: there is none.
   bool step() {
     if (queue_.empty()) return false;
     const Event event = queue_.top();
@@ -39,7 +39,7 @@ class Clock {
  private:
   struct Event {
     Time when;
-    std::uint64_t order;   // equal times: as they were asked for
+    std::uint64_t order;   // events of equal times run in the order in which they were asked for
     Task* task;
     std::uint32_t what;
     bool operator<(const Event& other) const { return when != other.when ? when > other.when : order > other.order; }

@@ -32,7 +32,6 @@ const char* name_of(Fault fault) {
     case Fault::CorruptStep: return "header: step";
     case Fault::CorruptGeneration: return "header: generation";
     case Fault::CorruptSource: return "header: source";
-    case Fault::CorruptPieces: return "header: pieces";
     case Fault::CorruptRows: return "header: rows";
     case Fault::CorruptCounts: return "header: counts";
     case Fault::CorruptFlags: return "header: flags";

@@ -7,13 +7,13 @@
 
 namespace pplx::sim {
 
-// What a run found wrong with the library.
+// Thrown when a run finds the library wrong.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 enum class Fault : std::uint8_t {
-  LateRead,            // a source was read at the last moment that it may be: with the local completion
+  LateRead,            // a source was read at the last permitted moment, with the local completion
   SplitRead,           // a source was read in pieces, at different times
   SplitLanding,        // a write landed in pieces, in any order, before its immediate
   Reordered,           // a write arrived before one that was posted earlier to the same peer
@@ -22,32 +22,31 @@ enum class Fault : std::uint8_t {
   Duplicated,          // an arrival was reported twice
   Replayed,            // an immediate of long ago was reported again
   Busy,                // a burst of EAGAIN
-  QueueFull,           // EAGAIN: as many writes under way as the endpoint holds
-  CompletionsHeld,     // more completions than the queue holds: the provider kept them back
-  CompletionsLost,     // the same, and the queue overran
+  QueueFull,           // EAGAIN: the endpoint holds no more writes under way
+  CompletionsHeld,     // more completions than the queue holds; the provider kept them back
+  CompletionsLost,     // more completions than the queue holds; it overran
   FailedWrite,         // a write that completed with an error
   FailedSomewhere,     // an error that names no write
   FailedPost,          // a write that could not even be posted
   UnknownRefused,      // EAGAIN: the target has not inserted this initiator yet
-  UnknownDropped,      // the same: the target dropped it, the provider tried again
+  UnknownDropped,      // the target has not inserted this initiator yet, and dropped it; the provider tried again
   UnknownSource,       // an immediate that names no peer
-  Unasked,             // an immediate that answers a dispatch which was never sent
+  Unasked,             // an immediate that answers a dispatch that was never sent
   Poisoned,            // a block that nobody may read any more was overwritten
   Slow,                // a rank did nothing for milliseconds
-  Killed,              // a rank died, and its control connections told
-  Vanished,            // a rank stopped, and nothing told
+  Killed,              // a rank died, and its control connections said so
+  Vanished,            // a rank stopped, and nothing said so
   Left,                // a rank closed its Communicator in the middle of others' step
   LeftInOrder,         // a rank closed its Communicator after its last step
   CorruptStep,         // a header with another step ...
   CorruptGeneration,   // ... another generation
   CorruptSource,       // ... another source
-  CorruptPieces,       // ... pieces
-  CorruptRows,         // ... a number of rows that cannot be
-  CorruptCounts,       // ... counts that cannot be
-  CorruptFlags,        // ... a release that is none
-  StaleWrite,          // a write of an earlier generation reached memory that is registered no more
-  StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was awaited
-  WokeTooLate,         // a rank that had vanished went on after the others had reset without it
+  CorruptRows,         // ... an impossible number of rows
+  CorruptCounts,       // ... impossible counts
+  CorruptFlags,        // ... a release flag on a block that is no release
+  StaleWrite,          // a write of an earlier generation reached memory that is no longer registered
+  StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was expected
+  WokeTooLate,         // a vanished rank went on after the others had reset without it
   Shared,              // a rank finished rows of the output for its replicas
   ReplicaLost,         // replicas went on without one of them
   Count

@@ -1,4 +1,4 @@
-// Number formats for the reference, by arithmetic on doubles: another way than the library's bit operations, which they check.
+// Number formats for the reference, by arithmetic on doubles. This checks the library's bit operations, so it must work otherwise.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@ namespace pplx::sim {
 struct Format {
   int bits;            // of the significand, the leading one included
   int least;           // the exponent of the smallest normal number
-  double most;         // what is finite
-  bool saturates;      // what is larger: the largest, else infinity
+  double most;         // the largest finite number
+  bool saturates;      // larger numbers become the largest one, else infinity
 };
 inline constexpr Format kBFloat16{8, -126, 3.3895313892515355e38, false};
 inline constexpr Format kFloat16{11, -14, 65504.0, false};
@@ -39,7 +39,7 @@ inline float rounded(float x, const Format& f) {
 
 inline float rounded_to(float x, Dtype dtype) { return dtype == Dtype::Float32 ? x : rounded(x, format_of(dtype)); }
 
-// What a format's bits mean: sign, exponent, mantissa.
+// The number that a format's bits mean: sign, exponent, mantissa.
 inline float value_of(std::uint32_t bits, const Format& f, int exponent_bits) {
   const int mantissa_bits = f.bits - 1;
   const bool negative = (bits >> (exponent_bits + mantissa_bits) & 1) != 0;
@@ -50,7 +50,7 @@ inline float value_of(std::uint32_t bits, const Format& f, int exponent_bits) {
   return static_cast<float>(negative ? -whole : whole);
 }
 
-// The bits of a number that the format has.
+// The bits of a number that the format can represent.
 inline std::uint32_t bits_in(float x, const Format& f, int exponent_bits) {
   const int mantissa_bits = f.bits - 1;
   const std::uint32_t sign = std::signbit(x) ? 1u << (exponent_bits + mantissa_bits) : 0u;
@@ -78,7 +78,7 @@ inline float load(const char* at, Dtype dtype) {
   return x;
 }
 
-// `x` must be a number that the type has.
+// `x` must be a number that the type can represent.
 inline void store(char* at, float x, Dtype dtype) {
   if (dtype == Dtype::Float32) {
     std::memcpy(at, &x, 4);

@@ -1,4 +1,4 @@
-// The event log of one run: a line per event, for whoever replays a seed. Off unless asked for.
+// The event log of one run, a line per event, for replaying a seed. Off by default.
 #pragma once
 
 #include <cstdarg>

@@ -1,4 +1,4 @@
-// sim: the production proxy and phases over a hostile network in memory. A run is its seed; what fails can be replayed.
+// sim: the production proxy and phases over a hostile network in memory. A seed determines a run, so a failure can be replayed.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
@@ -22,7 +22,7 @@ using namespace pplx::sim;
 
 namespace {
 
-constexpr unsigned kSecondsPerSeed = 60;   // of processor time, so that a run that is stopped may go on: more is a hang
+constexpr unsigned kSecondsPerSeed = 60;   // of processor time; more is a hang. Not wall time, so that a stopped run may go on
 
 constexpr const char* kUsage =
     "sim --seeds N [--first S] [--jobs J] [--at-least K]   N seeds from S (1) on, in J processes; fails if a kind of fault "
@@ -77,9 +77,9 @@ Options parse(int argc, char** argv) {
   return o;
 }
 
-// What the processes of a run share.
+// Shared by the processes of a run.
 struct Shared {
-  std::atomic<std::uint64_t> next;   // the seed that the next free process takes
+  std::atomic<std::uint64_t> next;   // the seed for the next free process
   struct Job {
     std::uint64_t seed;
     Totals totals;
@@ -90,7 +90,7 @@ std::string replay(const char* program, std::uint64_t seed) {
   return std::string(program) + " --seed " + std::to_string(seed) + " --log";
 }
 
-// A failure of any kind, a crash included, ends with the seed and the command that replays it.
+// After a failure of any kind, a crash included, prints the seed and the command that replays it.
 bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsigned jobs, Totals& totals) {
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
@@ -108,7 +108,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
       std::exit(1);
     }
     if (children[j] > 0) continue;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for what is left
+    prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for orphans
     for (std::uint64_t seed = shared.next++; seed < end; seed = shared.next++) {
       shared.jobs[j].seed = seed;
       const itimerval limit = {{0, 0}, {kSecondsPerSeed, 0}};
@@ -125,12 +125,14 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     std::exit(0);
   }
   bool good = true;
-  for (unsigned j = 0; j < jobs; ++j) {
+  for (unsigned left = jobs; left > 0; --left) {
     int status = 0;
-    waitpid(children[j], &status, 0);
+    const pid_t ended = waitpid(-1, &status, 0);
+    const auto j = static_cast<unsigned>(std::find(children, children + jobs, ended) - children);
     totals.add(shared.jobs[j].totals);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;
     good = false;
+    shared.next = end;   // the others end with the seed that they are at
     const std::uint64_t seed = shared.jobs[j].seed;
     if (WIFSIGNALED(status))
       std::printf("seed %llu: %s\n", static_cast<unsigned long long>(seed),

@@ -7,7 +7,7 @@ namespace pplx::sim {
 namespace {
 
 constexpr int kLinkError = 104, kRemoteAccess = 13;
-// Eight bits of the step travel, so what is older than 256 steps of a set cannot be told apart: no network repeats that late.
+// Eight bits of the step travel, so immediates that are more than 256 steps of a set old look current. No network repeats that late.
 constexpr std::size_t kHistory = 64;
 
 }  // namespace
@@ -255,7 +255,7 @@ void Network::land(Flight& f, const Piece& piece) {
     return;
   }
   const std::uint64_t at = profile_.offsets ? f.target : f.target - reinterpret_cast<std::uint64_t>(region->second.base);
-  if (at + f.write.bytes > region->second.bytes) throw Violation(text(f) + " writes outside of registered memory");
+  if (at + f.write.bytes > region->second.shared_bytes) throw Violation(text(f) + " writes outside of shared memory");
   if (to.dead) return;
   if (piece.end > piece.begin)
     std::memcpy(region->second.base + at + piece.begin, f.bytes.data() + piece.begin, piece.end - piece.begin);
@@ -266,7 +266,7 @@ void Network::sent(Flight& f) {
   if (!from.open || from.dead) return;
   Port& to = *ports_[f.to];
   --from.under_way;
-  if (to.dead && f.unlanded > 0) return;   // nothing ever says what became of it; its place in the queue is free all the same
+  if (to.dead && f.unlanded > 0) return;   // nobody learns what became of it, but its place in the queue is free
   Due due;
   due.completion.kind = Completion::Kind::Sent;
   due.completion.context = f.write.context;
@@ -280,7 +280,7 @@ void Network::sent(Flight& f) {
     push(from, due);
     return;
   }
-  // The source is the provider's to read, once or many times, until this moment.
+  // Until this moment the provider may read the source, once or many times.
   if (f.fate == Fate::Whole && !f.bytes.empty() && std::memcmp(f.bytes.data(), f.source, f.bytes.size()) != 0)
     throw Violation(text(f) + ": its source changed before its local completion");
   due.source = f.source;
@@ -356,7 +356,7 @@ void Network::push(Port& at, const Due& due) {
 
 int Network::poll(Port& at, Completion* out, int capacity) {
   if (at.overran) throw FabricError("completion queue of sim" + std::to_string(at.rank) + " overran, completions are lost");
-  // A poll may also return less than there is.
+  // A poll may return fewer completions than there are.
   const int most = random_.chance(0.1) ? 1 : capacity;
   int n = 0;
   while (n < most && !at.ready.empty()) {

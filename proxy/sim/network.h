@@ -1,8 +1,8 @@
 // A network in memory that keeps only the promises of fabric.h. Ports (one per SimFabric) post writes; each write is read from
 // its source and lands at its target in pieces and at times that the seed chooses, and then its completions are due.
 //
-// What a rank does wrong is found here when only the network can see it: a source that changes before its local completion, a
-// write outside of registered memory, a post to a peer that was never inserted.
+// It also finds mistakes that only a network can see: a source that changes before its local completion, a write outside of registered
+// memory, a post to a peer that was never inserted.
 #pragma once
 
 #include <array>
@@ -23,20 +23,20 @@
 
 namespace pplx::sim {
 
-// What one seed's network is like. Chances are per write.
+// The character of one seed's network. Chances are per write.
 struct Profile {
   explicit Profile(Random& random);
 
   Time latency;
   double ns_per_byte;
   double late_read, split, delayed, duplicated, replayed, stranger, busy;
-  std::uint32_t queue_depth;        // writes that a port may have under way
-  std::uint32_t completions;        // that a port's queue holds
-  bool refuses_unknown;             // an initiator that the target has not inserted: EAGAIN, else dropped and tried again
+  std::uint32_t queue_depth;        // a port's limit of writes under way
+  std::uint32_t completions;        // a port's completion queue holds that many
+  bool refuses_unknown;             // a target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
   bool offsets;                     // targets are named by offsets, else by addresses
 };
 
-// A failure that is planted once, into the next write of a rank that it fits.
+// A failure to plant once, into the next write of a rank that fits.
 struct Trap {
   enum class Kind : std::uint8_t { None, FailedWrite, FailedSomewhere, FailedPost, CompletionsLost, Corrupt };
   using Fits = std::function<bool(const Immediate& immediate, std::uint32_t peer, const BlockHeader& header, std::size_t bytes)>;
@@ -44,11 +44,11 @@ struct Trap {
 
   Kind kind = Kind::None;
   std::uint32_t rank = 0;           // CompletionsLost: whose queue; else: who posts
-  Fits fits;                        // asked of writes that start with a header; CompletionsLost: of none
-  Damage damage;                    // Corrupt: what becomes of it on its way
+  Fits fits;                        // asked about writes that start with a header; unused for CompletionsLost
+  Damage damage;                    // Corrupt: how the header changes on its way
   bool fired = false;
   std::uint32_t peer = 0;           // to whom the write went
-  Immediate immediate;              // what it carried
+  Immediate immediate;              // the immediate that it carried
 };
 
 class Network final : public Clock::Task {
@@ -56,11 +56,12 @@ class Network final : public Clock::Task {
   struct Region {
     char* base = nullptr;
     std::uint64_t bytes = 0;
+    std::uint64_t shared_bytes = 0;
     std::uint64_t key = 0;
   };
   struct Due {
     Completion completion;
-    char* source = nullptr;                              // Sent: what nobody reads any more
+    char* source = nullptr;                              // Sent: memory that nobody reads any more
     std::size_t bytes = 0;
     std::uint64_t key = 0;                               // of the region it lies in
   };
@@ -68,11 +69,11 @@ class Network final : public Clock::Task {
     std::uint32_t number = 0, rank = 0;
     int endpoints = 1;
     bool open = true;
-    bool dead = false;                                   // its process is gone, or stopped: it takes nothing
+    bool dead = false;                                   // its process is gone or stopped: it accepts nothing
     std::map<int, std::uint32_t> peers;                  // inserted: rank to port
     std::map<std::uint64_t, Region> regions;             // registered, by key
     std::vector<Due> ready;
-    std::deque<Due> held;                                // what the queue has no room for
+    std::deque<Due> held;                                // completions for which the queue has no room
     std::uint32_t under_way = 0;
     bool overran = false;
     std::unordered_map<int, Time> busy_until;            // by peer
@@ -84,18 +85,18 @@ class Network final : public Clock::Task {
       : clock_(clock), log_(log), totals_(totals), random_(seed), profile_(random_) {}
 
   Port& open(std::uint32_t rank, int endpoints);
-  void close(std::uint32_t port);                        // like the death of its process: what is on the wire still lands
+  void close(std::uint32_t port);                        // as when its process dies: writes on the wire still land
   Port& port(std::uint32_t number) { return *ports_[number]; }
   const Profile& profile() const { return profile_; }
   std::uint64_t new_key() { return ++last_key_; }
 
-  Post post(Port& from, const Write& write);             // what a SimFabric's write() does
+  Post post(Port& from, const Write& write);             // for SimFabric::write()
   int poll(Port& at, Completion* out, int capacity);
-  void push_arrival(Port& at, std::uint32_t immediate);  // of no write
+  void push_arrival(Port& at, std::uint32_t immediate);  // an arrival that belongs to no write
 
   void set_trap(Trap trap) { trap_ = std::move(trap); }
   const Trap& trap() const { return trap_; }
-  // What a port has on the wire lands no earlier than `then`.
+  // A port's writes on the wire land no earlier than `then`.
   void hold_up(std::uint32_t port, Time then);
 
   void run(std::uint32_t what) override;
@@ -119,16 +120,16 @@ class Network final : public Clock::Task {
     std::vector<char> bytes;
     std::array<Piece, kMostPieces> pieces;
     std::uint32_t count = 0, unread = 0, unlanded = 0;
-    std::uint32_t events = 0;                            // still to come: the flight ends with the last
+    std::uint32_t events = 0;                            // still to come; the flight ends with the last one
     std::uint64_t order = 0;                             // among its pair's writes
-    Time not_before = 0;                                 // of what is still to land
+    Time not_before = 0;                                 // of the pieces still to land
     Time patience = 0;                                   // before the next try at a target that does not know the initiator
     Fate fate = Fate::Whole;
     bool lost = false;
   };
   struct Pair {
     std::uint64_t posted = 0, arrived = 0;
-    std::array<std::uint32_t, kOps> block{};             // the block that shards last arrived of, and the last of them
+    std::array<std::uint32_t, kOps> block{};             // the block whose shards arrived last, and the last of them
     std::array<std::uint32_t, kOps> shard{};
   };
 

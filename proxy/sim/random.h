@@ -1,4 +1,4 @@
-// Random numbers that are the same on every platform and compiler: a run is its seed.
+// Random numbers that are the same on every platform and compiler, so that a seed determines a run.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ class Random {
 
   std::uint64_t bits() { return mix(state_++); }
   std::uint64_t below(std::uint64_t n) { return bits() % n; }
-  // Of [low, high].
+  // From [low, high].
   template <typename T>
   T between(T low, T high) {
     return static_cast<T>(low + static_cast<T>(below(static_cast<std::uint64_t>(high - low) + 1)));

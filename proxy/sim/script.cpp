@@ -102,7 +102,7 @@ void draw_tokens(const Config& c, const Step& step, Part& part, Random& random) 
   for (std::size_t i = 0; i < values; ++i) store(part.before.data() + i * size, rounded_to(random.real(-4, 4), c.dtype), c.dtype);
 }
 
-// Who gets which choice, and which of them have room.
+// Finds who gets each choice, and which choices have room.
 void route(const Config& c, Step& step) {
   const bool compact = c.layout == LayoutKind::Compact;
   step.arrivals.resize(c.world);
@@ -142,7 +142,7 @@ void route(const Config& c, Step& step) {
       }
     }
   }
-  // What had no room is missing from the output of all who hold the token.
+  // A choice that had no room is missing from the outputs of all who hold the token.
   for (std::uint32_t r = 0; r < c.world; ++r)
     for (std::uint32_t other = 0; other < c.world; ++other)
       for (std::uint32_t t = 0; t < step.parts[r].tokens && r / c.replicas == other / c.replicas; ++t)
@@ -150,7 +150,7 @@ void route(const Config& c, Step& step) {
           std::copy_n(step.parts[r].fits.begin() + t * c.top_k, c.top_k, step.parts[other].fits.begin() + t * c.top_k);
 }
 
-// Ranks in a row that hold the same tokens; those who live share them out.
+// Consecutive ranks hold the same tokens; the living ones divide them among themselves.
 std::vector<std::uint32_t> group_of(const Config& c, const std::vector<bool>& alive, std::uint32_t rank) {
   std::vector<std::uint32_t> group;
   for (std::uint32_t r = 0; r < c.world; ++r)

@@ -1,5 +1,5 @@
-// What the ranks do in one step, drawn from the seed: tokens, routing, weights, and how the step is used. And what must come of
-// it: who receives which choice at which place, written as plain loops over all ranks, without the library's plan.
+// A step's script, drawn from the seed: tokens, routing, weights, and how the step is used. It includes the expected result, who
+// receives which choice at which place, written as plain loops over all ranks, without the library's plan.
 #pragma once
 
 #include <memory>
@@ -17,16 +17,16 @@ inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8, Wire::FP8_UE8M0, Wire
 // One rank's part of a step.
 struct Part {
   std::uint32_t tokens = 0;
-  std::uint32_t lane = 0, lanes = 1;         // ranks that hold the same tokens: of t tokens this one sends t = lane mod lanes
+  std::uint32_t lane = 0, lanes = 1;         // of the ranks that hold the same tokens, this one sends every token t = lane mod lanes
   std::vector<std::int32_t> ids;             // [tokens, top_k]
   std::vector<float> weights, late_weights;  // [tokens, top_k]
-  std::vector<float> tail;                   // [tokens, top_k]: what each choice's expert attaches to its row
+  std::vector<float> tail;                   // [tokens, top_k]: the number that each choice's expert attaches to its row
   std::vector<char> x;                       // [tokens, hidden]: of the dtype, or e4m3 codes when the caller quantised
-  std::vector<char> scales;                  // with the latter
-  std::vector<char> payload;                 // [tokens]: what a row must hold: payload, then scales
-  std::vector<float> seen;                   // [tokens, hidden]: what the experts read
-  std::vector<char> before;                  // [tokens, hidden]: what y holds before, when the sum is added to it
-  std::vector<std::uint8_t> fits;            // [tokens, top_k]: the choice goes somewhere, and that has room
+  std::vector<char> scales;                  // if the caller quantised
+  std::vector<char> payload;                 // [tokens]: the expected row: payload, then scales
+  std::vector<float> seen;                   // [tokens, hidden]: the values that the experts read
+  std::vector<char> before;                  // [tokens, hidden]: y before, when the sum is added to it
+  std::vector<std::uint8_t> fits;            // [tokens, top_k]: the choice goes somewhere where there is room
 };
 
 inline bool sends(const Part& part, std::uint32_t token) { return token % part.lanes == part.lane; }
@@ -40,25 +40,25 @@ struct Step {
   bool released = false, weighted = true, late = false, accumulate = false, unit_weights = false, keep_own = false,
        quantised = false;
   bool has_tail = false;
-  bool same_plan = false;                    // the routing of the step before
-  bool overflows = false;                    // on some rank
+  bool same_plan = false;                    // as the step before
+  bool overflows = false;                    // some rank's output is too small
   std::vector<Part> parts;                   // by rank
   // By destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
   std::vector<std::vector<std::vector<Choice>>> arrivals;
-  std::uint32_t closed = 0;                  // by how many ranks
+  std::uint32_t closed = 0;                  // how many ranks have closed it
 };
 
-// `alive`: choices of others' experts count as dropped, and the dead send nothing. `before`: the step before, if there is one.
+// `alive`: the dead send nothing, and choices of their experts count as dropped. `before`: the step before, if there is one.
 std::unique_ptr<Step> make_step(const Config& config, const std::vector<bool>& alive, std::uint32_t number, const Step* before,
                                 std::uint64_t seed);
 
-// What an expert makes of a row: its elements turned around by the expert's number, times a power of two.
+// The simulated expert: rotates a row's elements by the expert's number, and multiplies them by a power of two.
 inline float expert_value(const float* row, std::uint32_t hidden, std::uint32_t h, std::uint32_t expert, Dtype dtype) {
   const float factor = static_cast<float>(1 << expert % 3) * (expert % 2 == 0 ? 1.0f : -1.0f);
   return rounded_to(row[(h + expert) % hidden] * factor, dtype);
 }
 
-// The values that a payload and its scales stand for.
+// Decodes a payload and its scales.
 void decode_row(const Config& config, const char* payload, const char* scales, float* out);
 
 // The combined output of a rank, [tokens, hidden] of the dtype.

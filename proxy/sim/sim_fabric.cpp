@@ -32,16 +32,18 @@ void SimFabric::insert_peer(int peer, const Blob& address) { port_.peers[peer] =
 
 void SimFabric::remove_peer(int peer) { port_.peers.erase(peer); }
 
-LocalRegion SimFabric::register_memory(void* base, std::size_t bytes) {
+LocalRegion SimFabric::register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) {
   Network::Region region;
   region.base = static_cast<char*>(base);
   region.bytes = bytes;
+  region.shared_bytes = shared_bytes;
   region.key = network_.new_key();
   port_.regions[region.key] = region;
   LocalRegion local;
   local.id = static_cast<int>(region.key);
   local.base = base;
   local.bytes = bytes;
+  local.shared_bytes = shared_bytes;
   local.description = blob_of(region);
   return local;
 }
@@ -52,7 +54,7 @@ RemoteRegion SimFabric::import_region(int, const Blob& description) const {
   const auto region = read_blob<Network::Region>(description);
   RemoteRegion remote;
   remote.base = network_.profile().offsets ? 0 : reinterpret_cast<std::uint64_t>(region.base);
-  remote.bytes = region.bytes;
+  remote.bytes = region.shared_bytes;
   for (std::uint64_t& key : remote.key) key = region.key;
   return remote;
 }

@@ -20,7 +20,7 @@ class SimFabric final : public Fabric {
   Blob address() const override;
   void insert_peer(int peer, const Blob& address) override;
   void remove_peer(int peer) override;
-  LocalRegion register_memory(void* base, std::size_t bytes) override;
+  LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override;
   void unregister_memory(const LocalRegion& region) override;
   RemoteRegion import_region(int peer, const Blob& description) const override;
   Post write(const Write& write) override { return network_.post(port_, write); }

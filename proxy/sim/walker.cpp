@@ -100,7 +100,7 @@ void Walker::begin_dispatch_send() {
   if (!plan_) {
     std::vector<std::int64_t> ids(part_.ids.begin(), part_.ids.end());
     for (std::int64_t& id : ids)
-      if (id < -1) id = -id - 2;   // of a dead rank, which the caller does not know
+      if (id < -1) id = -id - 2;   // an expert of a dead rank; the caller does not know that it is dead
     plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), part_.tokens, &e_.alive()));
   }
   const std::size_t row = std::size_t{c_.hidden} * (step_->quantised ? 1 : dtype_bytes(c_.dtype)), stride = row + kGap;
@@ -109,14 +109,14 @@ void Walker::begin_dispatch_send() {
   scales_in_ = part_.scales;
   weights_ = part_.weights;
   late_weights_ = part_.late_weights;
-  DispatchInput in;
+  Tokens in;
   in.plan = plan_;
   in.x = {x_.data(), stride};
   // A rank without tokens has an empty tensor, which is not the same as none.
   static const char none = 0;
   if (step_->quantised) in.scales = scales_in_.empty() ? &none : scales_in_.data();
-  in.scale_row_stride = scale_bytes(c_);
-  in.scale_stride = scale_bytes_each(c_.wire);
+  in.scale.row = scale_bytes(c_);
+  in.scale.scale = scale_bytes_each(c_.wire);
   in.weights = step_->unit_weights ? nullptr : weights_.data();
   in.keep_own_rows = step_->keep_own;
   phase_ = Phase::DispatchSend;
@@ -146,9 +146,9 @@ void Walker::begin_dispatch_recv() {
   DispatchOutput out;
   out.x = out_.data();
   out.scales = scales_.data();
-  out.scale_row_stride = scales_by_column_ ? each : scales * each;
-  out.scale_stride = scales_by_column_ ? group * each : each;
-  out.scale_group_stride = group * scales * each;
+  out.scale.row = scales_by_column_ ? each : scales * each;
+  out.scale.scale = scales_by_column_ ? group * each : each;
+  out.scale.group = group * scales * each;
   out.counts = counts_.data();
   out.offsets = offsets_.data();
   out.weights = out_weights_.data();
@@ -163,7 +163,7 @@ void Walker::begin_dispatch_recv() {
 }
 
 void Walker::begin_combine_send() {
-  CombineInput in;
+  ExpertOutputs in;
   in.release = step_->released;
   phase_ = Phase::CombineSend;
   if (!in.release) {
@@ -364,7 +364,7 @@ void Walker::check_combine() const {
 
 // ---- memory that nobody may read any more --------------------------------------------------------------------------------------
 
-// The blocks of a step that this rank has read. The start of a slot is enough to show whoever reads it again, or too late.
+// Poisons the blocks of a step that this rank has read. The start of a slot is enough to reveal a second or late read.
 void Walker::poison_slots(Op op) {
   constexpr std::uint64_t kEnough = 2048;
   const std::uint32_t set = set_of(c_, number_);

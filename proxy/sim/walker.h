@@ -1,5 +1,5 @@
-// One rank's way through one step: the four production phases in turn, what the experts do between them, and every output
-// compared with what must come of it.
+// Takes one rank through one step: the four production phases in turn and the experts between them, and compares every output with
+// the expected one.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,11 @@ namespace pplx::sim {
 
 class Walker {
  public:
-  // `plan`: of the step before, when this one routes alike.
+  // `plan`: that of the step before, if this step has the same routing.
   Walker(cpu::Exchange& exchange, std::shared_ptr<Step> step, std::shared_ptr<const Plan> plan, Totals& totals);
 
   enum class Progress { None, Some, Closed };
-  Progress advance();                        // begins what comes next, or polls what is under way
+  Progress advance();                        // begins the next phase, or polls the current one
   bool has_sent() const { return stage_ > 0; }
   std::uint32_t number() const { return number_; }    // the step's own number, once it is sent
   Phase phase() const { return phase_; }
@@ -50,7 +50,7 @@ class Walker {
   const Part& part_;
   std::shared_ptr<const Plan> plan_;
   Totals& totals_;
-  int stage_ = 0;                            // how many phases are done
+  int stage_ = 0;                            // number of phases that are done
   std::uint32_t number_ = 0;
   Phase phase_ = Phase::None;
   double begun_ = 0;

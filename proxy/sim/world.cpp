@@ -10,8 +10,8 @@ using namespace cpu;
 namespace {
 
 constexpr Time kLongestPause = 10 * kMillisecond;
-constexpr Time kByMemory = 100 * kMillisecond;   // what an abort takes to the ranks of a node, their pauses included
-constexpr Time kDrain = 100 * kMillisecond;   // what reset() gives writes under way
+constexpr Time kByMemory = 100 * kMillisecond;   // the longest that an abort takes to reach the ranks of a node, their pauses included
+constexpr Time kDrain = 100 * kMillisecond;   // the time that reset() gives writes under way
 
 const char* name_of(Trouble trouble) {
   switch (trouble) {
@@ -82,7 +82,7 @@ Config World::draw_config(std::uint32_t object, Random& replicas) {
 
 void World::build() {
   const double size = static_cast<double>(random_.below(1000)) / 1000;
-  // Drawn apart, so that the worlds without replicas stay as they were.
+  // Drawn separately, so that worlds without replicas stay as they were.
   Random replicas(mix(seed_ + 2));
   replicas_ = replicas.chance(0.75) ? 1 : replicas.chance(0.6) ? 2 : replicas.between(3u, 4u);
   const std::uint32_t drawn = size < 0.70    ? random_.between(2u, 6u)
@@ -140,14 +140,17 @@ void World::build() {
   }
 }
 
-// Fresh endpoints for every generation. The ranks start at different moments, and none knows an initiator before it starts.
+// Fresh endpoints for every generation. The ranks start at different moments, and a rank knows no initiator before it starts.
 void World::connect() {
   for (Rank& rank : ranks_) {
     if (!rank.alive || rank.objects[0].config.remote_peers == 0) continue;
     rank.fabric = std::make_unique<SimFabric>(network_, rank.number, endpoints_);
     rank.proxy = std::make_unique<Proxy>(*rank.fabric, shard_bytes_);
     rank.broken = false;
-    for (Object& object : rank.objects) object.region = rank.fabric->register_memory(object.base(), heap_of(object.config).bytes);
+    for (Object& object : rank.objects) {
+      const Heap heap = heap_of(object.config);
+      object.region = rank.fabric->register_memory(object.base(), heap.bytes, heap.shared_bytes);
+    }
     rank.fabric->port().on_ready = [this, &rank] { wake(*rank.proxy_actor); };
   }
   for (Rank& rank : ranks_)
@@ -177,7 +180,7 @@ void World::start(Rank& rank) {
         object.exchange->lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
-      // Of a step whose eight bits none of this generation's have.
+      // The immediate of a step whose eight bits no step of this generation has.
       std::vector<std::uint32_t> strays;
       const std::uint32_t low = object.config.first_step & 0xffu;
       for (const Rank& peer : ranks_)
@@ -192,8 +195,7 @@ void World::start(Rank& rank) {
   schedule(*rank.phases_actor, true);
 }
 
-// ---- who runs when
-// ---------------------------------------------------------------------------------------------------------------
+// ---- who runs when ---------------------------------------------------------------------------------------------------------------
 
 void World::schedule(Actor& actor, bool progress) {
   actor.pause = progress ? 0 : std::min<Time>(kLongestPause, actor.pause * 2 + 500);
@@ -209,7 +211,7 @@ void World::schedule(Actor& actor, bool progress) {
 void World::wake(Actor& actor) {
   if (!ranks_[actor.rank].running || actor.due < clock_.now() + 10 * kMicrosecond) return;
   actor.pause = 0;
-  // A rank that is in one of its long pauses stays there: only the waiting ones notice.
+  // A rank in one of its long pauses stays there; only waiting ranks notice.
   if (actor.due > clock_.now() + kLongestPause / 2 && random_.chance(slow_)) return;
   actor.due = clock_.now() + random_.between<Time>(50, 3 * kMicrosecond) * ranks_[actor.rank].slowness;
   clock_.at(actor.due, actor, ++actor.epoch);
@@ -220,7 +222,7 @@ void World::wake_node(const Rank& rank) {
     if (mate.node == rank.node && mate.number != rank.number) wake(*mate.phases_actor);
 }
 
-// What the control connections of a generation carry ends with it.
+// Messages on the control connections end with their generation.
 void World::later(Time delay, std::function<void()> action) {
   moments_.actions.push_back(std::make_unique<std::function<void()>>([this, action = std::move(action), generation = generation_] {
     if (generation == generation_) action();
@@ -244,7 +246,7 @@ void World::run_proxy(std::uint32_t number) {
   bool moved = false;
   try {
     moved = !rank.broken && rank.proxy->step();
-  } catch (const FabricError& error) {   // what ProxyThread does then
+  } catch (const FabricError& error) {   // as in ProxyThread
     log_.line("rank %u: its fabric is beyond use: %s", number, error.what());
     rank.broken = true;
     rank.proxy->fail_all(error.what());
@@ -311,7 +313,7 @@ bool World::advance(Rank& rank, Object& object) {
   object.overflowed |= step->overflows;
   object.walkers.erase(object.walkers.begin() + static_cast<std::ptrdiff_t>(which));
   ++object.closed;
-  if (!rank.alive) return true;   // of a generation that is over: the scripts are those of the next one
+  if (!rank.alive) return true;   // its generation is over, and the scripts are those of the next one
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   if (++step->closed == living) {
     ++totals_.steps;
@@ -332,8 +334,7 @@ std::shared_ptr<Step> World::step_of(std::uint32_t object, std::uint32_t number)
   return step;
 }
 
-// ---- trouble
-// -----------------------------------------------------------------------------------------------------------------------
+// ---- trouble ---------------------------------------------------------------------------------------------------------------------
 
 World::Rank& World::any_alive() {
   for (;;) {
@@ -357,14 +358,14 @@ void World::plan_trouble() {
   victim_ = victim.number;
   bool remote = false;
   for (const Rank& peer : ranks_) remote |= peer.alive && peer.node != victim.node;
-  // Who leaves, leaves at least two behind.
+  // At least two ranks must be left.
   if (living < 3 && !remote) return;
   do {
     trouble_ = random_.chance(0.25) ? Trouble::Corrupt : static_cast<Trouble>(random_.between(1, 8));
   } while (is_trap(trouble_) ? !remote : living < 3);
   trouble_step_ = random_.between(0u, 3u);
   polls_left_ = random_.between(0u, 6u);
-  // Nobody can be done with all steps by then.
+  // By then nobody can have finished all steps.
   steps_ = std::max(steps_, trouble_step_ + ranks_[0].objects[0].config.in_flight + 3);
   log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_,
             trouble_step_);
@@ -407,7 +408,7 @@ void World::strike() {
 }
 
 void World::set_trap(Trap::Kind kind) {
-  constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource, Fault::CorruptPieces,
+  constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource,
                                 Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags};
   const Fault fault = kDamages[random_.below(std::size(kDamages))];
   Trap trap;
@@ -426,7 +427,7 @@ void World::set_trap(Trap::Kind kind) {
   network_.set_trap(std::move(trap));
 }
 
-// Something in the header that cannot be.
+// Puts something impossible into the header.
 void World::damage(Fault fault, const Immediate& i, char* block) {
   const Config& c = ranks_[victim_].objects[i.object].config;
   BlockHeader header;
@@ -438,7 +439,6 @@ void World::damage(Fault fault, const Immediate& i, char* block) {
       header.generation = random_.chance(0.5) ? header.generation - 1 : header.generation + other;
       break;
     case Fault::CorruptSource: header.source ^= other; break;
-    case Fault::CorruptPieces: header.pieces += other; break;
     case Fault::CorruptRows:
       header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other);
       break;
@@ -472,8 +472,8 @@ void World::leave(Rank& rank) {
       });
 }
 
-// A rank that stood still while the others reset without it goes on where it was: into memory that it still maps, with writes
-// that nobody has registered memory for.
+// Wakes a rank that stood still while the others reset without it. It goes on where it was, into memory that it still maps, with writes
+// for which no memory is registered any more.
 void World::wake_too_late(Rank& rank) {
   totals_.count(Fault::WokeTooLate);
   log_.line("rank %u: wakes, in the middle of a generation that is over", rank.number);
@@ -483,7 +483,7 @@ void World::wake_too_late(Rank& rank) {
   schedule(*rank.phases_actor, true);
 }
 
-// What Python does with a failure that a call raised: it tells everybody, unless everybody knows.
+// As in Python after a call raised a failure: tells everybody, unless everybody knows.
 void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   log_.line("rank %u: object %u raises: %s", rank.number, object.config.object, failure.what());
   if (!rank.alive) {   // the others went on without it
@@ -492,7 +492,7 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
     return;
   }
   check_failure(rank, object, failure);
-  // Ranks that share memory need no control connections to hear of it.
+  // Ranks that share memory hear of it without control connections.
   const Time first = node_raised_.emplace(std::pair{object.config.object, rank.node}, clock_.now()).first->second;
   if (clock_.now() - first > kByMemory && !object.walkers.empty())
     throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) +
@@ -500,7 +500,7 @@ void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
                     " s");
   ++totals_.failures;
   object.failure = failure;
-  object.walkers.clear();   // their phases would raise the same
+  object.walkers.clear();   // their phases would raise the same failure
   if (rank.told) return;
   const bool timeout = failure.reason == AbortReason::Timeout;
   const std::uint32_t blamed = failure.peer == kNoRank ? rank.number : failure.peer;
@@ -520,7 +520,7 @@ void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
   wake(*rank.phases_actor);
 }
 
-// Does `rank` wait for `victim`, perhaps through others?
+// Whether `rank` waits for `victim`, perhaps through others.
 bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   std::vector<bool> seen(ranks_.size(), false);
   std::vector<std::uint32_t> ask{from};
@@ -560,8 +560,8 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     if (f.phase != phase_of(trap.immediate.op)) wrong("names the wrong phase");
     if ((f.step & 0xffu) != trap.immediate.step) wrong("names the wrong step");
   };
-  // A rank that has taken all its steps makes no call that could say so: then whoever waits for it gives up, and perhaps a replica
-  // of that one first, which waits for rows that it cannot finish.
+  // A rank that has taken all its steps makes no call that could report the cause. Then a rank that waits for it gives up, or first a
+  // replica of that rank, which waits for rows that it cannot finish.
   const auto gave_up_on_silent = [&](bool silent) {
     if (!silent || f.reason != AbortReason::Timeout || f.peer >= ranks_.size()) return false;
     if (!late_[f.peer] && !waits_for(f.peer, victim_)) return false;
@@ -572,7 +572,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     case Trouble::Kill:
     case Trouble::Leave: must_blame(victim_); break;
     case Trouble::Vanish:
-      // A timeout knows whom it waited for, which may be one that itself waited.
+      // A timeout blames the rank that it waited for, which may itself have been waiting.
       if (f.peer >= ranks_.size()) wrong("blames nobody");
       if (!late_[f.peer] && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
       late_[f.peer] = true;
@@ -597,8 +597,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
   }
 }
 
-// ---- the end of a generation
-// ---------------------------------------------------------------------------------------------------------
+// ---- the end of a generation -----------------------------------------------------------------------------------------------------
 
 bool World::steps_done(const Rank& rank) const {
   return std::all_of(rank.objects.begin(), rank.objects.end(),
@@ -618,7 +617,7 @@ bool World::pump(Time deadline, const std::function<bool()>& done) {
 }
 
 void World::finish_generation() {
-  // Longer than any timeout, which would be raised first.
+  // Longer than any timeout, so that a timeout is raised first.
   const Time deadline = clock_.now() + static_cast<Time>(timeout_ * 1e9) * 40;
   const bool done = pump(deadline, [this] {
     if (steps_done()) return true;
@@ -649,7 +648,7 @@ void World::finish_in_trouble() {
           throw Violation(rank_text(rank.number) + " has not noticed " + name_of(trouble_) + " of rank " + std::to_string(victim_) +
                           " after " + std::to_string(static_cast<double>(clock_.now() - *struck_) * 1e-9) + " s");
   }
-  // A rank between two steps meets it at its next call.
+  // A rank between two steps raises it at its next call.
   for (Rank& rank : ranks_) {
     if (!rank.alive) continue;
     rank.running = false;
@@ -666,7 +665,7 @@ void World::finish_in_trouble() {
   }
 }
 
-// What Python's reset() does, its agreements left out: here everybody waits for everybody.
+// Python's reset() without its agreements: here everybody waits for everybody.
 void World::reset() {
   log_.line("reset");
   network_.set_trap({});
@@ -712,7 +711,7 @@ void World::reset() {
       object.begun = object.closed = 0;
       object.exchange->reset(generation_, alive_);
       totals_.count(Fault::ReplicaLost, object.exchange->replicas().size() + 1 < object.config.replicas);
-      // Words are never cleared, so those of the old generation say that everything has arrived.
+      // Words are never cleared, so words of the old generation claim that everything has arrived.
       const Heap& heap = object.exchange->heap();
       for (std::uint32_t set = 0; set < object.config.in_flight; ++set)
         for (std::uint32_t signal = 0; signal < kSignals; ++signal)
@@ -730,7 +729,7 @@ void World::reset() {
     later(random_.between<Time>(0, 500) * kMicrosecond, [this, &rank = ranks_[victim_]] { wake_too_late(rank); });
 }
 
-// All steps are done in spite of the trouble. That may be where a write failed whose data had landed; its rank's next call says so.
+// All steps are done in spite of the trouble. That is right if a failed write's data had landed; its rank's next call reports it.
 void World::check_noticed() {
   if (!struck_ || (is_trap(trouble_) && !network_.trap().fired)) return;
   pump(clock_.now() + kSecond, [] { return false; });
@@ -753,7 +752,7 @@ void World::check_notices() {
       try {
         object.exchange->raise_notice();
       } catch (const Misuse&) {
-        object.noticed = true;   // said once: the next generation does not hear of it again
+        object.noticed = true;   // reported once; the next generation does not hear of it again
         continue;
       }
       throw Violation(rank_text(rank.number) + " never said that an output buffer was too small");
@@ -776,7 +775,7 @@ void World::run() {
     }
     reset();
   }
-  // What is still under way may not disturb anything either.
+  // Writes still under way must not disturb anything either.
   pump(clock_.now() + 20 * kMillisecond, [] { return false; });
   ++totals_.seeds;
   totals_.events += clock_.events();

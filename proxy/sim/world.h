@@ -1,5 +1,5 @@
-// One run: some ranks on some nodes, one or more AllToAlls, several generations of steps. A generation may end in trouble; then
-// every survivor must name its cause in time, and they reset and go on. Everything follows from the seed.
+// One run: some ranks on some nodes, one or more AllToAlls, several generations of steps. If a generation ends in trouble, every survivor
+// must name the cause in time; then they reset and go on. Everything follows from the seed.
 #pragma once
 
 #include <functional>
@@ -29,14 +29,14 @@ class World {
   std::string describe() const;    // the run in a line
 
  private:
-  // What polls one rank's proxy, or its phases: now and then, and soon after something happened.
+  // Polls one rank's proxy, or its phases, now and then, and soon after an event.
   struct Actor final : Clock::Task {
     Actor(World& world, std::uint32_t rank, bool proxy) : world(world), rank(rank), proxy(proxy) {}
     void run(std::uint32_t what) override { if (what == epoch) proxy ? world.run_proxy(rank) : world.run_phases(rank); }
     World& world;
     const std::uint32_t rank;
     const bool proxy;
-    std::uint32_t epoch = 0;       // an event of an earlier one is void
+    std::uint32_t epoch = 0;       // events of earlier epochs are void
     Time due = 0, pause = 0;
   };
   // One AllToAll on one rank.
@@ -48,13 +48,13 @@ class World {
     std::vector<std::unique_ptr<Walker>> walkers;
     std::shared_ptr<const Plan> plan;          // of the last step begun
     std::uint32_t begun = 0, closed = 0;       // in this generation
-    bool may_overflow = false, overflowed = false, noticed = false;   // some step begun; one closed; and it was said
+    bool may_overflow = false, overflowed = false, noticed = false;   // in some step begun; in one closed; and it was reported
     std::optional<PeerFailure> failure;
     char* base() { return reinterpret_cast<char*>(memory.data()); }
   };
   struct Rank {
     std::uint32_t number = 0, node = 0;
-    bool alive = true;                         // as the survivors see it
+    bool alive = true;                         // in the survivors' view
     bool running = false;                      // its process does something
     bool left = false;
     bool broken = false;                       // its proxy's fabric threw
@@ -62,11 +62,11 @@ class World {
     std::unique_ptr<SimFabric> fabric;
     std::unique_ptr<Proxy> proxy;
     std::vector<Object> objects;
-    std::optional<std::uint32_t> told;         // whom the control connections blame
+    std::optional<std::uint32_t> told;         // the rank that the control connections blame
     Actor* proxy_actor = nullptr;
     Actor* phases_actor = nullptr;
   };
-  // What happens once, at a moment.
+  // An event that happens once.
   struct Moments final : Clock::Task {
     void run(std::uint32_t what) override { (*actions[what])(); actions[what].reset(); }
     std::vector<std::unique_ptr<std::function<void()>>> actions;
@@ -119,22 +119,22 @@ class World {
   std::vector<std::unique_ptr<Actor>> actors_;
   std::vector<Rank> ranks_;
   std::vector<bool> alive_;
-  bool long_ = false;                          // more steps than eight bits can tell apart
+  bool long_ = false;                          // has more steps than eight bits can tell apart
   std::uint32_t replicas_ = 1;                 // of those AllToAlls that have any
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;
   double timeout_ = 0, slow_ = 0;
-  Time gossip_ = 0;                            // what the control connections take at most
+  Time gossip_ = 0;                            // the longest that the control connections take
   bool resetting_ = false;                     // nobody is in a phase
   bool leaves_ = false;                        // ranks leave in order once they are done
-  std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object, those that somebody is still in
+  std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object: the steps that some rank is still in
 
   Trouble trouble_ = Trouble::None;
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
   std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // by object and node, when the first of its ranks did
-  std::vector<bool> late_;                     // by rank, blamed by a timeout while it waited for the victim, as it may be
+  std::vector<bool> late_;                     // by rank: rightly blamed by a timeout, since it waited for the victim itself
 };
 
 }  // namespace pplx::sim

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "blob.h"
 #include "proxy/chaos.h"
 #include "proxy/fabric.h"
-#include "proxy/libfabric/bare_writes.h"
 #include "proxy/libfabric/libfabric_fabric.h"
 #include "proxy/libfabric/loader.h"
 #include "proxy/libfabric/providers.h"
@@ -25,10 +25,6 @@ namespace pplx {
 namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-py::bytes to_bytes(const Blob& blob) { return py::bytes(reinterpret_cast<const char*>(blob.data()), blob.size()); }
-
-Blob to_blob(const std::string& bytes) { return Blob(bytes.begin(), bytes.end()); }
 
 LibfabricFabric& libfabric_of(Fabric& fabric) {
   auto* found = dynamic_cast<LibfabricFabric*>(&fabric);
@@ -137,22 +133,6 @@ std::vector<std::tuple<std::string, std::uint64_t, std::string>> poll(Fabric& fa
   return seen;
 }
 
-using WriteTuple = std::tuple<int, const RemoteRegion*, std::size_t, std::size_t, std::size_t>;
-
-std::pair<std::vector<double>, std::size_t> bare_writes(Fabric& fabric, const LocalRegion& source, const std::vector<WriteTuple>& tuples,
-                                                        std::size_t expected_arrivals, int rounds, double timeout, std::size_t early_arrivals) {
-  std::vector<BareWrite> writes;
-  for (const auto& [peer, target, bytes, source_offset, target_offset] : tuples) writes.push_back({peer, target, bytes, source_offset, target_offset});
-  const auto limit = std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(timeout));
-  std::vector<double> seconds;
-  const py::gil_scoped_release unlocked;
-  for (int round = 0; round < rounds; ++round) {
-    const auto took = run_bare_writes(fabric, source, writes, expected_arrivals, early_arrivals, limit);
-    seconds.push_back(std::chrono::duration<double>(took).count());
-  }
-  return {std::move(seconds), early_arrivals};
-}
-
 }  // namespace
 
 void bind_fabric(py::module_& m) {
@@ -161,15 +141,8 @@ void bind_fabric(py::module_& m) {
   m.def("libfabric_status", &libfabric_status, py::arg("wheels") = std::vector<std::string>{},
         "What libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.");
   m.def(
-      "cleanup_dead_peer", [](const std::string& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
+      "cleanup_dead_peer", [](const py::bytes& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
       "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
-
-  m.def(
-      "chaos",
-      [](std::shared_ptr<Fabric> fabric, const std::string& options, int rank) -> std::shared_ptr<Fabric> {
-        return std::make_shared<ChaosFabric>(std::move(fabric), parse_chaos(options), rank);
-      },
-      py::arg("fabric"), py::arg("options"), py::arg("rank"), "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
 
   m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("places"), py::arg("sysfs") = "/sys",
         "For each process of a host, (PCI address of its GPU or \"\", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.");
@@ -184,10 +157,10 @@ void bind_fabric(py::module_& m) {
 
   py::class_<LocalRegion>(m, "LocalRegion")
       .def_readonly("id", &LocalRegion::id)
-      .def_readonly("bytes", &LocalRegion::bytes)
+      .def_readonly("nbytes", &LocalRegion::bytes)
       .def_property_readonly("base", [](const LocalRegion& region) { return reinterpret_cast<std::uintptr_t>(region.base); })
       .def_property_readonly("description", [](const LocalRegion& region) { return to_bytes(region.description); });
-  py::class_<RemoteRegion>(m, "RemoteRegion").def_readonly("bytes", &RemoteRegion::bytes);
+  py::class_<RemoteRegion>(m, "RemoteRegion").def_readonly("nbytes", &RemoteRegion::bytes);
 
   py::class_<Fabric, std::shared_ptr<Fabric>>(m, "Fabric", "One-sided writes with immediates over libfabric. One thread at a time.")
       .def(py::init(&make_fabric), py::arg("provider") = "auto", py::arg("options") = py::dict())
@@ -201,27 +174,33 @@ void bind_fabric(py::module_& m) {
       .def("endpoint_name", &Fabric::endpoint_name, py::arg("endpoint"))
       .def("address", [](const Fabric& fabric) { return to_bytes(fabric.address()); })
       .def(
-          "insert_peer", [](Fabric& fabric, int peer, const std::string& address) { fabric.insert_peer(peer, to_blob(address)); }, py::arg("peer"),
+          "insert_peer", [](Fabric& fabric, int peer, const py::bytes& address) { fabric.insert_peer(peer, to_blob(address)); }, py::arg("peer"),
           py::arg("address"), Unlocked())
       .def("remove_peer", &Fabric::remove_peer, py::arg("peer"), Unlocked())
       .def(
           "register_memory",
-          [](Fabric& fabric, std::uintptr_t base, std::size_t bytes) { return fabric.register_memory(reinterpret_cast<void*>(base), bytes); },
-          py::arg("base"), py::arg("bytes"), Unlocked(), "The memory must stay until unregister_memory or close.")
+          [](Fabric& fabric, std::uintptr_t base, std::size_t bytes, std::size_t shared_bytes) {
+            return fabric.register_memory(reinterpret_cast<void*>(base), bytes, shared_bytes);
+          },
+          py::arg("base"), py::arg("nbytes"), py::kw_only(), py::arg("shared_bytes"), Unlocked(),
+          "Peers may write into the first `shared_bytes`. The memory must stay until unregister_memory or close.")
       .def("unregister_memory", &Fabric::unregister_memory, py::arg("region"), Unlocked())
       .def(
-          "import_region", [](const Fabric& fabric, int peer, const std::string& description) { return fabric.import_region(peer, to_blob(description)); },
+          "import_region", [](const Fabric& fabric, int peer, const py::bytes& description) { return fabric.import_region(peer, to_blob(description)); },
           py::arg("peer"), py::arg("description"))
-      .def("bare_writes", &bare_writes, py::arg("source"), py::arg("writes"), py::arg("expected_arrivals"), py::kw_only(), py::arg("rounds") = 1,
-           py::arg("timeout") = 30.0, py::arg("early_arrivals") = 0,
-           "The floor. `writes` has (peer, remote region, bytes, source offset, target offset); returns the seconds of each round and the\n"
-           "arrivals that belong to the next call, to be given to it.")
       .def("poll", &poll, "Up to 64 completions, for tests: (kind, immediate or context, text of a failure). A proxy does this by itself.")
       .def(
           "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.")
       .def(
           "abandon", [](Fabric& fabric) { libfabric_of(fabric).abandon(); }, Unlocked(),
           "In place of close(), when the thread that drives it hangs: only its files in /dev/shm go.");
+
+  m.def(
+      "chaos",
+      [](std::shared_ptr<Fabric> fabric, const std::string& options, int rank) -> std::shared_ptr<Fabric> {
+        return std::make_shared<ChaosFabric>(std::move(fabric), parse_chaos(options), rank);
+      },
+      py::arg("fabric"), py::arg("options"), py::arg("rank"), "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
 }
 
 }  // namespace pplx

@@ -12,9 +12,11 @@
 #include <string>
 #include <vector>
 
+#include "blob.h"
 #include "proxy/carried.h"
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
+#include "src/protocol/heap.h"
 
 namespace py = pybind11;
 
@@ -32,14 +34,22 @@ void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabr
 LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<Carried>& carried) {
   const auto region = std::make_shared<LocalRegion>();
   call(thread, "register memory", [region, carried](Proxy&, Fabric& fabric) {
-    const std::optional<DeviceMemory> blocks = carried->blocks();
-    *region = blocks ? fabric.register_device_memory(*blocks) : fabric.register_memory(carried->memory(), carried->bytes());
+    const std::uint64_t shared = heap_of(carried->config()).shared_bytes;
+    if (std::optional<DeviceMemory> blocks = carried->blocks()) {
+      blocks->shared_bytes = shared;
+      *region = fabric.register_device_memory(*blocks);
+    } else {
+      *region = fabric.register_memory(carried->memory(), carried->bytes(), shared);
+    }
   });
   return *region;
 }
 
 void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const LocalRegion& region,
-            const std::map<std::uint32_t, std::string>& descriptions) {
+            const std::map<std::uint32_t, py::bytes>& given) {
+  std::map<std::uint32_t, Blob> descriptions;
+  for (const auto& [peer, bytes] : given) descriptions.emplace(peer, to_blob(bytes));
+  const py::gil_scoped_release unlocked;
   const auto object = std::make_shared<ProxyObject>();
   object->config = carried->config();
   object->generation = carried->generation();
@@ -51,9 +61,8 @@ void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
   const std::weak_ptr<Carried> weak = carried;
   const std::uint32_t rank = object->config.rank;
   call(thread, "attach an AllToAll", [object, descriptions, weak, rank](Proxy& proxy, Fabric& fabric) {
-    for (const auto& [peer, text] : descriptions)
-      object->peers.at(peer) =
-          std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), Blob(text.begin(), text.end())));
+    for (const auto& [peer, description] : descriptions)
+      object->peers.at(peer) = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(peer), description));
     object->on_failure = [weak, rank](const ProxyFailure& f) {
       if (const std::shared_ptr<Carried> c = weak.lock()) c->lost_network(f.abort(rank), f.text(rank));
     };
@@ -61,7 +70,8 @@ void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
   });
 }
 
-// Waits for the writes that still read this object's memory, but no longer than `timeout`.
+// Waits for the writes that still read this object's memory, but no longer than `timeout`. What was registered and never attached
+// is unregistered.
 void detach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const LocalRegion& region, double timeout) {
   const std::uint32_t number = carried->config().object;
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout);
@@ -130,12 +140,12 @@ void bind_proxy(py::module_& m) {
       .def(py::init<std::shared_ptr<Fabric>, std::uint64_t, int>(), py::arg("fabric"), py::arg("shard_bytes"), py::arg("cpu"), Unlocked())
       .def(
           "insert_peer",
-          [](ProxyThread& thread, int peer, const std::string& address) {
-            call(thread, "insert a peer", [peer, address](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, Blob(address.begin(), address.end())); });
+          [](ProxyThread& thread, int peer, const py::bytes& address) {
+            call(thread, "insert a peer", [peer, blob = to_blob(address)](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, blob); });
           },
           py::arg("peer"), py::arg("address"), Unlocked())
       .def("register_memory", &register_memory, py::arg("carried"), Unlocked())
-      .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"), Unlocked())
+      .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"))
       .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
       .def("stats", [](ProxyThread& thread) { return stats(thread); })
       .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(), "False if it hangs in the provider, or gets no core, for that many seconds.")

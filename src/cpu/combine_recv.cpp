@@ -1,5 +1,5 @@
-// combine_recv: waits for every peer's block, which also says that the peer has read this rank's dispatch; then adds each
-// token's partial sums, ranks ascending. Replicas do so for the tokens that they sent, and give each other the rows.
+// combine_recv: waits for every peer's block, which also says that the peer has read this rank's dispatch; then adds each token's
+// partial sums, ranks ascending. A replica does so for the tokens that it sent, and gives the rows to the others.
 #include <algorithm>
 #include <cstring>
 
@@ -10,7 +10,7 @@ namespace {
 
 class CombineRecv final : public PhaseRun {
  public:
-  CombineRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const CombineOutput& output)
+  CombineRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const Result& output)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
         own_(plan_.lane.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
         block_(combine_block(c_)) {}
@@ -27,7 +27,7 @@ class CombineRecv final : public PhaseRun {
         return true;
       case kShares:
         if (released_) return true;
-        for (std::uint32_t replica : e_.replicas())   // a header to read, also where there are no rows
+        for (std::uint32_t replica : e_.replicas())   // there is a header to read even if there are no rows
           units.push_back(std::max(1u, e_.units_of(lane(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
         return true;
       default: return false;
@@ -164,14 +164,14 @@ class CombineRecv final : public PhaseRun {
   const Plan& plan_;
   const std::uint32_t own_;   // tokens that this rank sent, and finishes
   const bool released_, has_tail_;
-  const CombineOutput out_;
+  const Result out_;
   const BlockLayout block_;
   std::uint32_t tokens_per_unit_ = 1;
 };
 
 }  // namespace
 
-std::unique_ptr<PhaseRun> Exchange::start_combine_recv(std::uint32_t step, const CombineOutput& output) {
+std::unique_ptr<PhaseRun> Exchange::start_combine_recv(std::uint32_t step, const Result& output) {
   std::lock_guard<std::mutex> lock(mutex_);
   const Open& open = open_step(step, Progress::Combining, "combine_recv");
   return std::make_unique<CombineRecv>(*this, step, open, output);

@@ -1,5 +1,5 @@
-// combine_send: one row back per row received, the weighted sum over the row's local experts. With weights= a rank first
-// sends its own tokens' weights to where the rows are, and waits for its peers'.
+// combine_send: returns one row per row received, the weighted sum over the row's local experts. With weights= a rank first sends its
+// tokens' weights to the ranks that have the rows, and waits for its peers' weights.
 #include <cstring>
 
 #include "exchange.h"
@@ -9,7 +9,7 @@ namespace {
 
 class CombineSend final : public PhaseRun {
  public:
-  CombineSend(Exchange& exchange, std::uint32_t step, const CombineInput& input, std::uint32_t flags)
+  CombineSend(Exchange& exchange, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
       : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(input), flags_(flags),
         block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
 
@@ -155,7 +155,7 @@ class CombineSend final : public PhaseRun {
         ask_for_start(in_.expert_out.data + r.place[at + i] * in_.expert_out.stride, bytes);
   }
 
-  // Each float at its choice's k, so that the token's rank need not know what else lives here.
+  // Each float stands at its choice's k, so the token's rank need not know which experts live here.
   void write_tail(std::uint32_t peer, std::uint32_t row, char* to) const {
     const Received& r = *in_.received;
     const std::size_t at = r.rows_begin[peer] + row;
@@ -174,7 +174,7 @@ class CombineSend final : public PhaseRun {
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
-  const CombineInput in_;
+  const ExpertOutputs in_;
   const std::uint32_t flags_;
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
@@ -184,7 +184,7 @@ class CombineSend final : public PhaseRun {
 
 }  // namespace
 
-std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const CombineInput& input) {
+std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const ExpertOutputs& input) {
   std::lock_guard<std::mutex> lock(mutex_);
   Open& open = open_step(step, Progress::Received, input.release ? "release" : "combine_send");
   if (!input.release && (!input.received || input.received->generation != generation_))

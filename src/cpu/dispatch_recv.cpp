@@ -1,4 +1,4 @@
-// dispatch_recv: all headers give the experts' offsets; then each peer's rows go to their places as its block arrives.
+// dispatch_recv: computes the experts' offsets from all headers; then places each peer's rows as its block arrives.
 #include <algorithm>
 #include <cstring>
 
@@ -78,7 +78,7 @@ class DispatchRecv final : public PhaseRun {
     rows_[peer] = header.rows;
   }
 
-  // Counts by (source, expert) become the output row of each source's first row of each expert.
+  // Turns counts by (source, expert) into the output row of each source's first row for each expert.
   void place_experts() {
     counts_ = base_;
     Received& r = *received_;
@@ -124,7 +124,7 @@ class DispatchRecv final : public PhaseRun {
       std::memset(out_.x + row * payload_bytes(c_), 0, payload_bytes(c_));
       const char zero[4] = {};
       for (std::uint32_t i = 0; i < scales_per_row(c_); ++i)
-        std::memcpy(out_.scales + row * out_.scale_row_stride + i * out_.scale_stride, zero, scale_bytes_each(c_.wire));
+        std::memcpy(out_.scales + row * out_.scale.row + i * out_.scale.scale, zero, scale_bytes_each(c_.wire));
       out_.weights[row] = 0.0f;
       out_.src_rank[row] = out_.src_token[row] = -1;
     }
@@ -207,8 +207,8 @@ class DispatchRecv final : public PhaseRun {
     const std::uint32_t each = scale_bytes_each(c_.wire), n = scales_per_row(c_);
     if (n == 0) return;
     const std::uint64_t group = c_.layout == LayoutKind::Padded ? expert : 0;
-    char* to = out_.scales + group * out_.scale_group_stride + (place - group * c_.max_per_expert) * out_.scale_row_stride;
-    copy_scales(to, out_.scale_stride, scales, each, n, each);
+    char* to = out_.scales + group * out_.scale.group + (place - group * c_.max_per_expert) * out_.scale.row;
+    copy_scales(to, out_.scale.scale, scales, each, n, each);
   }
 
   Exchange& e_;

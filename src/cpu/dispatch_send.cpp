@@ -1,4 +1,4 @@
-// dispatch_send: headers first, then every peer's rows, peers from rank + 1 on, each block published when it is complete.
+// dispatch_send: sends headers first, then every peer's rows, peers from rank + 1 on. Each block is published when it is complete.
 #include <cstring>
 
 #include "exchange.h"
@@ -92,7 +92,7 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t rows = plan_.rows(peer);
     const std::uint32_t end = std::min(rows, (unit + 1) * rows_per_unit_);
     const bool payload = peer != c_.rank || !own_rows_in_x_;
-    const bool streams = payload && e_.mapped(peer);   // past the caches: a peer's core reads it; the proxy's reads are from them
+    const bool streams = payload && e_.mapped(peer);   // past the caches, since a peer's core reads it; the proxy reads from the caches
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
       char* to = block + block_.row_at(row);
@@ -110,7 +110,7 @@ class DispatchSend final : public PhaseRun {
     copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
     if (in_.scales == nullptr) return;
     const std::uint32_t each = scale_bytes_each(c_.wire);
-    copy_scales(to + block_.scales_at, each, in_.scales + token * in_.scale_row_stride, in_.scale_stride, scales_per_row(c_), each);
+    copy_scales(to + block_.scales_at, each, in_.scales + token * in_.scale.row, in_.scale.scale, scales_per_row(c_), each);
   }
 
   void write_route(char* to, std::uint32_t peer, std::uint32_t token) const {
@@ -134,7 +134,7 @@ class DispatchSend final : public PhaseRun {
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
-  const DispatchInput& in_;
+  const Tokens& in_;
   const Plan& plan_;
   const std::uint32_t own_;   // tokens that this rank sends
   const bool own_rows_in_x_;
@@ -145,13 +145,13 @@ class DispatchSend final : public PhaseRun {
   std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
 };
 
-// Whoever unpacks the exponents of such scales would make others of anything but a power of two. Zero may stand beside rows
-// that hold nothing.
-void check_scales(const Config& c, const DispatchInput& input) {
+// A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows that
+// hold nothing.
+void check_scales(const Config& c, const Tokens& input) {
   for (std::uint32_t t = 0; t < input.plan->tokens; ++t)
     for (std::uint32_t i = 0; i < scales_per_row(c); ++i) {
       float scale;
-      std::memcpy(&scale, input.scales + t * input.scale_row_stride + i * input.scale_stride, sizeof scale);
+      std::memcpy(&scale, input.scales + t * input.scale.row + i * input.scale.scale, sizeof scale);
       if (bits_of(scale) != 0 && !is_e8m0(scale))
         throw Misuse("dispatch: x_scale[" + std::to_string(t) + ", " + std::to_string(i) + "] is " + std::to_string(scale) +
                      ": scales of wire 'fp8_ue8m0' are powers of two, 2^-127 to 2^127, or NaN, or zero");
@@ -160,7 +160,7 @@ void check_scales(const Config& c, const DispatchInput& input) {
 
 }  // namespace
 
-std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& input, std::uint32_t* step) {
+std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std::uint32_t* step) {
   if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
   if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
@@ -177,7 +177,7 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const DispatchInput& inp
   open.progress = Progress::Sent;
   open.step = *step = next_step_++;
   open.input = input;
-  // What quantising leaves behind is not the caller's, so own rows can always be read from there.
+  // The quantised rows are not in the caller's memory, so own rows can always be read from there.
   open.own_rows_in_x = quantised(config_.wire) && input.scales == nullptr ? true : input.keep_own_rows && input.scales == nullptr;
   return std::make_unique<DispatchSend>(*this, *step, open);
 }

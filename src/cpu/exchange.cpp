@@ -1,20 +1,11 @@
 #include "exchange.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
 namespace pplx::cpu {
 namespace {
-
-// A peer that said goodbye has sent all it will send; what is still in the network gets this long.
-constexpr double kGoodbyeGrace = 1.0;
-
-// After a write has failed, the control connection gets this long to say that the peer died: a process that is killed loses its memory
-// first, which takes its time on a busy machine, and its connections after that. A death is noticed within 1 s all the same.
-constexpr double kDeathGrace = 0.8;
-
-// A thread that comes back to its wait after more than this was stopped. That time is no peer's fault.
-constexpr double kAway = 1.0;
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -43,17 +34,13 @@ Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double
 }
 
 void Exchange::rebuild_order() {
-  order_.clear();
-  for (std::uint32_t i = 1; i <= config_.world; ++i) {
-    const std::uint32_t peer = (config_.rank + i) % config_.world;
-    if (alive_[peer]) order_.push_back(peer);
-  }
+  order_ = peer_order(config_, alive_);
   replicas_.clear();
   for (std::uint32_t peer : order_)
     if (peer != config_.rank && first_replica(config_, peer) == first_replica(config_, config_.rank)) replicas_.push_back(peer);
 }
 
-// ---- what the phases use ---------------------------------------------------------------------------------------------
+// ---- for the phases --------------------------------------------------------------------------------------------------
 
 Waiting Exchange::waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const {
   Waiting w;
@@ -69,21 +56,17 @@ std::vector<Exchange::Announced> Exchange::announced(std::uint32_t set, Op op) c
   std::vector<Announced> blocks;
   for (std::uint32_t peer : order_) {
     const std::uint64_t index = heap_.word_index(config_, set, op, peer);
-    if (!mapped(peer) && mailed_[index] != 0) blocks.push_back({own_word(heap_.sent + kWordBytes * index), mailed_[index]});
+    if (!mapped(peer)) blocks.push_back({mailbox_entry(heap_, memory_.own, index), mailed_[index]});
   }
   return blocks;
 }
 
 bool Exchange::have_left(const std::vector<Announced>& blocks) {
-  for (const Announced& block : blocks)
-    // Reached, not equal: another peer's block of this step may have been announced, and have left, in the meantime.
-    if (!arrived(load_acquire(block.sent), static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return false;
-  return true;
+  return std::all_of(blocks.begin(), blocks.end(), [](const Announced& block) { return has_left<HostAtomics>(block.entry, block.last); });
 }
 
 void Exchange::raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer) {
-  const std::uint64_t at = heap_.arrival_at(config_, set_of(config_, step), signal, config_.rank);
-  store_release(reinterpret_cast<std::uint64_t*>(memory_.peers[peer] + at), arrival_word(generation_, step));
+  raise_arrival<HostAtomics>(memory_.peers[peer], heap_, config_, signal, config_.rank, generation_, step);
 }
 
 void Exchange::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block) {
@@ -93,9 +76,9 @@ void Exchange::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint3
     return;
   }
   const std::uint64_t index = heap_.word_index(config_, set_of(config_, step), op, peer);
-  *own_word(heap_.outgoing + kWordBytes * index) = static_cast<std::uint64_t>(block - memory_.own);
-  mailed_[index] = arrival_word(generation_, step);
-  store_release(own_word(heap_.mailbox + kWordBytes * index), mail_word(step, rows, true));
+  const MailboxEntry entry = mailbox_entry(heap_, memory_.own, index);
+  set_place(entry, static_cast<std::uint64_t>(block - memory_.own));
+  announce<HostAtomics>(entry, generation_, {step, rows}, mailed_[index]);
 }
 
 BlockHeader Exchange::header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags) const {
@@ -122,7 +105,6 @@ void Exchange::check_header(const BlockHeader& h, Phase phase, std::uint32_t ste
   if (h.step != step) differs("step", h.step, step);
   if (h.generation != generation_) differs("generation", h.generation, generation_);
   if (h.source != peer) differs("source", h.source, peer);
-  if (h.pieces != 1) differs("pieces", h.pieces, 1);
   if (h.rows > max_rows_of_block(config_))
     protocol_error(phase, step, peer, std::to_string(h.rows) + " rows, more than max_tokens_per_rank=" +
                                           std::to_string(config_.max_tokens) +
@@ -138,9 +120,7 @@ void Exchange::check_replica(const BlockHeader& h, const Plan& plan, std::uint32
 void Exchange::note_overflow(std::uint32_t peer) const {
   std::lock_guard<std::mutex> lock(notice_mutex_);
   if (!notice_.empty()) return;
-  const char* parameter = config_.layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows";
-  notice_ = "the output buffer of " + rank_text(peer) + " was too small in an earlier step: rows that did not fit counted as zero. " +
-            "Give the layout a larger " + parameter + " (d.counts holds the true counts).";
+  notice_ = overflow_text(peer, config_.layout);
 }
 
 void Exchange::count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent) {
@@ -177,10 +157,12 @@ bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double
 bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, Since& since) {
   try {
     if (phase_run.poll()) return true;
+    if (closed_.load(std::memory_order_acquire))
+      throw Closed(std::string(phase_name(phase)) + ": this AllToAll was closed while the call waited (step " + std::to_string(step) + ")");
     const double at = now_();
-    if (since.last > 0 && at - since.last > kAway) since.begun += at - since.last;
+    if (since.last > 0 && at - since.last > deadlines::kAway.seconds) since.begun += at - since.last;
     since.last = at;
-    look_for_failure(phase_run, phase, step, timeout_ * (first_step_ ? 3.0 : 1.0) - (at - since.begun));
+    look_for_failure(phase_run, phase, step, patience() - (at - since.begun));
     return false;
   } catch (const PeerFailure& failure) {
     latch(failure);
@@ -203,6 +185,8 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
     }
   } catch (const PeerFailure&) {
     throw;
+  } catch (const Closed&) {
+    throw;
   } catch (...) {
     // A signal handler that threw, or no memory: this rank cannot finish the step, and the others must not wait for it.
     fail({AbortReason::Interrupted, phase, config_.rank, config_.rank, step}, "");
@@ -217,8 +201,8 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
   const bool late = left <= 0;
   if (!late && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = phase_run.waiting();
-  if (w.peer == kNoRank) return;   // not blocked any more
-  const std::string over = w.peer < networks_.size() ? over_text(networks_[w.peer]) : "";
+  if (w.peer == kNoRank) return;   // no longer blocked
+  const std::string over = over_text(first_.network_of(w.peer));
   const std::string waits = std::string("waiting for ") + w.what + " of " + rank_text(w.peer) + over + " in " + phase_name(phase) +
                             ", step " + std::to_string(step);
   const auto failure = [&](const std::string& message, AbortReason reason) {
@@ -228,10 +212,10 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
     throw f;
   };
   const double goodbye = left_at_[w.peer].load(std::memory_order_acquire);
-  if (goodbye >= 0 && now_() - goodbye > kGoodbyeGrace)
+  if (goodbye >= 0 && now_() - goodbye > deadlines::kGoodbyeGrace.seconds)
     failure(rank_text(w.peer) + " closed its Communicator while " + rank_text(config_.rank) + " is " + waits, AbortReason::Closed);
   if (late)
-    failure(rank_text(config_.rank) + " gave up after " + seconds_text(timeout_ * (first_step_ ? 3.0 : 1.0)) + " " + waits +
+    failure(rank_text(config_.rank) + " gave up after " + seconds_text(patience()) + " " + waits +
                 ": expected " + word_text(w.expected) + ", saw " + word_text(w.seen) +
                 ". That rank is stopped, much slower, or not in the same step; timeout= allows more.",
             AbortReason::Timeout);
@@ -239,14 +223,11 @@ void Exchange::look_for_failure(PhaseRun& phase_run, Phase phase, std::uint32_t 
 
 std::uint64_t Exchange::abort_seen() {
   const std::uint64_t* const at = abort_of(config_.rank);
-  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_network_.at > kDeathGrace) {
-    Abort abort = lost_network_.abort;
-    std::string message = lost_network_.message;
-    if (abort.peer < config_.world && left_at_[abort.peer].load(std::memory_order_acquire) >= 0) {
-      abort.reason = AbortReason::Closed;   // that is why its network is gone
-      message = rank_text(abort.peer) + " closed its Communicator, and then " + message;
-    }
-    fail(abort, message);
+  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_at_ > deadlines::kDeathGrace.seconds) {
+    const std::uint32_t peer = lost_network_.abort.peer;
+    const bool left = peer < config_.world && left_at_[peer].load(std::memory_order_acquire) >= 0;
+    const LostNetwork told = left ? lost_network_.after_goodbye() : lost_network_;
+    fail(told.abort, told.message);
   }
   return load_acquire(at);
 }
@@ -257,7 +238,7 @@ void Exchange::latch(PeerFailure failure) {
     if (!failure_) failure_ = std::make_unique<PeerFailure>(failure);
     failure = *failure_;
   }
-  // What another rank told this one goes on as it came: that rank is the origin.
+  // A failure that another rank reported is passed on unchanged: that rank is the origin.
   std::uint64_t word = load_acquire(abort_of(config_.rank));
   if (word == 0) word = abort_word({failure.reason, failure.phase, config_.rank, failure.peer, failure.step});
   tell_node(word);
@@ -270,20 +251,19 @@ void Exchange::tell_node(std::uint64_t word) {
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
-  const std::uint64_t word = abort_word(abort);
   {
-    // The message is that of the word, which may be a peer's by now.
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (store_if_zero(abort_of(config_.rank), word)) message_ = message;
+    std::lock_guard<std::mutex> lock(mutex_);   // a reset ends what came before it
+    first_.tell(abort_of(config_.rank), abort, message);
   }
-  // What only this rank knows, which may be long in coming to its next call.
-  if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric) tell_node(word);
+  // Only this rank knows of these, and its next call may be long in coming.
+  if (abort.reason == AbortReason::Interrupted || abort.reason == AbortReason::Fabric) tell_node(abort_word(abort));
 }
 
 void Exchange::lost_network(const Abort& abort, const std::string& message) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (network_is_lost_.load(std::memory_order_relaxed)) return;
-  lost_network_ = {abort, message, now_()};
+  lost_network_ = {abort, message};
+  lost_at_ = now_();
   network_is_lost_.store(true, std::memory_order_release);
 }
 
@@ -298,13 +278,14 @@ void Exchange::raise_failure(Phase phase, std::uint32_t step) {
   std::unique_lock<std::mutex> lock(mutex_);
   if (!failure_) {
     if (word == 0) return;
-    const Abort a = read_abort(word);
-    std::string message = message_.empty() ? abort_text(a) : message_;
+    const Abort a = read_abort(word, config_.world);
+    std::string message = first_.message();
+    if (message.empty()) message = abort_text(a);
     if (phase != Phase::None) message += ", while " + rank_text(config_.rank) + " was in " + phase_name(phase) + " of step " + std::to_string(step);
-    // A death has no step of its own: then it is where this rank noticed.
+    // A death has no step of its own: take that in which this rank noticed it.
     const bool here = a.phase == Phase::None;
     failure_ = std::make_unique<PeerFailure>(message, a.reason, a.peer, here ? phase : a.phase, here ? step : a.step);
-    tell_node(word);   // it may have come over a control connection that theirs lag behind
+    tell_node(word);   // it may have come over a control connection, and theirs may be slower
   }
   const PeerFailure failure = *failure_;
   lock.unlock();
@@ -319,7 +300,7 @@ void Exchange::raise_notice() {
   throw Misuse(text);
 }
 
-std::uint32_t Exchange::dispatch_send(const DispatchInput& input, const Interrupted& interrupted) {
+std::uint32_t Exchange::dispatch_send(const Tokens& input, const Interrupted& interrupted) {
   raise_failure();
   const std::lock_guard<std::mutex> one_at_a_time(send_mutex_);
   std::uint32_t step = 0;
@@ -338,14 +319,14 @@ std::shared_ptr<const Received> Exchange::dispatch_recv(std::uint32_t step, cons
   return received;
 }
 
-void Exchange::combine_send(std::uint32_t step, const CombineInput& input, const Interrupted& interrupted) {
+void Exchange::combine_send(std::uint32_t step, const ExpertOutputs& input, const Interrupted& interrupted) {
   raise_failure();
   const std::unique_ptr<PhaseRun> phase = start_combine_send(step, input);
   run(*phase, input.uses_weights ? Phase::Weights : Phase::CombineSend, step, interrupted);
   finish_combine_send(step);
 }
 
-void Exchange::combine_recv(std::uint32_t step, const CombineOutput& output, const Interrupted& interrupted) {
+void Exchange::combine_recv(std::uint32_t step, const Result& output, const Interrupted& interrupted) {
   raise_failure();
   const std::unique_ptr<PhaseRun> phase = start_combine_recv(step, output);
   run(*phase, Phase::CombineRecv, step, interrupted);
@@ -381,7 +362,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   next_step_ = config_.first_step;
   first_step_ = true;
   failure_.reset();
-  message_.clear();
+  first_.forget();
   network_is_lost_ = false;
   for (Open& open : open_) open = Open();
   for (std::uint64_t& word : mailed_) word = 0;

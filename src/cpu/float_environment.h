@@ -1,4 +1,4 @@
-// While it lives: no flush to zero, round to nearest. A caller may have set both otherwise, and results must not depend on it.
+// Sets the floating-point mode while it lives: no flush to zero, round to nearest. Results must not depend on the caller's mode.
 #pragma once
 
 #if defined(__SSE2__)

@@ -1,7 +1,7 @@
-// A phase is a row of stages; a stage is groups of units; a group may have to wait for one peer.
+// A phase is a sequence of stages; a stage has groups of units; a group may have to wait for one peer.
 //
-// Any number of threads may poll(): each claims units of groups that are ready, and returns when nothing is. A blocking call
-// is a loop around poll(); a simulation calls it when it likes. Units of one stage touch nothing of each other's.
+// Any number of threads may poll(): each claims units of groups that are ready, and returns when no group is. A blocking call is a loop
+// around poll(); a simulation calls it when it likes. The units of one stage touch no memory in common.
 #pragma once
 
 #include <atomic>
@@ -11,12 +11,12 @@
 #include <mutex>
 #include <vector>
 
-#include "../protocol/words.h"
+#include "../protocol/abort.h"
 #include "float_environment.h"
 
 namespace pplx::cpu {
 
-// What a blocked phase waits for, in the words of an error message.
+// The wait that blocks a phase, in the words of an error message.
 struct Waiting {
   std::uint32_t peer = kNoRank;
   Signal signal = Signal::Header;
@@ -48,28 +48,28 @@ class PhaseRun {
     }
   }
 
-  // At any time: a stage once begun stays where it is until the phase goes.
+  // May be called at any time: a stage once begun stays where it is for the phase's lifetime.
   Waiting waiting() {
     const int stage = stage_.load(std::memory_order_acquire);
     if (stage != kNotBegun && stage != kFinished)
-      for (Group& group : stages_[stage]->groups)   // nobody may have asked yet for a group that is ready
+      for (Group& group : stages_[stage]->groups)   // a group may be ready that nobody has asked yet
         if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting(stage, group.number);
     return {};
   }
 
  protected:
-  // Once a stage, by one thread, after all units of the stage before: the units of each group. False: no such stage.
+  // The units of each group of a stage. Called once per stage, by one thread, after all units of the stage before. False: no such stage.
   virtual bool begin(int stage, std::vector<std::uint32_t>& units) = 0;
-  virtual bool ready(int, std::uint32_t) { return true; }              // several threads may ask; true stays true
+  virtual bool ready(int, std::uint32_t) { return true; }              // several threads may call it; true stays true
   virtual void run(int stage, std::uint32_t group, std::uint32_t unit) = 0;
-  virtual void finished(int, std::uint32_t) {}                         // after a group's last unit; also when it has none
+  virtual void finished(int, std::uint32_t) {}                         // called after a group's last unit; also for a group without units
   virtual Waiting waiting(int, std::uint32_t) const { return {}; }
 
  private:
   static constexpr int kNotBegun = -1, kFinished = 1 << 20, kMostStages = 4;
 
   struct Group {
-    std::uint32_t number = 0, units = 0, claims = 1;   // a group without units is claimed once too, to be finished
+    std::uint32_t number = 0, units = 0, claims = 1;   // a group without units is claimed once too, so that it is finished
     std::atomic<std::uint32_t> next{0}, done{0};
     std::atomic<bool> ready{false};
   };

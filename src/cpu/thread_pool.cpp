@@ -38,59 +38,60 @@ ThreadPool::ThreadPool(unsigned helpers) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   for (unsigned i = 0; i < helpers; ++i) {
-    threads_.emplace_back([this] { serve(); });
-    pthread_setname_np(threads_.back().native_handle(), "pplx-cpu");
+    state_->threads.emplace_back([state = state_] { state->serve(); });
+    pthread_setname_np(state_->threads.back().native_handle(), "pplx-cpu");
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 ThreadPool::~ThreadPool() {
+  if (fork_.in_child()) return;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stop = true;
   }
-  wake_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  state_->wake.notify_all();
+  for (std::thread& thread : state_->threads) thread.join();
 }
 
-void ThreadPool::serve() {
+void ThreadPool::State::serve() {
   std::uint64_t served = 0;
-  std::unique_lock<std::mutex> lock(mutex_);
+  std::unique_lock<std::mutex> lock(mutex);
   for (;;) {
-    wake_.wait(lock, [&] { return stop_ || (phase_ != nullptr && turn_ != served); });
-    if (stop_) return;
-    PhaseRun* phase = phase_;
-    served = turn_;
-    ++working_;
+    wake.wait(lock, [&] { return stop || (phase != nullptr && turn != served); });
+    if (stop) return;
+    PhaseRun* const current = phase;
+    served = turn;
+    ++working;
     lock.unlock();
     Backoff backoff;
     try {
-      while (!leave_.load(std::memory_order_acquire) && !phase->poll()) backoff.pause();
+      while (!leave.load(std::memory_order_acquire) && !current->poll()) backoff.pause();
     } catch (...) {
-      // The caller's own poll() throws the same.
+      // The caller's own poll() throws it too.
     }
     lock.lock();
-    if (--working_ == 0) idle_.notify_all();
+    if (--working == 0) idle.notify_all();
   }
 }
 
-ThreadPool::Help::Help(ThreadPool& pool, PhaseRun& phase) : pool_(pool) {
-  if (pool_.threads_.empty()) return;
-  std::lock_guard<std::mutex> lock(pool_.mutex_);
-  if (pool_.phase_ != nullptr) return;
-  pool_.phase_ = &phase;
-  pool_.leave_.store(false, std::memory_order_release);
-  ++pool_.turn_;
+ThreadPool::Help::Help(ThreadPool& pool, PhaseRun& phase) : state_(*pool.state_) {
+  if (state_.threads.empty()) return;
+  std::lock_guard<std::mutex> lock(state_.mutex);
+  if (state_.phase != nullptr) return;
+  state_.phase = &phase;
+  state_.leave.store(false, std::memory_order_release);
+  ++state_.turn;
   helping_ = true;
-  pool_.wake_.notify_all();
+  state_.wake.notify_all();
 }
 
 ThreadPool::Help::~Help() {
   if (!helping_) return;
-  std::unique_lock<std::mutex> lock(pool_.mutex_);
-  pool_.leave_.store(true, std::memory_order_release);
-  pool_.idle_.wait(lock, [&] { return pool_.working_ == 0; });
-  pool_.phase_ = nullptr;
+  std::unique_lock<std::mutex> lock(state_.mutex);
+  state_.leave.store(true, std::memory_order_release);
+  state_.idle.wait(lock, [&] { return state_.working == 0; });
+  state_.phase = nullptr;
 }
 
 }  // namespace pplx::cpu

@@ -19,6 +19,7 @@
 
 #include "../protocol/heap.h"
 #include "../protocol/replicas.h"
+#include "../protocol/scale_strides.h"
 
 namespace pplx::cuda {
 
@@ -39,12 +40,27 @@ struct Control {
   std::uint32_t shares[kMaxInFlight];  // by set: units claimed of what this replica finishes
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
+  unsigned long long closed[kMaxInFlight];  // by set, see closed_word
   // Blocks of remote peers, see remote.cuh. By set and op.
   unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
   std::uint32_t stored[kMaxInFlight][kOps][kMaxPeers];  // of the block that is being written
   std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
   std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // of the last one that was seen to have left
 };
+// The step that last took a set (32) | its combine has begun to receive (1) | thread blocks of it that have yet to end (31).
+inline constexpr std::uint64_t kClosing = 1ull << 31;
+constexpr std::uint64_t closed_word(std::uint32_t step) { return std::uint64_t{step} << 32; }
+constexpr std::uint64_t taken_word(std::uint32_t step, std::uint32_t blocks) { return closed_word(step) | blocks; }
+constexpr bool is_step_of(std::uint64_t word, std::uint32_t step) { return static_cast<std::uint32_t>(word >> 32) == step; }
+constexpr bool is_open(std::uint64_t word, std::uint32_t step) { return is_step_of(word, step) && (word & (kClosing - 1)) != 0; }
+// By a thread block of this step's dispatch: another one may have been here before.
+constexpr bool may_take(const Config& c, std::uint64_t word, std::uint32_t step) {
+  return is_step_of(word, step) || (is_step_of(word, step - c.in_flight) && !is_open(word, step - c.in_flight));
+}
+constexpr bool is_closing(const Config& c, std::uint64_t word, std::uint32_t step) {
+  return is_step_of(word, step - c.in_flight) && (word & kClosing) != 0;
+}
+
 inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retired Control's dispatch: more than there are
 
 // Pinned host memory: how kernels and host tell each other what went wrong, without a call that could synchronise.
@@ -86,6 +102,7 @@ struct Common {
   Lane lane;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
+  std::uint32_t combine_blocks = 0;  // of each combine
   std::uint8_t order[kMaxPeers] = {};  // the living: remote ones, then those of the node; of each, rank + 1 first, oneself last
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
   std::uint64_t remote = 0;  // peers of other nodes, dead ones included, a bit each
@@ -135,14 +152,10 @@ struct ReceivedView {
   float* weight = nullptr;  // [rows, top_k]; not Compact
 };
 
-struct Strides {
-  std::uint64_t row = 0, scale = 0, group = 0;  // bytes: from row to row, scale to scale, expert to expert (Padded)
-};
-
 struct Output {
   char* x = nullptr;
   char* scales = nullptr;
-  Strides scale;
+  ScaleStrides scale;
   std::int32_t* counts = nullptr;
   std::int32_t* offsets = nullptr;
   float* weights = nullptr;
@@ -158,7 +171,7 @@ struct DispatchArguments {
   const char* x = nullptr;
   std::uint64_t x_stride = 0;  // bytes; rows start at multiples of 16
   const char* scales = nullptr;  // of x, when the caller quantised
-  Strides scale;
+  ScaleStrides scale;
   const void* ids = nullptr;  // null: the plan is given
   bool wide_ids = false;  // int64
   bool send = true, recv = true;

@@ -12,8 +12,6 @@
 
 namespace pplx::cuda {
 
-inline constexpr std::uint32_t kBlank = 0xffffffffu;
-
 __device__ inline bool is_blank(const uint4& v) { return v.w == kBlank; }
 __device__ inline void make_blank(char* place) { *reinterpret_cast<uint4*>(place) = make_uint4(kBlank, kBlank, kBlank, kBlank); }
 

@@ -1,4 +1,5 @@
 // combine(): one launch, or one per half; release() is a combine without rows.
+#include "closed.cuh"
 #include "combine_recv.cuh"
 #include "kernels.h"
 
@@ -9,12 +10,22 @@ template <typename T, bool kTail>
 __global__ void __launch_bounds__(kThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
   note(a.common, Stage::CombineBegins);
+  const std::uint64_t closed = load_closed(a.common);
+  const bool failed = load_relaxed(&a.common.control->failure) != 0;
   const std::uint32_t step = *a.received.step;
   // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
-  if (__syncthreads_or(load_relaxed(&a.common.control->failure) != 0)) return;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (__syncthreads_or(failed || refused)) {
+    if (refused) refuse(a.common, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
+    return;
+  }
+  if (a.recv) begin_to_close(a.common, step);
   const std::uint32_t entry = a.recv ? load_token_row(a, first_receive_unit()) : kNone;
   if (a.send) send_combine<T, kTail>(a, step);
-  if (a.recv) receive_combine<T, kTail>(a, step, entry);
+  if (a.recv) {
+    receive_combine<T, kTail>(a, step, entry);
+    close_set(a.common, step);
+  }
   note(a.common, Stage::CombineEnds);
   stamp(a.common, Op::Combine, step, begun);
 }

@@ -58,7 +58,7 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   const std::uint32_t lane = threadIdx.x % 32;
   const bool good =
       lane >= n || is_remote(k, rank) || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
-  if (!__all_sync(~0u, good)) return false;
+  if (!all_of_warp(good)) return false;
   const std::int32_t id = lane < k.c.top_k ? a.plan.ids[std::uint64_t{own} * k.c.top_k + lane] : -1;
   const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
   std::uint32_t value = 0;
@@ -99,7 +99,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   return !kTail || strip != strips - 1 || read_tail<kShared>(a, step, own, n, row, entry >> 20);
 }
 
-// Of a replica: its own strips first, which the others wait for, then theirs. False: something failed.
+// A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
 template <typename T, bool kTail>
 __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;

@@ -116,7 +116,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   if (lane == 0)
     good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
            (is_remote(k, source) || are_weights_of_rows(a, step, source));
-  if (!__all_sync(~0u, good)) return false;
+  if (!all_of_warp(good)) return false;
   if (lane < k.c.top_k)
     weight =
         __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
@@ -126,7 +126,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
 // For a warp: waits for a remote peer's combine.
 __device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::uint32_t peer) {
   const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer);
-  return __all_sync(~0u, good);
+  return all_of_warp(good);
 }
 
 // Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
@@ -156,7 +156,7 @@ struct Sums {
     }
   }
 
-  // The same for rows that are on their way. rank(i): whose row i is. A node's peer leaves no other trace, and its places are blank
+  // Like add(), for rows that are on their way. rank(i): whose row i is. A node's peer leaves no other trace, and its places are blank
   // afterwards; a remote peer's rows are there when its block is. False: they will not come.
   template <typename Pointer, typename Rank>
   __device__ bool add_arriving(const Common& k, std::uint32_t step, std::uint32_t n, std::uint32_t begin, std::uint32_t end,

@@ -1,4 +1,4 @@
-// What kernels ask of a GPU in other words than C++'s: PTX for words that others see, for hardware barriers and for loads with hints,
+// Everything that kernels ask of a GPU in other words than C++'s: PTX for words that others see, for hardware barriers and for loads with hints,
 // and the shared memory of a thread block. tests/emulation has all of it for a CPU.
 #pragma once
 
@@ -28,6 +28,11 @@ __device__ inline std::uint64_t load_relaxed(const void* word) {
 __device__ inline void store_relaxed(void* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+// For what the protocol's words have in common with a host's.
+struct Atomics {
+  __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
+  __device__ static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
+};
 // For threads of this GPU.
 __device__ inline void store_release_here(void* word, std::uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -37,6 +42,11 @@ __device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32
   std::uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(more) : "memory");
   return before;
+}
+
+// Its result is not waited for: whoever sees the difference sees what was stored before.
+__device__ inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
+  asm volatile("red.add.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(0ull - less) : "memory");
 }
 
 __device__ inline std::uint64_t nanoseconds() {

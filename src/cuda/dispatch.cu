@@ -13,12 +13,18 @@ __global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kerne
   const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
   note(a.common, Stage::DispatchBegins);
   std::uint32_t step = 0;
-  if (!a.send)
+  if (!a.send) {
+    const std::uint64_t closed = load_closed(a.common);
     step = *a.received.step;
-  else if (is_publisher())
-    step = publish_dispatch(a, s);
-  else
-    step = send_dispatch<Mode>(a, s, words);
+    const bool refused = is_not_open(a.common, step, closed);
+    if (__syncthreads_or(refused)) {
+      if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+      nothing_received(a);
+      return;
+    }
+  } else {
+    step = is_publisher() ? publish_dispatch(a, s) : send_dispatch<Mode>(a, s, words);
+  }
   if (a.recv) receive_dispatch<Mode::kWire>(a, step, words);
   note(a.common, Stage::DispatchEnds);
   stamp(a.common, Op::Dispatch, step, begun);

@@ -8,6 +8,13 @@
 
 namespace pplx::cuda {
 
+// A warp moves this much at once, seven 16-byte vectors a lane. Rows are worked on in equal parts no larger than that.
+inline constexpr std::uint32_t kPartBytes = 3584;
+__device__ inline std::uint32_t parts_of(std::uint32_t bytes) { return ceil_div(bytes, kPartBytes); }
+__device__ inline std::uint32_t part_bytes(std::uint32_t bytes) {
+  return static_cast<std::uint32_t>(align_up(ceil_div(bytes, parts_of(bytes)), 16));
+}
+
 // A row as its first warp sees it: lane i has choice i.
 struct ArrivedRow {
   std::uint32_t source, at;    // at: among the rows of all sources
@@ -157,7 +164,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
     const bool there = lane >= n || wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer);
-    if (!__all_sync(~0u, there)) return;
+    if (!all_of_warp(there)) return;
     note(k, Stage::Heard);
     const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
     for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
@@ -230,7 +237,7 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
   return false;
 }
 
-// What goes with a row besides its payload.
+// Places everything that goes with a row, except its payload.
 __device__ inline void place_words(const DispatchArguments& a, const ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -401,7 +408,7 @@ __device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step,
       good = is_remote(k, r.source)
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!__all_sync(~0u, good)) return;
+    if (!all_of_warp(good)) return;
     note(k, Stage::RowThere);
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
     const bool with_scales = quantised(wire) && part == parts - 1;

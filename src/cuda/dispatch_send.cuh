@@ -4,6 +4,7 @@
 #pragma once
 
 #include "barriers.cuh"
+#include "closed.cuh"
 #include "number.cuh"
 #include "remote.cuh"
 #include "rows.cuh"
@@ -35,6 +36,8 @@ struct SendShared {
   bool ended[2];
   unsigned long long digest;  // of all tokens' ids
   bool may_send;  // the blocks of remote peers may be written
+  ClosedWords closed;  // when this thread block began
+  bool taken;  // the set's memory is this step's, asked again
 
   __device__ unsigned long long ranks(std::uint32_t token) const {
     return wanted[token][0] | std::uint64_t{wanted[token][1]} << 32;
@@ -115,7 +118,7 @@ struct Round<Quantised<T, wire>> {
   }
 
  private:
-  // The same in all eight threads, if a scale is a byte: each has one of the word's four.
+  // Eight threads share a word. If a scale is a byte, each of them has one of the word's four.
   __device__ static std::uint32_t scale_word(float scale) {
     if (wire != Wire::MXFP8) return bits_of(scale);
     std::uint32_t word = std::uint32_t{to_e8m0(scale)} << threadIdx.x % 8 / 2 * 8;
@@ -134,7 +137,7 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
   return -1;
 }
 
-// Where the nth choice of this rank's own tokens is among those of all tokens.
+// The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
 __device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
   if (k.lane.of == 1) return n;
   const std::uint32_t own = k.top_k.divide(n);
@@ -187,7 +190,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
   if (rows[1] != 0) atomicAdd(&s.rows_before[lane + 32], rows[1]);
 }
 
-// The same for a remote peer: a header. Its block's rows are counted, wherever they are written.
+// A remote peer gets its counts in a header. Whoever stores a row of its block counts it, too.
 __device__ inline void write_dispatch_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer,
                                              const SendShared& s, const std::uint32_t* experts) {
   const Common& k = a.common;
@@ -275,7 +278,7 @@ struct Choice {
   }
 };
 
-// Where the rows of these tokens go: made from the ids, or taken from the plan. All that their payload waits for.
+// Finds the places of these tokens' rows, from the ids or from the plan. Their payload waits for nothing else.
 __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, const Choice& mine,
                                   std::uint32_t turn, SendShared& s) {
   const Common& k = a.common;
@@ -416,6 +419,10 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     if (tid < kMaxPeers) s.rows_before[tid] = 0;
     counted = 0;
   };
+  // By the last of the workers, who have the least to do with a small step.
+  const std::uint32_t from_last = kWorkers - 1 - tid;
+  EarlyClosed closed;
+  closed.load(k, from_last);
   EarlyIds early;
   if (a.ids != nullptr) early.load(a);
   forget();
@@ -426,11 +433,19 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     s.ended[0] = s.ended[1] = false;
     if (s.unit == 0) *a.received.step = s.step;  // the step's other phases read it there
   }
+  closed.keep(k, from_last, s.closed);
   sync_workers();
   note(k, Stage::Claimed);
   const std::uint32_t step = s.step;
   if (tid < k.c.world) s.rows_at[tid] = block_for(k, set_of(k.c, step), Op::Dispatch, tid) + k.dispatch.row_at(0);
   if (k.remote != 0) signal(kStepKnown);
+  bool taken = may_take_at_once(k, step, s.closed);
+  if (!taken && s.unit < units) {
+    if (tid == 0) s.taken = may_take_later(k, step);
+    sync_workers();
+    taken = s.taken;
+  }
+  if (tid == 0 && s.unit == 0 && taken) take_set(k, step);
   bool asked = k.remote == 0;  // whether remote peers' blocks may be written
   const auto may_send = [&] {
     if (!asked) await(kCleared);
@@ -441,6 +456,11 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     sync_workers();
     std::uint32_t claimed = 0;
     if (tid == 0) claimed = static_cast<std::uint32_t>(claim());  // on its way while this unit is worked on
+    if (!taken) {
+      if (tid == 0) s.unit = claimed;
+      sync_workers();
+      continue;
+    }
     const bool counts = unit < k.living;
     const std::uint32_t first = counts ? a.own : (unit - k.living) * a.tokens_per_unit;
     const std::uint32_t n = min(a.own - first, a.tokens_per_unit);

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "../cpu/failure.h"
+#include "../host/failure.h"
 
 namespace pplx::cuda {
 

@@ -5,19 +5,13 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <chrono>
 #include <cstring>
 
-#include "../cpu/failure.h"
+#include "../host/failure.h"
+#include "../protocol/deadlines.h"
 #include "error.h"
 
 namespace pplx::cuda {
-namespace {
-
-// As on the CPU device: a process that is killed loses its memory first, and its connections after that.
-constexpr std::chrono::milliseconds kDeathGrace{800};
-
-}  // namespace
 
 // Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
 HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks,
@@ -33,16 +27,16 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<B
     release();
     throw;
   }
-  auto* outgoing = reinterpret_cast<std::uint64_t*>(memory_ + heap_.outgoing);
   for (std::uint32_t set = 0; set < config.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op)
       for (std::uint32_t peer = 0, nth = 0; peer < config.world; ++peer)
-        if ((remote >> peer & 1) != 0) outgoing[heap_.word_index(config, set, Op(op), peer)] = heap_.spaced_send_at(config, set, Op(op), nth++);
+        if ((remote >> peer & 1) != 0)
+          set_place(mailbox_entry(heap_, memory_, heap_.word_index(config, set, Op(op), peer)), heap_.spaced_send_at(config, set, Op(op), nth++));
 }
 
 HostHeap::~HostHeap() {
   listen(nullptr);
-  release();
+  if (!fork_.in_child()) release();
 }
 
 // Of a heap whose blocks lie elsewhere only the words: the rest has addresses, and no pages.
@@ -94,35 +88,6 @@ std::uint64_t HostHeap::pinned_bytes() const {
 std::optional<DeviceMemory> HostHeap::blocks() const {
   if (!blocks_) return {};
   return blocks_->description();
-}
-
-void HostHeap::lost_network(const Abort& abort, const std::string& message) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (lost_ || !on_failure_) return;
-  lost_ = true;
-  over_ = false;
-  abort_ = abort;
-  message_ = message;
-  waiter_ = std::thread([this] { wait_then_tell(std::unique_lock<std::mutex>(mutex_)); });
-}
-
-void HostHeap::wait_then_tell(std::unique_lock<std::mutex> lock) {
-  changed_.wait_for(lock, kDeathGrace, [this] { return over_; });
-  if (!over_) on_failure_(abort_, message_);
-}
-
-void HostHeap::listen(OnFailure on_failure) {
-  std::thread waiter;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    over_ = true;
-    lost_ = false;
-    waiter.swap(waiter_);
-  }
-  changed_.notify_all();
-  if (waiter.joinable()) waiter.join();
-  const std::lock_guard<std::mutex> lock(mutex_);
-  on_failure_ = std::move(on_failure);
 }
 
 void HostHeap::reset(std::uint32_t generation) {

@@ -3,15 +3,15 @@
 // the blocks in host memory, too, or in the GPU's.
 #pragma once
 
-#include <condition_variable>
-#include <functional>
 #include <memory>
-#include <mutex>
-#include <thread>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "../../proxy/carried.h"
-#include "../protocol/heap.h"
+#include "../host/fork_check.h"
+#include "../host/lost_network.h"
+#include "../protocol/mailbox.h"
 #include "block_memory.h"
 #include "gdr_memory.h"
 
@@ -35,11 +35,8 @@ class HostHeap : public Carried {
   char* words_at() const { return mapped_; }
   char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
   std::uint64_t pinned_bytes() const;
-  // Counts a little later: mostly its cause is a death, and what tells of that names the rank.
-  void lost_network(const Abort& abort, const std::string& message) override;
-
-  using OnFailure = std::function<void(const Abort&, const std::string&)>;
-  void listen(OnFailure on_failure);   // none: nobody, from now on; a call under way has ended
+  void lost_network(const Abort& abort, const std::string& message) override { losses_.lost({abort, message}); }
+  void listen(LossTeller::Tell tell) { losses_.listen(std::move(tell)); }   // null: nobody, from now on
   void reset(std::uint32_t generation);   // no kernel and no proxy is at work
 
  private:
@@ -50,7 +47,6 @@ class HostHeap : public Carried {
   void pin(const Part& part);
   void release();
   [[noreturn]] void refuse(const std::string& why) const;
-  void wait_then_tell(std::unique_lock<std::mutex> lock);
 
   const Config config_;
   const Heap heap_;
@@ -60,13 +56,8 @@ class HostHeap : public Carried {
   std::unique_ptr<BlockMemory> blocks_;
   std::unique_ptr<GdrMemory> arrivals_;
   std::uint32_t generation_ = 1;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  OnFailure on_failure_;
-  std::thread waiter_;
-  bool lost_ = false, over_ = false;
-  Abort abort_;
-  std::string message_;
+  LossTeller losses_;
+  const ForkCheck fork_;
 };
 
 }  // namespace pplx::cuda

@@ -10,13 +10,37 @@
 #include <string>
 #include <vector>
 
-#include "copy_fabric.h"
+#include "../bindings/bound_struct.h"
 #include "error.h"
 #include "exchange.h"
-#include "handover.h"
 #include "stages.h"
 
 namespace py = pybind11;
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<pplx::cuda::Launch> : pplx::BoundCaster<pplx::cuda::Launch> {
+  static constexpr auto name = const_name("Launch");
+};
+template <>
+struct type_caster<pplx::cuda::Tokens> : pplx::BoundCaster<pplx::cuda::Tokens> {
+  static constexpr auto name = const_name("Tokens");
+};
+template <>
+struct type_caster<pplx::cuda::Outputs> : pplx::BoundCaster<pplx::cuda::Outputs> {
+  static constexpr auto name = const_name("Outputs");
+};
+template <>
+struct type_caster<pplx::cuda::ExpertOutputs> : pplx::BoundCaster<pplx::cuda::ExpertOutputs> {
+  static constexpr auto name = const_name("ExpertOutputs");
+};
+template <>
+struct type_caster<pplx::cuda::Result> : pplx::BoundCaster<pplx::cuda::Result> {
+  static constexpr auto name = const_name("Result");
+};
+
+}  // namespace pybind11::detail
 
 namespace pplx::cuda {
 namespace {
@@ -76,23 +100,39 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
 }
 
-py::dict describe(const BufferLayout& b) {
-  py::dict d;
-  const std::pair<const char*, std::uint64_t> parts[] = {{"x", b.x},
-                                                         {"scale", b.scales},
-                                                         {"counts", b.counts},
-                                                         {"offsets", b.offsets},
-                                                         {"weights", b.weights},
-                                                         {"src_rank", b.src_rank},
-                                                         {"src_token", b.src_token},
-                                                         {"topk_ids", b.topk_ids},
-                                                         {"topk_weights", b.topk_weights},
-                                                         {"num_rows", b.num_rows}};
-  for (const auto& [name, at] : parts)
-    if (at != BufferLayout::none) d[name] = at;
-  d["bytes"] = b.bytes;
-  d["rows"] = b.rows;
-  return d;
+struct PlanLayout {
+  std::uint64_t rows, weights, bytes;
+};
+
+void bind_structs(py::module_& m) {
+  using Launch = BoundStruct<cuda::Launch>;
+  Launch::bind(m, "Launch", "Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.",
+               {Launch::required<&cuda::Launch::stream>("stream"), Launch::required<&cuda::Launch::halves>("halves"),
+                Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer")});
+  using Tokens = BoundStruct<cuda::Tokens>;
+  Tokens::bind(m, "Tokens", "What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
+               {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
+                Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
+                Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
+                Tokens::field<&cuda::Tokens::scales>("scales"), Tokens::field<&cuda::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
+                Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride")});
+  using Outputs = BoundStruct<cuda::Outputs>;
+  Outputs::bind(m, "Outputs", "Addresses of received rows that lie in memory of their own.",
+                {Outputs::required<&cuda::Outputs::x>("x"), Outputs::field<&cuda::Outputs::scales>("scales"),
+                 Outputs::required<&cuda::Outputs::weights>("weights")});
+  using ExpertOutputs = BoundStruct<cuda::ExpertOutputs>;
+  ExpertOutputs::bind(
+      m, "ExpertOutputs", "What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.",
+      {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
+       ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
+  using Result = BoundStruct<cuda::Result>;
+  Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
+               {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
+                Result::required<&cuda::Result::stride>("stride"), Result::required<&cuda::Result::accumulate>("accumulate"),
+                Result::field<&cuda::Result::has_tail>("has_tail"), Result::field<&cuda::Result::tail>("tail")});
 }
 
 void bind_memory(py::module_& m) {
@@ -109,6 +149,7 @@ void bind_memory(py::module_& m) {
           },
           py::arg("device"), py::arg("handle"), py::arg("nbytes"))
       .def_property_readonly("nbytes", &SharedMemory::bytes)
+      .def_property_readonly("address", [](const SharedMemory& memory) { return reinterpret_cast<Address>(memory.data()); })
       .def_property_readonly("has_descriptor", &SharedMemory::has_descriptor)
       .def("descriptor", &SharedMemory::descriptor, "A file descriptor of it; the caller closes it.")
       .def("ipc_handle", [](const SharedMemory& memory) { return py::bytes(memory.ipc_handle()); });
@@ -120,59 +161,27 @@ void bind_exchange(py::module_& m) {
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
-      .def_property_readonly("host", &Exchange::host, "What the proxy carries for; None inside a node.")
+      .def_property_readonly(
+          "host", [](const Exchange& e) { return e.host() ? std::optional(e.host()) : std::nullopt; },
+          "What the proxy carries for; None inside a node.")
       .def_property_readonly(
           "arrivals_on_gpu", [](const Exchange& e) { return e.host() && e.host()->arrivals() != nullptr; },
           "Whether the proxy raises its words in GPU memory.")
       .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "Whether all that was launched has ended by then.")
+      .def("dispatch", [](Exchange& e, const Launch& launch, const Tokens& tokens) { return e.dispatch(launch, tokens); },
+           py::arg("launch"), py::arg("tokens"), "Returns the number of the step.")
+      .def("dispatch", &Exchange::dispatch, py::arg("launch"), py::arg("tokens"), py::arg("outputs"))
+      .def("combine", &Exchange::combine, py::arg("launch"), py::arg("outputs"), py::arg("result"))
       .def(
-          "dispatch",
-          [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address x, std::uint64_t stride, Address ids,
-             bool wide_ids, Address weights, Address scales, std::uint64_t scale_row_stride, std::uint64_t scale_stride,
-             Address plan, Address buffer, Address rows_x, Address rows_scales, Address rows_weights) {
-            Exchange::Tokens t;
-            t.count = tokens;
-            t.x = pointer<const char>(x);
-            t.stride = stride;
-            t.ids = pointer<const void>(ids);
-            t.wide_ids = wide_ids;
-            t.weights = pointer<const float>(weights);
-            t.scales = pointer<const char>(scales);
-            t.scale.row = scale_row_stride;
-            t.scale.scale = scale_stride;
-            return e.dispatch(pointer<CUstream_st>(stream), halves, t, pointer<char>(plan), pointer<char>(buffer),
-                              {pointer<char>(rows_x), pointer<char>(rows_scales), pointer<float>(rows_weights)});
+          "release",
+          [](Exchange& e, const Launch& launch, std::uint32_t tokens) {
+            ExpertOutputs outputs;
+            outputs.release = true;
+            Result result;
+            result.tokens = tokens;
+            e.combine(launch, outputs, result);
           },
-          "halves: 1 sends, 2 receives, 3 is both in one launch.")
-      .def("combine",
-           [](Exchange& e, Address stream, unsigned halves, std::uint32_t tokens, Address expert_out, std::uint64_t stride,
-              std::uint64_t rows, bool weighted, bool uses_weights, Address weights, bool has_tail, Address tail,
-              std::uint64_t tail_rows, Address y, std::uint64_t y_stride, bool accumulate, Address tail_out, Address plan,
-              Address buffer) {
-             Exchange::Outputs o;
-             o.expert_out = pointer<const char>(expert_out);
-             o.stride = stride;
-             o.rows = rows;
-             o.weighted = weighted;
-             o.uses_weights = uses_weights;
-             o.weights = pointer<const float>(weights);
-             o.tail = pointer<const std::uint32_t>(tail);
-             o.tail_rows = tail_rows;
-             e.combine(pointer<CUstream_st>(stream), halves, o,
-                       {tokens, pointer<char>(y), y_stride, accumulate, has_tail, pointer<std::uint32_t>(tail_out)},
-                       pointer<char>(plan), pointer<char>(buffer));
-           })
-      .def("release",
-           [](Exchange& e, Address stream, std::uint32_t tokens, Address plan, Address buffer) {
-             Exchange::Outputs o;
-             o.release = true;
-             e.combine(pointer<CUstream_st>(stream), kSend | kRecv, o, {tokens}, pointer<char>(plan), pointer<char>(buffer));
-           })
-      .def(
-          "push",
-          [](Exchange& e, Address stream, const std::vector<std::uint64_t>& bytes) { e.push(pointer<CUstream_st>(stream), bytes); },
-          py::arg("stream"), py::arg("bytes"),
-          "The floor: bare stores of that many bytes to each rank. Nothing else may follow on this object.")
+          py::arg("launch"), py::arg("tokens"))
 #ifdef PPLX_CUDA_STAGES
       .def(
           "note_stages",
@@ -211,51 +220,20 @@ void bind_exchange(py::module_& m) {
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
   m.def(
-      "buffer_layout", [](const Config& config) { return describe(buffer_layout(config)); }, py::arg("config"),
-      "Where the parts of what a dispatch returns lie in its buffer.");
+      "output_layout", [](const Config& config) { return OutputLayout(buffer_layout(config)); }, py::arg("config"),
+      "Where the tensors that a dispatch fills lie in its buffer. Before x, scale and weights there is all that its combine reads.");
+  py::class_<PlanLayout>(m, "PlanLayout", "Where the parts of a plan lie that Python reads: bytes from its start.")
+      .def_readonly("rows", &PlanLayout::rows)
+      .def_readonly("weights", &PlanLayout::weights)
+      .def_readonly("nbytes", &PlanLayout::bytes, "Of a plan for any number of tokens.");
   m.def(
       "plan_layout",
-      [](const Config& config) {
-        py::dict d;
-        d["rows"] = plan_rows_at(config);
-        d["weights"] = plan_weights_at(config);
-        d["bytes"] = plan_bytes(config, config.max_tokens);
-        return d;
-      },
-      py::arg("config"), "Where the parts of a plan lie that Python reads, and its bytes, for any number of tokens.");
+      [](const Config& c) { return PlanLayout{plan_rows_at(c), plan_weights_at(c), plan_bytes(c, c.max_tokens)}; }, py::arg("config"));
 }
 
 }  // namespace
 
 void bind(py::module_& m) {
-  m.def(
-      "hold",
-      [](Address words, std::uint32_t multiprocessors, double seconds, Address stream) {
-        const auto limit = static_cast<std::uint64_t>(seconds * 1e9);
-        check(launch_hold(pointer<std::uint64_t>(words), multiprocessors, limit, pointer<CUstream_st>(stream)), "launching hold");
-      },
-      py::arg("words"), py::arg("multiprocessors"), py::arg("seconds"), py::arg("stream"),
-      "For tests: holds multiprocessors until words[0] is not zero, and no longer than that; each sets one of the words after it. "
-      "int64 in pinned memory.");
-  m.def("ping", &ping, py::arg("device"), py::arg("rounds"), Unlocked(), "Nanoseconds from the host to the GPU and back, of each round.");
-  m.def(
-      "handover",
-      [](int device, std::uint32_t peers, int endpoints, std::uint32_t operations) {
-        Handover h;
-        {
-          const py::gil_scoped_release unlocked;
-          h = handover(device, peers, endpoints, operations);
-        }
-        py::dict d;
-        d["first"] = h.first;
-        d["last"] = h.last;
-        d["seen"] = h.seen;
-        d["ping"] = h.ping;
-        return d;
-      },
-      py::arg("device"), py::arg("peers"), py::arg("endpoints"), py::arg("operations"),
-      "Nanoseconds from a kernel's first mailbox store to the first post, to the last, and to all arrivals seen, over a network that "
-      "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def(
@@ -267,13 +245,6 @@ void bind(py::module_& m) {
       },
       py::arg("device"), "Why arrival words cannot lie in that GPU's memory; None: they can.");
   m.def("pci_address", &pci_address, py::arg("device"), "Of that GPU.");
-  py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
-      m, "CopyFabric", "For tests: a fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")
-      .def(py::init<int>(), py::arg("device"))
-      .def_property_readonly("provider", [](const CopyFabric&) { return "copy"; })
-      .def_property_readonly("why", [](const CopyFabric&) { return "a test asks for it"; })
-      .def_property_readonly("proxy_cpu", [](const CopyFabric&) { return -1; })
-      .def("close", &CopyFabric::close, Unlocked());
   m.def("write_ordering", &write_ordering, py::arg("pci"),
         "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
@@ -281,6 +252,7 @@ void bind(py::module_& m) {
   m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));
   m.attr("warps_of_block") = kWarps;
 #endif
+  bind_structs(m);
   bind_memory(m);
   bind_exchange(m);
 }

@@ -9,7 +9,7 @@
 //   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
 //               and weights before the set's next dispatch. So who writes knows from device memory.
 //
-// Who looks is not decided by number but claimed, since only a thread block that runs can be waited for.
+// The warp that looks is not chosen by number: it claims the task, since only a thread block that runs can be waited for.
 //
 // Why a block is there for whoever sees its arrival word:
 //
@@ -22,12 +22,13 @@
 //   blocks in GPU memory    The NIC's data goes to the GPU, its completion to host memory, and no rule of PCIe orders writes to two
 //                           targets where they arrive. CUDA says of a GPU (cudaDevAttrGPUDirectRDMAWritesOrdering) from which scope on
 //                           it keeps the order: at "owner" and above, what a NIC wrote before is seen by the GPU that owns the memory
-//                           before what it observes after. Below that such blocks are not placed there (pplx_comm/_placement.py), for
+//                           before what it observes after. Below that such blocks are not placed there (pplx_comm/wiring/placement.py), for
 //                           the other way, cudaDeviceFlushGPUDirectRDMAWrites, is a call into the driver while kernels wait.
 //
 // tests/gpu/test_placement.py attacks it with rows of one step after the other's in the same place.
 #pragma once
 
+#include "../protocol/mailbox.h"
 #include "words.cuh"
 
 namespace pplx::cuda {
@@ -35,8 +36,8 @@ namespace pplx::cuda {
 // A count is complete when it has reached this. The header's share is that, less what the others will add.
 inline constexpr std::uint32_t kComplete = 1u << 30;
 
-__device__ inline char* host_word(const Common& k, std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) {
-  return k.host + words + kWordBytes * k.heap.word_index(k.c, set_of(k.c, step), op, peer);
+__device__ inline MailboxEntry mailbox_of(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return mailbox_entry(k.heap, k.c, k.host, step, op, peer);
 }
 __device__ inline std::uint64_t* announced(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
   return &k.control->announced[set_of(k.c, step)][static_cast<int>(op)][peer];
@@ -53,17 +54,17 @@ __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, 
   const std::uint64_t last = *announced(k, step, op, peer);
   std::uint64_t* left = &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
   if (last == *left) return;
-  if (wait<Match::Reached>(k, host_word(k, k.heap.sent, step, op, peer), phase, static_cast<std::uint32_t>(last), peer)) *left = last;
+  if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer)) *left = last;
 }
 
 // The block is complete, and this thread knows it.
 __device__ inline void tell_proxy(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
-  *announced(k, step, op, peer) = arrival_word(k.generation, step);
-  publish(k, host_word(k, k.heap.mailbox, step, op, peer), mail_word(step, rows, true));
+  linger(k, rows);
+  announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows}, *announced(k, step, op, peer));
   note(k, Stage::Told);
 }
 
-// What this thread's group has stored, all of it before they met, is `parts` of the block's. rows(): of the block, asked of whoever
+// This thread's group has stored `parts` of the block's parts, and met at a barrier. rows(): of the block, asked of whoever
 // completes it; what it reads may have been written by another part.
 template <typename Rows>
 __device__ inline void count_stored(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t parts,

@@ -5,7 +5,7 @@
 
 namespace pplx::cuda {
 
-// What a peer may have written: never through L1, which it does not invalidate.
+// Memory that a peer may have written is never read through L1, which the peer does not invalidate.
 __device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpret_cast<const uint4*>(from)); }
 
 __device__ inline void store16(char* to, const uint4& v) { *reinterpret_cast<uint4*>(to) = v; }

@@ -2,7 +2,7 @@
 // has come, and whoever reads it makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
 // by itself, says what replicas must have in common.
 //
-// Whoever waits for a replica's rows has none left that the replica waits for: a rank's own are claimed, so that the thread blocks
+// No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
 // that run finish all of them.
 #pragma once
 
@@ -17,7 +17,7 @@ __device__ inline std::uint32_t member(const Common& k, std::uint32_t n) {
   return static_cast<std::uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
 }
 
-// Where `from` puts what it finishes for `to`.
+// The block into which `from` stores the rows that it finishes for `to`.
 __device__ inline char* share_block(const Common& k, std::uint32_t step, std::uint32_t to, std::uint32_t from) {
   return k.peers[to] + k.heap.share_at(k.c, set_of(k.c, step), from);
 }
@@ -97,7 +97,7 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
   }
   if (!kTail || strip != strips - 1) return true;
   const bool good = lane != 0 || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, replica);
-  if (!__all_sync(~0u, good)) return false;
+  if (!all_of_warp(good)) return false;
   if (lane < k.c.top_k)
     a.tail_out[token * k.c.top_k + lane] = __ldcg(reinterpret_cast<const std::uint32_t*>(from + k.combine.tail_at) + lane);
   return true;

@@ -4,13 +4,16 @@
 // and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
+#include "../protocol/deadlines.h"
+#include "../protocol/abort.h"
+#include "../protocol/arrival.h"
 #include "device.cuh"
 #include "fuzz.cuh"
 #include "stages.cuh"
 
 namespace pplx::cuda {
 
-// What was stored before is there for whoever sees this word.
+// Everything that was stored before is there for whoever sees this word.
 __device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
   linger(k, value);
   store_release(word, value);
@@ -18,7 +21,7 @@ __device__ inline void publish(const Common& k, void* word, std::uint64_t value)
 
 __device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (k.remote >> peer & 1) != 0; }
 
-// Where this rank finds the peer's block, and where it writes its own for the peer: there, or in what the proxy sends.
+// The block that came from the peer, and the one for the peer: in the peer's memory, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
 }
@@ -30,7 +33,8 @@ __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signa
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
 }
 __device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
-  publish(k, k.peers[peer] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, k.c.rank), arrival_word(k.generation, step));
+  linger(k, arrival_word(k.generation, step));
+  raise_arrival<Atomics>(k.peers[peer], k.heap, k.c, signal, k.c.rank, k.generation, step);
 }
 
 // The first failure latches: here, at the host, and at every peer.
@@ -68,19 +72,19 @@ __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_
   return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
 }
 
-// What was seen, as an arrival word: counts have their generation elsewhere.
+// The word that was seen, as an arrival word: counts have their generation elsewhere.
 template <Match match>
 __device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
   if (match != Match::Count || seen == 0) return seen;
   return arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen));
 }
 
-// What a wait that has looked in vain for a while is to do. Left: the peer closed; what it sent was there before it said so.
+// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
 enum class Verdict { GoOn, Failed, Left };
 
 // A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote.cuh), and that may wait for
-// another peer meanwhile. It gives up before those whom it tells, and knows whom to blame.
-inline constexpr std::uint64_t kLonger = 250'000'000;
+// another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
+inline constexpr auto kPassedOnNs = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * 1e9);
 
 __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
   const auto at = reinterpret_cast<std::uint64_t>(word) - reinterpret_cast<std::uint64_t>(k.peers[k.c.rank]);
@@ -93,7 +97,7 @@ static __device__ __noinline__ Verdict ask(const Common& k, const void* word, st
   const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
   if (stopped(k, ask_host)) return Verdict::Failed;
   if (ask_host && !passed_on && has_left(k, peer)) return Verdict::Left;
-  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? 3 : 1) + (passed_on ? kLonger : 0);
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
   if (nanoseconds() - begun <= limit) return Verdict::GoOn;
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
   return Verdict::Failed;
@@ -131,7 +135,7 @@ __device__ inline bool wait(const Common& k, const void* word, Phase phase, std:
   return good;
 }
 
-// The same for a count, which is in the word.
+// Like wait(), for a count, which is in the word.
 __device__ inline bool wait_count(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                   std::uint32_t& count) {
   std::uint64_t seen = load_relaxed(word);
@@ -139,6 +143,13 @@ __device__ inline bool wait_count(const Common& k, const void* word, Phase phase
   count = count_of(seen);
   linger(k, seen);
   return good;
+}
+
+// For a warp, after some of its lanes have waited: whether all of them succeeded. Then every lane sees what any of them has waited
+// for; a vote alone orders no memory.
+__device__ inline bool all_of_warp(bool good) {
+  __syncwarp();
+  return __all_sync(~0u, good);
 }
 
 __device__ inline BlockHeader load_header(const char* block) {
@@ -149,13 +160,12 @@ __device__ inline BlockHeader load_header(const char* block) {
   h.rows = __ldcg(from + 2);
   h.flags = __ldcg(from + 3);
   h.source = __ldcg(from + 4);
-  h.pieces = __ldcg(from + 5);
   return h;
 }
 
 // Whether it is as this step's block of that peer must have it; fails otherwise.
 __device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
-  if (h.step == step && h.generation == k.generation && h.source == peer && h.pieces == 1 && h.rows <= k.most_rows) return true;
+  if (h.step == step && h.generation == k.generation && h.source == peer && h.rows <= k.most_rows) return true;
   fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
        arrival_word(h.generation, h.step));
   return false;
@@ -171,14 +181,13 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
 // The threads of a group of 16 or more write a header together; nobody has been told yet.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
                                     std::uint32_t thread) {
-  const std::uint32_t words[6] = {step, k.generation, rows, flags, k.c.rank, 1};
+  const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};
   if (thread < sizeof(BlockHeader) / 4)
     reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
                                                       : thread == 1 ? words[1]
                                                       : thread == 2 ? words[2]
                                                       : thread == 3 ? words[3]
                                                       : thread == 4 ? words[4]
-                                                      : thread == 5 ? words[5]
                                                                     : 0;
 }
 

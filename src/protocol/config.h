@@ -1,4 +1,4 @@
-// What one AllToAll is: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it.
+// The configuration of one AllToAll: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it.
 // Every function here is constexpr, so that host and device share it.
 #pragma once
 
@@ -44,7 +44,7 @@ struct Config {
 constexpr std::uint32_t ceil_div(std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; }
 constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
 
-// Of one block: replicas send a part of their tokens each.
+// A block has no more rows: replicas send a part of their tokens each.
 constexpr std::uint32_t max_rows_of_block(const Config& c) { return ceil_div(c.max_tokens, c.replicas); }
 
 constexpr std::uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }

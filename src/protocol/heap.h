@@ -1,15 +1,25 @@
-// Where everything lies in a rank's memory. The part that peers write into comes first and is the same on every rank;
+// The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
 //   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] | share[set][replica] ||
 //   mailbox | outgoing | sent | send areas
+//
+// The words are explained in abort.h, arrival.h (arrival, counts) and mailbox.h (mailbox, outgoing, sent); blocks in block.h.
 #pragma once
 
-#include "words.h"
+#include "block.h"
+#include "step.h"
 
 namespace pplx {
 
-// Of what a replica must have in common: its tokens, and the digest of their ids, 21 bits in each word.
+// Which arrival words a rank has, each per set and per peer. A header's word may be raised before its block's.
+enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights, Share };
+inline constexpr std::uint32_t kSignals = 5;
+constexpr Signal signal_of(Op op) {
+  return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
+}
+
+// Replicas compare these words: the number of tokens, and the digest of their ids, 21 bits in each word.
 inline constexpr std::uint32_t kReplicaWords = 4;
 constexpr std::uint32_t replica_words_at(const Config& c) { return 1 + experts_per_rank(c); }
 constexpr std::uint32_t count_words(const Config& c) { return replica_words_at(c) + (c.replicas > 1 ? kReplicaWords : 0); }

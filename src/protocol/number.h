@@ -6,20 +6,16 @@
 #include <cstdint>
 #include <cstring>
 
-#ifdef __CUDACC__
-#define PPLX_BOTH __host__ __device__ static inline
-#else
-#define PPLX_BOTH static inline
-#endif
+#include "both.h"
 
 namespace pplx {
 
-PPLX_BOTH std::uint32_t bits_of(float x) {
+PPLX_BOTH static inline std::uint32_t bits_of(float x) {
   std::uint32_t u;
   std::memcpy(&u, &x, 4);
   return u;
 }
-PPLX_BOTH float float_of(std::uint32_t u) {
+PPLX_BOTH static inline float float_of(std::uint32_t u) {
   float x;
   std::memcpy(&x, &u, 4);
   return x;
@@ -102,12 +98,12 @@ static inline float from_e4m3(std::uint8_t code) {
 }
 
 // e8m0: a power of two as its exponent, biased by 127; 0xff is NaN. The least, 2^-127, is a subnormal float.
-PPLX_BOTH std::uint8_t to_e8m0(float power_of_two) { return static_cast<std::uint8_t>(bits_of(power_of_two) >> 23); }
-PPLX_BOTH float from_e8m0(std::uint8_t code) {
+PPLX_BOTH static inline std::uint8_t to_e8m0(float power_of_two) { return static_cast<std::uint8_t>(bits_of(power_of_two) >> 23); }
+PPLX_BOTH static inline float from_e8m0(std::uint8_t code) {
   if (code == 0) return float_of(0x00400000u);
   return float_of(code == 0xff ? 0x7fc00000u : std::uint32_t{code} << 23);
 }
-PPLX_BOTH bool is_e8m0(float scale) {
+PPLX_BOTH static inline bool is_e8m0(float scale) {
   const std::uint32_t u = bits_of(scale);
   return (u & 0x7fffffffu) > 0x7f800000u || u == 0x00400000u || ((u & 0x807fffffu) == 0 && u != 0 && u != 0x7f800000u);
 }
@@ -121,16 +117,16 @@ struct BlockScale {
   float scale = 1.0f;
   float multiplier = 1.0f;
 };
-PPLX_BOTH BlockScale e4m3_scale(float amax) {
+PPLX_BOTH static inline BlockScale e4m3_scale(float amax) {
   if (!(amax <= 3.402823466e38f)) return {float_of(0x7fc00000u), float_of(0x7fc00000u)};   // NaN or infinity: all decode to NaN
   if (amax == 0.0f) return {1.0f, 1.0f};
   if (amax < float_of(0x04800000u)) return {float_of(0x00800000u), float_of(0x7e800000u)};   // 2^-118: 2^-126, 2^126
   return {amax / kE4m3Max, kE4m3Max / amax};
 }
 
-// The same with a power of two: the least that is at least amax / 448, and at least 2^-127. Multiplying by its reciprocal is
+// The scale that is a power of two: the least that is at least amax / 448, and at least 2^-127. Multiplying by its reciprocal is
 // exact wherever the code is not 0, so a code is x / scale, rounded once.
-PPLX_BOTH std::uint8_t e4m3_scale_e8m0(float amax) {
+PPLX_BOTH static inline std::uint8_t e4m3_scale_e8m0(float amax) {
   const std::uint32_t u = bits_of(amax);
   // 448 is 1.75 * 2^8, so the exponent falls by 8, or by 7 if the mantissa is above 1.75.
   const std::uint32_t up = (u + 0x1fffffu) >> 23;
@@ -138,9 +134,9 @@ PPLX_BOTH std::uint8_t e4m3_scale_e8m0(float amax) {
   const std::uint32_t finite = u == 0 ? 127u : code;
   return static_cast<std::uint8_t>(u >= 0x7f800000u ? 0xffu : finite);
 }
-// Of what e4m3_scale_e8m0 gives for a finite amax.
-PPLX_BOTH float e8m0_reciprocal(std::uint8_t code) { return float_of((254u - code) << 23); }
-PPLX_BOTH BlockScale e4m3_scale_power_of_two(float amax) {
+// Takes what e4m3_scale_e8m0 gives for a finite amax.
+PPLX_BOTH static inline float e8m0_reciprocal(std::uint8_t code) { return float_of((254u - code) << 23); }
+PPLX_BOTH static inline BlockScale e4m3_scale_power_of_two(float amax) {
   const std::uint8_t code = e4m3_scale_e8m0(amax);
   return {from_e8m0(code), code == 0xff ? from_e8m0(code) : e8m0_reciprocal(code)};
 }

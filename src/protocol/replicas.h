@@ -30,7 +30,7 @@ inline Lane lane_of(const Config& c, std::uint32_t rank, const std::vector<bool>
   return lane;
 }
 
-// What replicas compare, so that one that passes other expert ids is found out: the sum of this over all choices, in any order.
+// Replicas compare the sum of this over all choices, in any order, so that one that passes other expert ids is found out.
 // Any negative id is the same.
 constexpr std::uint64_t id_digest(std::uint32_t choice, std::int64_t id) {
   std::uint64_t mixed = std::uint64_t{choice} << 32 | static_cast<std::uint32_t>(id < 0 ? -1 : id);

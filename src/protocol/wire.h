@@ -25,7 +25,7 @@ constexpr std::uint32_t scale_bytes(const Config& c) { return scales_per_row(c) 
 constexpr std::uint32_t scale_words(const Config& c) { return ceil_div(scale_bytes(c), 4); }
 
 // The scale of a block whose largest magnitude is `amax`.
-PPLX_BOTH BlockScale block_scale(Wire wire, float amax) {
+PPLX_BOTH static inline BlockScale block_scale(Wire wire, float amax) {
   return wire == Wire::FP8 ? e4m3_scale(amax) : e4m3_scale_power_of_two(amax);
 }
 

@@ -1,4 +1,4 @@
-// What the C++ tests share: a check that works in every build type, and a random number generator whose seed is printed.
+// Shared by the C++ tests: a check that works in every build type, and a random number generator whose seed is printed.
 #pragma once
 
 #include <cstdint>
@@ -54,14 +54,14 @@ class Random {
 public:
     explicit Random(std::uint64_t seed) : engine_(seed) {}
 
-    // An integer of [low, high], the same on every platform (the standard's distributions are not).
+    // An integer from [low, high], the same on every platform (the standard's distributions are not).
     std::int64_t integer(std::int64_t low, std::int64_t high) {
         const auto span = static_cast<std::uint64_t>(high) - static_cast<std::uint64_t>(low) + 1;
         const std::uint64_t step = span == 0 ? engine_() : engine_() % span;
         return static_cast<std::int64_t>(static_cast<std::uint64_t>(low) + step);
     }
 
-    // A float of [low, high).
+    // A float from [low, high).
     float real(float low, float high) {
         return low + (high - low) * (static_cast<float>(engine_() >> 40) * 0x1p-24f);
     }

@@ -1,5 +1,5 @@
-// Several ranks in one process and one thread, mapped inside a node, the proxy between nodes: for tests that look into the blocks
-// between two phases. What runs whole steps is proxy/sim.
+// Several ranks in one process and one thread, mapped inside a node, the proxy between nodes, for tests that look into blocks between two
+// phases. proxy/sim runs whole steps.
 #pragma once
 
 #include <memory>
@@ -46,7 +46,7 @@ class LocalRanks {
       ProxyObject object;
       object.config = rank.config;
       object.memory = rank.memory();
-      object.region = rank.fabric->register_memory(rank.memory(), heap_of(rank.config).bytes);
+      object.region = rank.fabric->register_memory(rank.memory(), heap_of(rank.config).bytes, heap_of(rank.config).shared_bytes);
       object.peers.resize(config.world);
       for (std::uint32_t p = 0; p < config.world; ++p) {
         if (same_node(rank.config.rank, p)) continue;

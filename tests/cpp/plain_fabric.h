@@ -1,4 +1,4 @@
-// What most fabrics of tests have in common: memory is its own address, peers are known, nothing has an error to tell.
+// The base of most fabrics of tests: a region's key is its address, all peers are known, there are no errors to describe.
 #pragma once
 
 #include <string>
@@ -14,10 +14,11 @@ class PlainFabric : public Fabric {
   Blob address() const override { return {}; }
   void insert_peer(int, const Blob&) override {}
   void remove_peer(int) override {}
-  LocalRegion register_memory(void* base, std::size_t bytes) override {
+  LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override {
     LocalRegion region;
     region.base = base;
     region.bytes = bytes;
+    region.shared_bytes = shared_bytes;
     return region;
   }
   void unregister_memory(const LocalRegion&) override {}

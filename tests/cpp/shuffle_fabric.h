@@ -1,4 +1,4 @@
-// A network in memory that keeps none of the promises the proxy must not rely on: writes land in any order and in pieces,
+// A network in memory that breaks every promise that the proxy must not rely on: writes land in any order and in pieces,
 // completions are shuffled, immediates are repeated, posts are refused. Everything follows from one seed.
 #pragma once
 
@@ -14,7 +14,7 @@ namespace pplx::test {
 
 class ShuffleFabric;
 
-// What all ranks of one network share.
+// Shared by all ranks of one network.
 struct ShuffleNet {
   explicit ShuffleNet(std::uint64_t seed) : random(seed) {}
 
@@ -79,7 +79,7 @@ class ShuffleFabric final : public PlainFabric {
 
 inline void ShuffleNet::deliver_some() {
   for (std::size_t n = below(flights.size() + 1); n > 0 && !flights.empty(); --n) land(below(flights.size()));
-  if (!old.empty() && chance(16)) {   // an immediate of long ago turns up once more
+  if (!old.empty() && chance(16)) {   // an old immediate arrives once more
     const auto [rank, bits] = old[below(old.size())];
     Completion c;
     c.kind = Completion::Kind::Arrived;

@@ -1,4 +1,4 @@
-// A failure reaches the ranks that map each other's memory by itself, without control connections: the word that every wait reads.
+// A failure reaches the ranks that map each other's memory without control connections, through the abort word that every wait reads.
 #include <functional>
 #include <memory>
 #include <string>
@@ -26,17 +26,17 @@ struct Node {
       config.rank = r;
       memory.own = memory.peers[r];
       const auto clock = [this] {
-        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // by then it waits
+        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // by then it is waiting
         return time += 0.1;
       };
       exchanges.push_back(std::make_unique<Exchange>(config, memory, 1, 10.0, clock));
     }
   }
 
-  // Sends to all and waits for all, in vain. What that ends with.
+  // Sends to all and waits for all, in vain. Returns the failure that ends it.
   PeerFailure wait_in_vain(std::uint32_t rank) {
     Exchange& e = *exchanges[rank];
-    DispatchInput in;
+    Tokens in;
     in.plan = std::make_shared<const Plan>(make_plan(e.config(), static_cast<const std::int32_t*>(nullptr), 0));
     std::int32_t counts[1], offsets[2], from[8], token[8];
     float weights[8];
@@ -75,7 +75,7 @@ bool says(const PeerFailure& failure, const std::string& words) {
   return std::string(failure.what()).find(words) != std::string::npos;
 }
 
-// Who gave up tells all, in words that name both, and stays with it.
+// A rank that gives up tells all others, names both ranks, and keeps that failure.
 void own_failure() {
   Node node(4);
   const PeerFailure first = node.wait_in_vain(0);
@@ -92,24 +92,37 @@ void own_failure() {
   CHECK(says(node.heard(0), "rank 0 gave up"));
 }
 
-// Who was told tells it on as it came: the origin is not the messenger.
+// A rank passes on a failure unchanged: the messenger is not its origin.
 void told_failure() {
   Node node(4);
-  const Abort abort{AbortReason::Fabric, Phase::CombineRecv, 3, 7, 5};
+  const Abort abort{AbortReason::Fabric, Phase::CombineRecv, 3, 0, 5};
   node.meanwhile = [&] { node.exchanges[2]->fail(abort, "in more words than a word has"); };
   const PeerFailure told = node.wait_in_vain(2);
-  CHECK_EQ(told.peer, 7u);
+  CHECK_EQ(told.peer, 0u);
   CHECK(says(told, "in more words"));
   for (std::uint32_t r : {0u, 1u, 3u}) {
     const PeerFailure heard = node.heard(r);
     CHECK(heard.reason == AbortReason::Fabric && heard.phase == Phase::CombineRecv);
-    CHECK_EQ(heard.peer, 7u);
+    CHECK_EQ(heard.peer, 0u);
     CHECK_EQ(heard.step, 5u);
-    CHECK(says(heard, "rank 3 lost the network to rank 7"));
+    CHECK(says(heard, "rank 3 lost the network to rank 0"));
   }
 }
 
-// The first one wins.
+// A damaged abort word never names a rank that does not exist as an error's peer.
+void damaged_word() {
+  Node node(4);
+  Abort abort{AbortReason::Death, Phase::CombineRecv, 3000, 4, 5};
+  store_release(node.heaps[1].get() + Heap::abort_at(1) / kWordBytes, abort_word(abort));
+  const PeerFailure heard = node.heard(1);
+  CHECK_EQ(heard.peer, kNoRank);
+  CHECK(says(heard, "an unknown rank died"));
+  abort.peer = 3;   // the last one that there is
+  store_release(node.heaps[2].get() + Heap::abort_at(1) / kWordBytes, abort_word(abort));
+  CHECK_EQ(node.heard(2).peer, 3u);
+}
+
+// The first failure wins.
 void two_failures() {
   Node node(3);
   node.exchanges[1]->fail({AbortReason::Death, Phase::None, 1, 0, 0}, "");
@@ -119,7 +132,7 @@ void two_failures() {
   CHECK_EQ(node.heard(1).peer, 0u);
 }
 
-// Who said goodbye is not waited for until the timeout, nor given up while his last blocks may still be on their way.
+// A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be on their way.
 void goodbye() {
   Node node(3);
   node.meanwhile = [&] { node.exchanges[0]->peer_left(1); };
@@ -130,7 +143,7 @@ void goodbye() {
   CHECK(node.time > 6 && node.time < 7);
 }
 
-// Nobody writes to the dead, and after a reset nothing is left of it.
+// Nobody writes to a dead rank's memory, and after a reset no trace of the abort is left.
 void reset() {
   Node node(3);
   node.wait_in_vain(0);
@@ -146,6 +159,7 @@ void reset() {
 int main() {
   own_failure();
   told_failure();
+  damaged_word();
   two_failures();
   goodbye();
   reset();

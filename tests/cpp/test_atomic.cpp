@@ -3,8 +3,8 @@
 #include <thread>
 #include <vector>
 
-#include "../../src/cpu/atomic.h"
-#include "../../src/protocol/words.h"
+#include "../../src/host/atomic.h"
+#include "../../src/protocol/arrival.h"
 #include "check.h"
 
 using namespace pplx;

@@ -1,4 +1,4 @@
-// The chaos fabric alone, over a fabric and a clock that the test writes: what it may do to a write, and what it must not.
+// The chaos fabric alone, over a fabric and a clock that the test controls: what it may do to a write, and what it must not.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -19,7 +19,7 @@ using namespace pplx;
 
 namespace {
 
-// Keeps what is posted until the test says what becomes of it.
+// Keeps every write until the test decides its fate.
 class InnerFabric final : public test::PlainFabric {
  public:
   std::string name() const override { return "inner"; }
@@ -34,7 +34,7 @@ class InnerFabric final : public test::PlainFabric {
       return Post::Again;
     }
     CHECK(w.source_offset + w.bytes <= w.source->bytes);
-    CHECK(!w.more);   // the one that was to follow may come much later
+    CHECK(!w.more);   // the next write may come much later
     char* to = reinterpret_cast<char*>(w.target->base + w.target_offset);
     if (w.bytes > 0) std::memcpy(to, static_cast<const char*>(w.source->base) + w.source_offset, w.bytes);
     writes.push_back(w);
@@ -72,7 +72,7 @@ struct World {
       : inner(std::make_shared<InnerFabric>()), chaos(inner, options, rank, [this] { return time; }), memory(1 << 16),
         there(1 << 16) {
     std::iota(memory.begin(), memory.end(), char(1));
-    region = chaos.register_memory(memory.data(), memory.size());
+    region = chaos.register_memory(memory.data(), memory.size(), memory.size());
     remote.base = reinterpret_cast<std::uint64_t>(there.data());
     remote.bytes = there.size();
   }
@@ -109,7 +109,7 @@ struct World {
 
 ChaosOptions quiet() { return parse_chaos("delay=0,shuffle=0,split=0,duplicate=0,replay=0,again=0"); }
 
-// With nothing asked for, it is not there.
+// Without settings the chaos fabric changes nothing.
 void nothing() {
   World w(quiet());
   for (std::uint64_t i = 0; i < 100; ++i) {
@@ -130,8 +130,8 @@ void nothing() {
   CHECK_EQ(c.failed + c.swallowed + c.lost, std::uint64_t{0});
 }
 
-// Whatever it does: each write comes back once, not before its last part has, its bytes are all there, and at the other side every
-// block completes once. Returns a log that tells one run from another.
+// Under any chaos each write completes once, after its last part; all of its bytes are there; and at the other side every block completes
+// once. Returns a log that distinguishes runs.
 std::vector<std::uint64_t> everything(const std::string& options, std::uint64_t seed, ChaosCounts& total) {
   check::Random random(seed);
   World w(parse_chaos(options + ",seed=" + std::to_string(seed)));
@@ -185,7 +185,7 @@ std::vector<std::uint64_t> everything(const std::string& options, std::uint64_t 
         const Write x = under_way[which];
         under_way.erase(under_way.begin() + static_cast<long>(which));
         w.inner->finish(x);
-        // Not back yet: a part of it at least is only finished now.
+        // It had not completed yet: at least one part of it finishes only now.
         CHECK(!sent[x.source_offset / 64]);
       }
       for (const Completion& c : receiver.poll()) {
@@ -227,7 +227,7 @@ void bytes_arrive_whole() {
   CHECK_EQ(w.chaos.counts().split, std::uint64_t{200});
 }
 
-// A copy must not come so late that its eight bits of a step mean another one; nor survive its AllToAll.
+// A copy must not come so late that its eight bits of the step mean another step, nor outlive its AllToAll.
 void copies_do_not_linger() {
   World w(parse_chaos("duplicate=1,replay=1,delay=0,delay_us=1000000,shuffle=0.5"));
   std::set<std::uint32_t> seen;
@@ -248,7 +248,7 @@ void copies_do_not_linger() {
   CHECK(copies > 3500);
   CHECK(w.chaos.counts().duplicated == 2000 && w.chaos.counts().replayed == 1999);
   std::vector<char> memory(8);
-  w.chaos.register_memory(memory.data(), memory.size());
+  w.chaos.register_memory(memory.data(), memory.size(), memory.size());
   for (std::uint32_t i = 2000; i < 2100; ++i) w.inner->arrive(i);
   w.time += std::chrono::seconds(10);
   for (int i = 0; i < 10; ++i, w.later(2000000))
@@ -294,7 +294,7 @@ void cut_links() {
   }
 }
 
-// The caller hears of an error once, in the inner fabric's words, and not while another part may still read his memory.
+// The caller hears of an error once, in the inner fabric's words, and not while another part may still read the source.
 void errors() {
   World w(parse_chaos("split=1,delay=0,again=0"));
   w.post(w.write_of(42, 0, 100, {Op::Dispatch, 0, 0, 1, 0, 1}));

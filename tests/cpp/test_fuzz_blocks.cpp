@@ -1,6 +1,5 @@
-// What a peer sends is checked before it is used: blocks are damaged between the phases, and a rank either raises a
-// PeerFailure or finishes the step. Its outputs are exactly as large as the configuration says, so that a sanitizer sees a
-// byte outside.
+// Blocks are checked before they are used: they are damaged between the phases, and a rank either raises a PeerFailure or finishes the
+// step. Its outputs are exactly as large as the configuration says, so that a sanitizer sees any byte outside.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -54,7 +53,7 @@ struct Rank {
 
 constexpr std::uint32_t kExtremes[] = {0, 1, 2, 0x7f, 0xff, 0xffff, 0x100000, 0x7fffffff, 0x80000000, 0xfffffffe, 0xffffffff};
 
-// Some words of a block become something else: anything, an extreme, or a little off.
+// Changes some words of a block: to anything, to an extreme, or by a little.
 void damage(char* block, std::uint64_t bytes, std::uint32_t interesting, check::Random& random) {
   for (std::int64_t n = random.integer(1, 4); n > 0; --n) {
     // The header and its counts are where most of the meaning is.
@@ -81,7 +80,7 @@ void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
   }
 }
 
-// To the end, with whatever the network still has to do. False: it raised.
+// Polls to the end, together with the network. False: it raised.
 bool finish(LocalRanks& local, PhaseRun& phase, Totals& totals) {
   try {
     for (int tries = 0; !phase.poll(); ++tries) {
@@ -116,8 +115,8 @@ DispatchOutput prepare(const Config& c, Rank& r) {
   DispatchOutput out;
   out.x = r.out_x.data();
   out.scales = r.out_scales.data();
-  out.scale_row_stride = scale_bytes(c);
-  out.scale_stride = scale_bytes_each(c.wire);
+  out.scale.row = scale_bytes(c);
+  out.scale.scale = scale_bytes_each(c.wire);
   out.counts = r.counts.data();
   out.offsets = r.offsets.data();
   out.weights = r.out_weights.data();
@@ -147,7 +146,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
     }
     r.x.assign(std::size_t{r.tokens} * config.hidden * dtype_bytes(config.dtype), 1);
     r.plan = std::make_shared<const Plan>(make_plan(at.config, r.ids.data(), r.tokens));
-    DispatchInput in;
+    Tokens in;
     in.plan = r.plan;
     in.x = {r.x.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype)};
     in.weights = r.weights.data();
@@ -174,7 +173,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
   std::vector<std::unique_ptr<PhaseRun>> sends(config.world);
   for (LocalRank& at : local.ranks) {
     Rank& r = ranks[at.config.rank];
-    CombineInput in;
+    ExpertOutputs in;
     in.received = r.received;
     in.expert_out = {r.expert_out.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype)};
     in.uses_weights = late;
@@ -228,7 +227,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
     Rank& r = ranks[at.config.rank];
     r.y.assign(std::size_t{r.tokens} * config.hidden * dtype_bytes(config.dtype), 0);
     r.tail_out.assign(std::size_t{r.tokens} * config.top_k, 0);
-    const CombineOutput out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false,
+    const Result out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false,
                             tail ? r.tail_out.data() : nullptr};
     const auto phase = at.exchange->start_combine_recv(r.step, out);
     if (finish(local, *phase, totals)) at.exchange->finish_combine_recv(r.step);

@@ -1,5 +1,5 @@
-// What is asked of a peer's block before it is used: that its word has come, that its header says what it must. Two ranks that map
-// each other's memory, and a hand that changes one field or one word in between.
+// A peer's block is used only when its word has come and its header fits. Two ranks map each other's memory, and the test changes one
+// field or one word in between.
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -22,8 +22,8 @@ struct Rank {
   std::unique_ptr<Exchange> exchange;
   std::vector<float> x, weights, out, out_weights;
   std::vector<std::int32_t> counts, offsets, src_rank, src_token;
-  DispatchInput in;
-  CombineInput combine;
+  Tokens in;
+  ExpertOutputs combine;
   char* memory() const { return reinterpret_cast<char*>(heap.get()); }
 };
 
@@ -82,7 +82,7 @@ struct Pair {
     r.exchange->combine_recv(step, {reinterpret_cast<char*>(r.x.data()), r.exchange->config().hidden * 4, false}, {});
   }
 
-  // In rank 0's memory, what rank 1 has put there.
+  // Rank 1's blocks and words, in rank 0's memory.
   BlockHeader& share() { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().share_at(config(), 0, 1)); }
   BlockHeader& header(Op op) { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().slot_at(config(), 0, op, 1)); }
   std::uint64_t& word(Signal signal) {
@@ -116,14 +116,13 @@ const std::vector<Damage> kDamages{
     {"step", [](BlockHeader& h) { h.step -= 256; }},
     {"generation", [](BlockHeader& h) { ++h.generation; }},
     {"source", [](BlockHeader& h) { h.source = 0; }},
-    {"pieces", [](BlockHeader& h) { h.pieces = 2; }},
     {"rows", [](BlockHeader& h) { h.rows = 9; }},
     {"rows", [](BlockHeader& h) { h.rows = 0xffffffffu; }},
     {"rows", [](BlockHeader& h) { ++h.rows; }},
     {"rows", [](BlockHeader& h) { --h.rows; }},
 };
 
-// Rows of a dispatch are not known before it comes: they can only be too many, or contradict the counts.
+// The number of a dispatch's rows is not known in advance: it can only be too large, or contradict the counts.
 bool contradicts(const Damage& damage, Op op) {
   BlockHeader h;
   h.rows = kTokens;
@@ -162,7 +161,7 @@ void headers() {
   }
 }
 
-// Counts that agree with it do not excuse more rows than a slot has.
+// More rows than a slot has are refused even if the counts agree.
 void too_many_rows() {
   Pair p;
   p.send(0);
@@ -185,14 +184,14 @@ void other_tokens() {
   }
 }
 
-// Up to where rank 0 waits for what rank 1 finished, and rank 1 for nothing.
+// Runs to the point where rank 0 waits for the rows that rank 1 finished, and rank 1 waits for nothing.
 std::unique_ptr<PhaseRun> until_share(Pair& p) {
   p.send(0);
   p.send(1);
   for (std::uint32_t rank : {0u, 1u}) p.receive(rank);
   for (std::uint32_t rank : {0u, 1u}) p.send_back(rank);
   const auto output = [&](std::uint32_t rank) {
-    return CombineOutput{reinterpret_cast<char*>(p.ranks[rank].x.data()), p.config().hidden * 4, false};
+    return Result{reinterpret_cast<char*>(p.ranks[rank].x.data()), p.config().hidden * 4, false};
   };
   auto phase = p.ranks[0].exchange->start_combine_recv(p.step, output(0));
   CHECK(!phase->poll());
@@ -226,7 +225,7 @@ void shares() {
   must_refuse([&] { phase->poll(); }, "accumulate=");
 }
 
-// A word that has not come is waited for, whatever else is there.
+// Without its word a block is not used, even if everything else is there.
 void words() {
   Pair p;
   p.send(0);
@@ -257,7 +256,7 @@ void words() {
   r.combine.expert_out = {reinterpret_cast<const char*>(r.out.data()), p.config().hidden * 4};
   p.send_back(0);
   p.send_back(1);
-  const CombineOutput out{reinterpret_cast<char*>(r.x.data()), p.config().hidden * 4, false};
+  const Result out{reinterpret_cast<char*>(r.x.data()), p.config().hidden * 4, false};
   const std::unique_ptr<PhaseRun> add = r.exchange->start_combine_recv(p.step, out);
   without(Signal::Combine, *add);
   CHECK(add->poll());

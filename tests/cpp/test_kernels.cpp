@@ -51,7 +51,7 @@ void store(Dtype dtype, std::uint8_t* at, std::size_t i, float v) {
   std::memcpy(at + 2 * i, &h, 2);
 }
 
-// volatile: each product and each sum is rounded, whatever the compiler would like.
+// volatile, so that each product and each sum is rounded whatever the compiler prefers.
 float multiply(float a, float b) {
   volatile float p = a * b;
   return p;
@@ -61,7 +61,7 @@ float add(float a, float b) {
   return s;
 }
 
-// Some ordinary values, some of every magnitude; NaNs are left out, whose bits no operation fixes.
+// Some ordinary values, some of every magnitude. No NaNs: no operation defines their bits.
 std::vector<std::uint8_t> random_row(Dtype dtype, std::uint32_t hidden, check::Random& random) {
   std::vector<std::uint8_t> row(std::size_t{hidden} * dtype_bytes(dtype));
   const bool wild = random.chance(0.3);

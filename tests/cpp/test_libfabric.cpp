@@ -1,4 +1,4 @@
-// The libfabric back end over every provider that works on this machine: processes that write to each other, peers that are killed, what is left behind.
+// The libfabric back end over every provider that works on this machine: processes that write to each other, peers that are killed, and the files that they leave behind.
 //
 //   test_libfabric                     all tests, with the library that a user would get and with each of $PPLX_TEST_LIBFABRIC (colons between)
 //   test_libfabric --times             half round trip times instead
@@ -21,7 +21,8 @@
 #include <vector>
 
 #include "check.h"
-#include "proxy/libfabric/bare_writes.h"
+#include "bench/native/bare_writes.h"
+#include "proxy/libfabric/blobs.h"
 #include "proxy/libfabric/libfabric_fabric.h"
 #include "proxy/libfabric/loader.h"
 
@@ -37,7 +38,7 @@ constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Runs `step` until it says true. A wait that does not end is a failure that names itself.
+// Runs `step` until it returns true. A wait that does not end fails with its own name.
 template <class Step>
 void until(const std::string& what, Step step, double limit = 30) {
   const Clock::time_point start = Clock::now();
@@ -116,8 +117,8 @@ class Side {
  public:
   Side(const libfabric::Options& options, std::size_t source_bytes, std::size_t target_bytes)
       : source_(source_bytes, kPoison), target_(target_bytes, kPoison), fabric_(std::make_unique<LibfabricFabric>(options)) {
-    source_region_ = fabric_->register_memory(source_.data(), source_.size());
-    target_region_ = fabric_->register_memory(target_.data(), target_.size());
+    source_region_ = fabric_->register_memory(source_.data(), source_.size(), 0);
+    target_region_ = fabric_->register_memory(target_.data(), target_.size(), target_.size());
   }
   void meet(int peer, const Blob& address, const Blob& description) {
     fabric_->insert_peer(peer, address);
@@ -515,6 +516,11 @@ void test_misuse(const std::string& provider) {
   Blob cut = b.fabric().address();
   cut.pop_back();
   must_throw("not an endpoint address", [&] { a.fabric().insert_peer(2, cut); });
+  libfabric::Address address = libfabric::decode_address(b.fabric().address());
+  address.endpoints.front().pop_back();   // the provider would read behind it
+  must_throw("which is none of", [&] { a.fabric().insert_peer(2, libfabric::encode(address)); });
+  address.endpoints.front().clear();
+  must_throw("which is none of", [&] { a.fabric().insert_peer(2, libfabric::encode(address)); });
   must_throw("outside the region", [&] { a.write(1, 4097, 0, 0, 0, 0); });
   must_throw("outside the region", [&] { a.write(1, 1, 4096, 0, 0, 0); });
   must_throw("outside the region", [&] { a.write(1, 8, 0, 4089, 0, 0); });
@@ -533,6 +539,81 @@ void test_misuse(const std::string& provider) {
   a.close();
   a.close();
   must_throw("closed", [&] { a.fabric().endpoints(); });
+}
+
+// Writes so many bytes at that place of a peer; false when nothing is heard of it, as from provider net, which answers nobody whom the other side has
+// not inserted. Counts arrivals.
+bool write_and_wait(Side& writer, LibfabricFabric& reader, const RemoteRegion& target, std::size_t offset, std::size_t bytes, double limit, int& arrivals) {
+  Write write;
+  write.immediate = 0x1234;
+  write.source = &writer.source_region();
+  write.target = &target;
+  write.target_offset = offset;
+  write.bytes = bytes;
+  bool posted = false, over = false;
+  const Clock::time_point start = Clock::now();
+  for (int after = 0; after < 20 && seconds_since(start) < limit; after += over) {
+    Completion completion;
+    if (reader.poll(&completion, 1) == 1 && completion.kind == Completion::Kind::Arrived) ++arrivals;
+    if (!posted) posted = writer.fabric().write(write) == Post::Accepted;
+    else if (writer.fabric().poll(&completion, 1) == 1) over = true;
+    sched_yield();
+  }
+  return over;
+}
+
+// Whoever can connect to an endpoint, which takes no secret, may try to write. This stranger knows where the memory starts. What it cannot guess is
+// the key; and what no peer writes into has none.
+void test_a_stranger(const std::string& provider) {
+  constexpr std::size_t kShared = 4096, kBytes = 4 * kShared;
+  constexpr int kMostSilent = 4;
+  const double limit = provider == "net" ? 0.2 : 5;
+  std::vector<std::uint8_t> memory(kBytes, kPoison);
+  LibfabricFabric victim(options(provider));
+  const LocalRegion region = victim.register_memory(memory.data(), memory.size(), kShared);
+  const auto landed = [&] {
+    const bool untouched = std::all_of(memory.begin(), memory.end(), [](std::uint8_t byte) { return byte == kPoison; });
+    std::fill(memory.begin(), memory.end(), kPoison);
+    return !untouched;
+  };
+  std::unique_ptr<Side> stranger;
+  int arrivals = 0;
+  RemoteRegion target;
+  const auto come = [&] {
+    stranger = std::make_unique<Side>(options(provider), 64, 64);
+    std::fill(stranger->source().begin(), stranger->source().end(), kPoison ^ 0xff);
+    stranger->fabric().insert_peer(0, victim.address());
+    target = stranger->fabric().import_region(0, region.description);
+    target.bytes = kBytes;
+  };
+  for (const std::size_t offset : {std::size_t{0}, kShared, kBytes - 8}) {
+    come();
+    write_and_wait(*stranger, victim, target, offset, 8, limit, arrivals);
+    const auto arrives = [&] {
+      Completion completion;
+      victim.poll(&completion, 1);
+      stranger->fabric().poll(&completion, 1);
+      return landed();
+    };
+    if (offset == 0 && provider != "net") until("a write that is allowed", arrives);
+    else CHECK(!landed());   // with the key it is a peer, and no more than that
+  }
+  come();
+  arrivals = 0;
+  int silent = 0;
+  for (std::uint64_t guess = 0; guess <= 1050 && silent < kMostSilent; ++guess) {
+    const std::uint64_t key = guess % 1001;
+    const std::uint64_t right = target.key[0];
+    target.key[0] = key;
+    const std::size_t bytes = guess <= 1000 ? 8 : 0;   // an immediate alone would be a forged arrival
+    const bool heard = write_and_wait(*stranger, victim, target, 0, bytes, limit, arrivals);
+    if (arrivals != 0) check::fail(__FILE__, __LINE__, provider + ": a stranger's immediate came with " + std::to_string(bytes) + " bytes and key " + std::to_string(key));
+    if (landed()) check::fail(__FILE__, __LINE__, provider + ": a stranger wrote with key " + std::to_string(key));
+    target.key[0] = right;
+    if (heard) continue;
+    ++silent;
+    come();
+  }
 }
 
 void test_zero_bytes_without_regions(const std::string& provider) {
@@ -794,6 +875,37 @@ std::vector<std::string> providers_here() {
   return names;
 }
 
+// A forked child that closes a fabric leaves it open for its parent.
+void test_forked(const std::string& provider) {
+  const std::set<std::string> before = shm_files();
+  {
+    Side a(options(provider), 4096, 4096), b(options(provider), 4096, 4096);
+    introduce(a, 0, b, 1);
+    const std::set<std::string> opened = shm_files();
+    std::fflush(stdout);
+    const pid_t child = fork();
+    if (child == 0) {
+      alarm(20);
+      a.fabric().abandon();
+      a.close();
+      b.close();
+      _exit(0);
+    }
+    int status = 0;
+    CHECK_EQ(waitpid(child, &status, 0), child);
+    CHECK_EQ(status, 0);
+    CHECK(shm_files() == opened);
+    const Traffic traffic = make_traffic(3, 8, 256), none;
+    Exchange there(a, 1, traffic, none), back(b, 0, none, traffic);
+    until("traffic after a fork", [&] {
+      there.step();
+      back.step();
+      return there.done() && back.done();
+    });
+  }
+  CHECK(shm_files() == before);
+}
+
 int run_all(bool times) {
   const libfabric::Library& library = libfabric::library();
   std::printf("%s: libfabric %s\n", library.path.c_str(), libfabric::version_text(library.version).c_str());
@@ -813,9 +925,11 @@ int run_all(bool times) {
     test_three_in_one_process(provider, seed + 30);
     test_two_processes(provider, 1, seed + 40);
     test_two_processes(provider, 2, seed + 50);
+    test_a_stranger(provider);
     test_zero_bytes_without_regions(provider);
     test_again(provider);
     test_misuse(provider);
+    test_forked(provider);
     test_removed_peer_that_lives(provider);
     test_bare_writes(provider);
     test_open_and_close(provider);

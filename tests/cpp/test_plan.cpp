@@ -108,7 +108,7 @@ void check_plan(const Config& c, check::Random& random) {
       CHECK(plan.token_rows[i - 1].rank < plan.token_rows[i].rank);
   }
 
-  // What goes to remote peers fits the send area, whichever peers are remote.
+  // The blocks for remote peers fit the send area, whichever peers are remote.
   Config with = c;
   const auto node = static_cast<std::uint32_t>(random.integer(1, c.world));
   std::vector<std::uint32_t> remote;

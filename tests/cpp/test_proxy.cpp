@@ -1,4 +1,4 @@
-// The proxy alone, over a fabric whose every answer the test writes: what it posts, when it raises a word, and what it ignores.
+// The proxy alone, over a fabric whose every answer the test chooses: what it posts, when it raises a word, and what it ignores.
 #include <algorithm>
 #include <deque>
 #include <map>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "../../proxy/proxy.h"
-#include "../../src/cpu/atomic.h"
+#include "../../src/host/atomic.h"
 #include "check.h"
 #include "plain_fabric.h"
 
@@ -99,11 +99,11 @@ struct World {
   }
 
   std::uint64_t& word(std::uint64_t at) { return memory[at / 8]; }
-  // What the device does: the block is written, then announced.
-  void mail(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint64_t at, bool final = true) {
+  // Plays the device: the block is written, then announced.
+  void mail(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint64_t at) {
     const std::uint64_t index = heap.word_index(config, set_of(config, step), op, peer);
     word(heap.outgoing + 8 * index) = at;
-    word(heap.mailbox + 8 * index) = mail_word(step, rows, final);
+    word(heap.mailbox + 8 * index) = mail_word({step, rows});
   }
   bool sent(std::uint32_t step, Op op, std::uint32_t peer) {
     return word(heap.sent + 8 * heap.word_index(config, set_of(config, step), op, peer)) == arrival_word(generation, step);
@@ -158,7 +158,7 @@ void one_write() {
   w.run();
   CHECK(w.has(1, Op::Combine, 3));
   CHECK(!w.proxy.waiting());
-  CHECK(w.take_writes().empty());   // a word that was taken is not taken again
+  CHECK(w.take_writes().empty());   // each word is taken once
 }
 
 // Shards cover the block exactly, one endpoint each, and only the last completion frees the memory, whatever the order.
@@ -217,7 +217,7 @@ void shards_in_any_order() {
   } while (std::next_permutation(order.begin(), order.end()));
 }
 
-// What belongs to no open step, to nobody, or contradicts itself changes nothing.
+// An immediate that belongs to no open step or no peer, or contradicts itself, changes nothing.
 void stray_immediates() {
   World w;
   const std::vector<std::uint64_t> before(w.memory.get(), w.memory.get() + w.heap.bytes / 8);
@@ -291,7 +291,7 @@ void many_steps() {
   }
 }
 
-// A peer whose queue is full holds up nobody else; what was refused goes out later, once, and in whole.
+// A peer whose queue is full holds up nobody else; refused writes go out later, once, and whole.
 void busy_peer() {
   World w;
   w.fabric.busy = {2, 4};
@@ -384,18 +384,7 @@ void order_of_peers() {
   }
 }
 
-// Rows that are announced before they are all there wait for the rest.
-void unfinished_mail() {
-  World w;
-  w.mail(1, Op::Dispatch, 2, 3, 0, false);
-  CHECK(w.take_writes().empty());
-  w.mail(1, Op::Dispatch, 2, 9, 0, true);
-  std::uint64_t bytes = 0;
-  for (const Write& x : w.take_writes()) bytes += x.bytes;
-  CHECK_EQ(bytes, dispatch_block(w.config).bytes(9));
-}
-
-// Sets and operations are apart.
+// Sets and operations do not mix.
 void steps_in_flight() {
   World w;
   for (std::uint32_t step : {1u, 2u}) w.mail(step, Op::Dispatch, 2, 1, step * 4096);
@@ -463,7 +452,7 @@ void another_life() {
   CHECK_EQ(w.proxy.outstanding(0), 0u);
   w.proxy.detach(0);   // nothing there: nothing happens
   w.fabric.busy = {};
-  CHECK(w.take_writes().empty());   // what waited went with it
+  CHECK(w.take_writes().empty());   // the waiting writes went with it
 
   w.generation = 2;
   w.attach(w.config);
@@ -485,7 +474,6 @@ void another_life() {
 void announced_and_not_taken() {
   World w;
   w.mail(1, Op::Combine, 2, 1, 0);
-  w.mail(1, Op::Combine, 3, 1, 0, false);   // not to be sent yet
   CHECK_EQ(w.proxy.outstanding(0), 1u);
   const std::vector<Write> writes = w.take_writes();
   CHECK_EQ(writes.size(), std::size_t{1});
@@ -509,6 +497,19 @@ void waiting_is_balanced() {
     w.attach(w.config);
     CHECK(!w.proxy.waiting());
   }
+}
+
+// One that its owner forgot, with a step open, gives way to the next of its number, and leaves nothing to wait for.
+void attached_over() {
+  World w;
+  w.mail(1, Op::Dispatch, 2, 1, 0);
+  for (const Write& x : w.take_writes()) w.fabric.finish(x);
+  w.run();
+  CHECK(w.proxy.waiting());
+  w.attach(w.config);
+  CHECK(!w.proxy.waiting());
+  w.proxy.detach(0);
+  CHECK(w.proxy.unused() && !w.proxy.waiting());
 }
 
 // Blocks of one shard: a source spreads its peers over its endpoints, and a peer's sources reach it through all of its own.
@@ -584,12 +585,12 @@ int main() {
   shared_doorbells();
   one_doorbell();
   order_of_peers();
-  unfinished_mail();
   steps_in_flight();
   failures();
   another_life();
   announced_and_not_taken();
   waiting_is_balanced();
+  attached_over();
   many_objects();
   splits_peers();
 }

@@ -1,6 +1,6 @@
-// From a mailbox word to the last post the proxy allocates nothing, takes no lock and makes no system call. Not read from the
-// code but counted: malloc and its kin and every pthread lock are this program's own here, and a seccomp filter traps the system calls of the
-// thread that is looked at. Each counter is shown to count first.
+// From a mailbox word to the last post the proxy allocates nothing, takes no lock and makes no system call. This is counted, not read from
+// the code: this program replaces malloc and its kin and every pthread lock, and a seccomp filter traps the system calls of the thread
+// under test. Each counter is first shown to count.
 #include <dlfcn.h>
 #include <errno.h>
 #include <linux/audit.h>
@@ -24,7 +24,7 @@
 #include <string>
 #include <thread>
 
-#include "../../proxy/cost.h"
+#include "../../bench/native/proxy_cost.h"
 #include "../../proxy/proxy_thread.h"
 #include "check.h"
 
@@ -39,7 +39,7 @@ int main() {
 
 namespace {
 
-// The thread that is looked at: what others do meanwhile is their own affair.
+// The thread under test; other threads are not counted.
 thread_local bool counting = false;
 thread_local std::uint64_t allocations = 0, locks = 0;
 
@@ -49,7 +49,7 @@ void note(std::uint64_t& counter) {
 
 }  // namespace
 
-// glibc's own names for what this program replaces.
+// glibc's own names of the functions that this program replaces.
 extern "C" {
 void* __libc_malloc(std::size_t);
 void* __libc_calloc(std::size_t, std::size_t);
@@ -106,7 +106,7 @@ namespace {
 
 using namespace pplx;
 
-// What a child found, in memory that its parent reads.
+// A child's findings, in memory that its parent reads.
 struct Report {
   std::uint64_t allocations, locks, calls;
   int last_call;
@@ -124,8 +124,8 @@ void on_call(int, siginfo_t* info, void* context) {
 #endif
 }
 
-// From here on every system call of this thread is counted instead of made, but for exit_group and what the counting itself needs;
-// `allowed` is made and not counted.
+// From here on every system call of this thread is counted instead of made, except exit_group and those of the counting itself. `allowed`
+// is made and not counted.
 bool trap_system_calls(unsigned allowed = SYS_exit_group) {
   struct sigaction action {};
   action.sa_sigaction = on_call;
@@ -167,7 +167,7 @@ void start_counting() {
   allocations = locks = 0;
   counting = true;
 }
-// Ends the child, for what it would do next is nobody's business.
+// Ends the child at once, before it does anything else.
 [[noreturn]] void stop_counting() {
   counting = false;
   report->allocations = allocations;
@@ -200,7 +200,7 @@ bool the_counters_count() {
 
 constexpr int kOperations = 300;
 
-// All that step() does for it: mail, posts, completions, arrivals.
+// One run of everything that step() does: mail, posts, completions, arrivals.
 void steps_of_the_proxy(const CostOptions& options) {
   const Report r = in_child([&] {
     CostRun run(options);
@@ -236,7 +236,9 @@ class ArmedFabric final : public Fabric {
   Blob address() const override { return {}; }
   void insert_peer(int, const Blob&) override {}
   void remove_peer(int) override {}
-  LocalRegion register_memory(void* base, std::size_t bytes) override { return null_->register_memory(base, bytes); }
+  LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override {
+    return null_->register_memory(base, bytes, shared_bytes);
+  }
   void unregister_memory(const LocalRegion&) override {}
   RemoteRegion import_region(int, const Blob&) const override { return {}; }
   Post write(const Write& write) override { return null_->write(write); }

@@ -1,5 +1,5 @@
-// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and
-// real providers: what ThreadSanitizer should see. It does not see what a provider does inside, only what it is told to do.
+// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and real
+// providers, for ThreadSanitizer. It does not see inside a provider, only the calls.
 #include <sched.h>
 
 #include <algorithm>
@@ -27,7 +27,7 @@ using namespace pplx::cpu;
 
 namespace {
 
-// A network of queues, one per rank. In order, unlike the real ones: what is tested here is who synchronises with whom.
+// A network of queues, one per rank. They are in order, unlike real networks: the subject here is who synchronises with whom.
 struct QueueNet {
   struct Inbox {
     std::mutex mutex;
@@ -109,7 +109,7 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     for (float& w : weights) w = random.real(-1, 1);
     for (float& v : x) v = random.real(-4, 4);
 
-    DispatchInput in;
+    Tokens in;
     in.plan = std::make_shared<const Plan>(make_plan(c, ids.data(), tokens));
     in.x = {reinterpret_cast<const char*>(x.data()), std::uint64_t{c.hidden} * 4};
     in.weights = weights.data();
@@ -124,7 +124,7 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     o.weights = out_weights.data();
     o.src_rank = rank_of.data();
     o.src_token = token_of.data();
-    CombineInput back;
+    ExpertOutputs back;
     back.received = e.dispatch_recv(step, o, {});
     back.expert_out = {reinterpret_cast<const char*>(out.data()), std::uint64_t{c.hidden} * 4};
     e.combine_send(step, back, {});
@@ -172,7 +172,7 @@ void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
   each([&](Rank& rank, std::uint32_t i, Proxy&, Fabric& fabric) {
     for (const Rank& peer : ranks)
       if (&peer != &rank) fabric.insert_peer(static_cast<int>(peer.config.rank), peer.carriers[i].address);
-    rank.carriers[i].region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes);
+    rank.carriers[i].region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes, heap_of(rank.config).shared_bytes);
   });
   each([&](Rank& rank, std::uint32_t i, Proxy& proxy, Fabric& fabric) {
     ProxyObject object;
@@ -228,7 +228,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   std::fflush(stdout);
 }
 
-// A poll that returns when it is told to: a provider that hangs.
+// A provider that hangs: its poll returns only when told to.
 class HangingFabric final : public test::PlainFabric {
  public:
   int endpoints() const override { return 1; }
@@ -284,7 +284,7 @@ void test_a_provider_that_hangs() {
     fabric->hang();
     CHECK(!thread.close(0.02));
   }
-  fabric->hangs = false;   // what was left behind ends by itself, and takes the rest along
+  fabric->hangs = false;   // the thread that was left behind ends by itself, and frees the rest
   const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
   while (fabric.use_count() > 1) {
     CHECK(std::chrono::steady_clock::now() < end);

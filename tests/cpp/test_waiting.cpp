@@ -1,4 +1,4 @@
-// How a blocked call ends: what it blames, after how long, and what it does not listen to.
+// How a blocked call ends: whom it blames, after how long, and what it ignores.
 #include "check.h"
 #include "local_ranks.h"
 
@@ -8,7 +8,7 @@ using namespace pplx::test;
 
 namespace {
 
-// Rank 0 of two on one node, alone in the world, whose clock the test is.
+// Rank 0 of two on one node, without the other one. The test is its clock.
 struct Lonely {
   explicit Lonely(Exchange::Clock clock) {
     config.num_experts = config.world = 2;
@@ -24,10 +24,10 @@ struct Lonely {
     exchange = std::make_unique<Exchange>(config, memory, 1, 10.0, std::move(clock));
   }
 
-  // Why a dispatch without tokens failed, which waits for rank 1.
+  // Dispatches no tokens, which waits for rank 1, and returns the failure.
   AbortReason dispatch(const Exchange::Interrupted& meanwhile) {
     try {
-      DispatchInput in;
+      Tokens in;
       in.plan = std::make_shared<const Plan>(make_plan(config, static_cast<const std::int32_t*>(nullptr), 0));
       exchange->dispatch_recv(exchange->dispatch_send(in, nullptr), {}, meanwhile);
     } catch (const PeerFailure& failure) {
@@ -44,7 +44,7 @@ struct Lonely {
 
 const Abort kDeath{AbortReason::Death, Phase::None, 1, 1, 0}, kLost{AbortReason::Fabric, Phase::DispatchRecv, 0, 1, 1};
 
-// A rank that was stopped for longer than its timeout blames nobody for that: it first hears what was said meanwhile.
+// A rank that was stopped for longer than its timeout blames nobody for that: it first reads what came meanwhile.
 void stopped_for_a_while() {
   double time = 1;
   int reads = 0, asked = 0;
@@ -52,12 +52,12 @@ void stopped_for_a_while() {
   CHECK(rank.dispatch([&] {
     if (time > 100 && ++asked == 3) rank.exchange->fail(kDeath, "");
   }) == AbortReason::Death);
-  // It does not wait for ever either.
+  // But it does not wait for ever.
   rank.exchange->reset(2, {true, true});
   CHECK(rank.dispatch(nullptr) == AbortReason::Timeout);
 }
 
-// A write that fails is mostly a death's first sign, and the death names its rank. If none is told, the network is to blame.
+// A failed write is mostly the first sign of a death, and the report of the death names the rank. Without a report the network is to blame.
 void a_lost_network_may_be_a_death() {
   for (const bool died : {true, false}) {
     double time = 1;
@@ -72,7 +72,7 @@ void a_lost_network_may_be_a_death() {
   }
 }
 
-// Or a peer that took its leave: writes to it fail before its goodbye's own grace is over.
+// The cause may also be a peer that left: writes to it fail before the grace of its goodbye is over.
 void a_lost_network_may_be_a_goodbye() {
   double time = 1, lost = 0;
   Lonely rank([&] { return time += 0.01; });
@@ -84,7 +84,7 @@ void a_lost_network_may_be_a_goodbye() {
   CHECK(time < lost + 1);
 }
 
-// Who was left out at a reset wakes up in an old step and aborts it: nobody who is left hears that.
+// A rank that was left out at a reset wakes up in an old step and aborts it: the survivors do not hear that.
 void abort_of_one_left_out() {
   Config config;
   config.world = 3;

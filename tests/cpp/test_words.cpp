@@ -5,8 +5,9 @@
 #include <vector>
 
 #include "../../proxy/arrivals.h"
-#include "../../src/protocol/heap.h"
+#include "../../src/protocol/abort.h"
 #include "../../src/protocol/immediate.h"
+#include "../../src/protocol/mailbox.h"
 #include "check.h"
 
 using namespace pplx;
@@ -49,18 +50,18 @@ void check_arrivals(check::Random& random) {
     CHECK(arrived(word, generation, step));
     CHECK(!arrived(word, generation + 1, step));   // of before a reset
     CHECK(!arrived(word, generation, step + ahead + 1));
+    CHECK(reached(word, arrival_word(generation, step)) && !reached(word, arrival_word(generation, step + ahead + 1)));
     const auto rows = static_cast<std::uint32_t>(random.integer(0, 0x7fffffff));
-    const bool final = random.chance(0.5);
-    const Mail m = read_mail(mail_word(step, rows, final));
+    CHECK(mail_word({step, rows}) != 0);   // which is what the proxy has seen of fresh memory
+    const Mail m = read_mail(mail_word({step, rows}));
     CHECK_EQ(m.step, step);
     CHECK_EQ(m.rows, rows);
-    CHECK_EQ(m.final, final);
   }
 }
 
 void check_aborts() {
   for (auto reason : {AbortReason::Death, AbortReason::Timeout, AbortReason::Fabric, AbortReason::Protocol,
-                      AbortReason::Interrupted, AbortReason::Closed, AbortReason::User})
+                      AbortReason::Interrupted, AbortReason::Closed, AbortReason::User, AbortReason::Refused})
     for (auto phase : {Phase::None, Phase::DispatchSend, Phase::DispatchRecv, Phase::CombineSend, Phase::CombineRecv, Phase::Weights})
       for (std::uint32_t rank : {0u, 1u, 1023u, kNoRank})
         for (std::uint32_t step : kAroundZero) {

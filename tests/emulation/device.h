@@ -17,6 +17,10 @@ inline void store_release(void* word, std::uint64_t value) {
   emulation::maybe_yield();
   __atomic_store_n(static_cast<std::uint64_t*>(word), value, __ATOMIC_RELEASE);
 }
+struct Atomics {
+  static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
+  static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
+};
 inline std::uint64_t load_relaxed(const void* word) { return load_acquire(word); }
 inline void store_relaxed(void* word, std::uint64_t value) { store_release(word, value); }
 inline void store_release_here(void* word, std::uint64_t value) { store_release(word, value); }
@@ -24,8 +28,12 @@ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
   emulation::maybe_yield();
   return __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
 }
+inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
+  emulation::maybe_yield();
+  __atomic_fetch_sub(word, less, __ATOMIC_ACQ_REL);
+}
 
-// Who waits asks for the time, so others go on meanwhile.
+// A thread that waits asks for the time, so this lets others go on.
 inline std::uint64_t nanoseconds() {
   emulation::yield();
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());

@@ -47,7 +47,7 @@ namespace emulation {
 inline constexpr unsigned kLanes = 32, kBarriers = 16;
 
 struct Warp {
-  std::uint64_t lanes[kLanes];       // what each brings to a shuffle
+  std::uint64_t lanes[kLanes];       // each lane's value in a shuffle
   unsigned arrived = 0;
   std::uint64_t turn = 0;
 };
@@ -76,15 +76,10 @@ struct Thread {
 
 Thread& here();
 void yield();
-void maybe_yield();                  // at places where others may come in between
+void maybe_yield();                  // called where other threads may come in between
 void warp_sync();
 void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
 bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // whether all were good
-
-// What the calling thread launches is one stream, which a thread of its own works off.
-void launch(dim3 grid, dim3 block, std::size_t shared, std::function<void()> kernel);
-bool idle();
-void synchronize();
 
 // Each launch finds something else than zeroes.
 inline constexpr char kPoison = static_cast<char>(0xa5);
@@ -104,7 +99,7 @@ T bits_to(std::uint64_t bits) {
   return value;
 }
 
-// All lanes bring something; pick() takes from them.
+// All lanes contribute a value; pick() chooses from them.
 template <typename T, typename Pick>
 auto shuffle(T value, const Pick& pick) {
   Thread& thread = here();
@@ -164,6 +159,7 @@ inline void __syncthreads() { emulation::barrier_sync(0, blockDim.x); }
 inline bool __syncthreads_and(bool good) { return emulation::barrier_sync(0, blockDim.x, good); }
 inline bool __syncthreads_or(bool any) { return !emulation::barrier_sync(0, blockDim.x, !any); }
 inline void __threadfence_block() {}
+inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { emulation::yield(); }
 
 // ---- memory ----

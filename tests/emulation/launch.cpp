@@ -1,18 +1,13 @@
 #include <sched.h>
 #include <sys/mman.h>
 
-#include <condition_variable>
-#include <deque>
-#include <mutex>
-#include <thread>
-
-#include "emulation/kernel.h"
+#include "emulation/streams.h"
 
 #if !defined(__x86_64__)
 #error "fibers change stacks by hand, on x86-64 only"
 #endif
 
-// What a call must leave as it was, and the stack.
+// The registers that a call must preserve, and the stack.
 asm(R"(
 .text
 .globl emulation_change_stack
@@ -110,50 +105,6 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
   current = nullptr;
 }
 
-class Stream {
- public:
-  void push(std::function<void()> work) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      queue_.push_back(std::move(work));
-      if (!std::exchange(started_, true)) std::thread([this] { serve(); }).detach();
-    }
-    changed_.notify_all();
-  }
-  bool idle() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return queue_.empty();
-  }
-  void synchronize() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return queue_.empty(); });
-  }
-
- private:
-  void serve() {
-    for (std::unique_lock<std::mutex> lock(mutex_);;) {
-      changed_.wait(lock, [this] { return !queue_.empty(); });
-      const std::function<void()> work = queue_.front();   // it stays there until it has ended
-      lock.unlock();
-      work();
-      lock.lock();
-      queue_.pop_front();
-      changed_.notify_all();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> queue_;
-  bool started_ = false;
-};
-
-// Its thread may outlive the one that launches.
-Stream& stream() {
-  static thread_local Stream* const mine = new Stream;
-  return *mine;
-}
-
 bool come_to(Barrier& barrier, unsigned threads, bool good) {
   barrier.all = barrier.all && good;
   if (++barrier.arrived < threads) return false;
@@ -198,13 +149,8 @@ bool barrier_sync(unsigned number, unsigned threads, bool good) {
   return barrier.result;
 }
 
-void launch(dim3 grid, dim3 block, std::size_t shared, std::function<void()> kernel) {
-  stream().push([=] { run(grid.x, block.x, shared, kernel); });
+void launch(dim3 grid, dim3 block, std::size_t shared, Stream& stream, std::function<void()> kernel) {
+  stream.push([=] { run(grid.x, block.x, shared, kernel); });
 }
-bool idle() { return stream().idle(); }
-void synchronize() { stream().synchronize(); }
 
 }  // namespace emulation
-
-// For tests: waits for all that the calling thread has launched.
-extern "C" __attribute__((visibility("default"))) void pplx_emulation_synchronize() { emulation::synchronize(); }

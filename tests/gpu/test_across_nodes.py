@@ -5,17 +5,13 @@ Ranks have a GPU each if there are enough, else they share one. "mixed": two ran
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from crew import Crew, Crews, seed
+from harness import Crew, Crews, seed
 from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
@@ -119,7 +115,7 @@ def test_killed(transport: str) -> None:
     case = Case(seed(), ranks, num_experts=3 * ranks + 1, top_k=3, hidden=256, max_tokens=32, transport=transport)
     with Crew(ranks) as crew:
         crew.start("gpu_cases:killed", case, 1)
-        crew.heard(1)
+        crew.heard(1, "dying")
         died = crew.kill(1)
         for peer, at in crew.collect(100, [rank for rank in range(ranks) if rank != 1]):
             assert peer == 1 and at - died < NOTICED, (peer, at - died)

@@ -8,19 +8,16 @@ PPLX_TEST_CUDA names a module that is built already: tests/mutants/run_cuda.py g
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "mutants"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from crew import Crew, seed
+from harness import Crew, seed
+from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
 from rank_cases import Case, random_case
 from run_cuda import build_module, nvcc
 
@@ -74,3 +71,12 @@ def test_soak_of_replicas(crew: Crew) -> None:
 def test_replicas_apart(crew: Crew, kind: str) -> None:
     for r in crew.run("gpu_cases:on_gpu", "failure_cases:replicas_apart", Case(seed(), RANKS, replicas=2), kind):
         assert r.get("is_peer") and not r["is_timeout"], r
+
+
+def test_open_steps(crew: Crew) -> None:
+    """Eager steps and replays, several open at once: right, or refused."""
+    crew.run("open_step_cases:interleaved", small_case(seed(), RANKS, 2), list(range(10)), 30, timeout=200)
+    for heard in crew.run("open_step_cases:refused", small_case(seed(), RANKS, 1), "replay", 1):
+        assert re.search(STILL_OPEN, heard["message"]), heard
+    for heard in crew.run("open_step_cases:combined_again", small_case(seed(), RANKS, 2)):
+        assert re.search(NOT_OPEN, heard["message"]), heard

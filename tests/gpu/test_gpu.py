@@ -17,14 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from crew import Crew, Crews, seed
+from harness import Crew, Crews, clean_environment, seed
 from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
-from pplx_comm._gpu import cuda_module
+from pplx_comm.gpus import cuda_module
 
 GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
@@ -120,7 +117,7 @@ def test_graph_replay(crew: Crews) -> None:
 @pytest.mark.parametrize("run", ["compiled", "compiled_training"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_a_compiled_model(crew: Crews, layout: str, run: str) -> None:
-    """As on the CPU: tests/test_graph.py."""
+    """As on the CPU: tests/ranks/test_graph.py."""
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=64, max_tokens=12, dtype="float32", layout=layout, align=8)
     for r in crew.run(f"graph_cases:{run}", case, "inductor", 6, gpu=True, timeout=COMPILED_LIMIT):
         assert r["worst"] < 1e-4 and r["open"] == 0, r
@@ -169,7 +166,7 @@ def test_killed() -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
         crew.start("gpu_cases:killed", Case(seed(), ranks, num_experts=3 * ranks + 1, top_k=3, hidden=256, max_tokens=32), 1)
-        crew.heard(1)
+        crew.heard(1, "dying")
         died = crew.kill(1)
         others = [rank for rank in range(ranks) if rank != 1]
         for peer, at in crew.collect(LIMIT, others):
@@ -279,7 +276,13 @@ def test_memcheck(transport: str, tmp_path: Path) -> None:
             sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--log-file", str(tmp_path / f"{rank}.log"),
             sys.executable, str(Path(__file__).with_name("memcheck_rank.py")), transport, *(str(begin + i) for i in range(6)),
         ]  # fmt: skip
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+        env = {
+            **clean_environment(),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            "LOCAL_RANK": str(rank),
+        }
         env |= {"PPLX_COMM_JOB": f"memcheck{os.getpid()}{transport}", "PPLX_TEST_STEP_TIMEOUT": "100"}
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:

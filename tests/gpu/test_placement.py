@@ -6,17 +6,12 @@ python -m pytest tests/gpu/test_placement.py
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from crew import Crew, Crews, run_ranks, seed
+from harness import Crew, Crews, run_ranks, seed
 from rank_cases import Case, random_case
 
 GPUS = torch.cuda.device_count()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from crew import Crew, Crews, seed
+from harness import Crew, Crews, seed
 from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 

@@ -1,7 +1,7 @@
 """Protocol bugs, one each, that the tests must catch. run.py builds and runs them; `make mutants`.
 
 A mutant is one small change: `old`, which stands in `file` exactly once, becomes `new`. `why` says what would go wrong in the field,
-`catch` which of CATCHERS must notice. Mutants of one file stand together: that saves builds.
+`catch` which of CATCHERS must notice.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Catcher:
     target: str  # of CMake
-    command: tuple[str, ...]  # {build} is the folder of the build
+    arguments: tuple[str, ...] = ()
     tsan: bool = False  # a test that includes all it needs, compiled by itself with ThreadSanitizer
 
 
 CATCHERS = {
-    "sim": Catcher("pplx_sim", ("{build}/sim", "--seeds", "400", "--jobs", "2")),
-    "test_proxy": Catcher("test_proxy", ("{build}/tests/test_proxy",)),
-    "test_headers": Catcher("test_headers", ("{build}/tests/test_headers",)),
-    "test_phase": Catcher("test_phase", ("{build}/tests/test_phase",)),
-    "test_aborts": Catcher("test_aborts", ("{build}/tests/test_aborts",)),
+    "sim": Catcher("pplx_sim", ("--seeds", "400")),
+    "test_proxy": Catcher("test_proxy"),
+    "test_headers": Catcher("test_headers"),
+    "test_phase": Catcher("test_phase"),
+    "test_aborts": Catcher("test_aborts"),
     # x86 orders stores by itself, so no run on it can show a release that is missing. TSAN does not look at the machine but at what
     # the program promises.
-    "tsan": Catcher("test_atomic", ("{build}/test_atomic_tsan",), tsan=True),
+    "tsan": Catcher("test_atomic", tsan=True),
 }
 
 
@@ -41,6 +41,7 @@ class Mutant:
 ARRIVALS = "proxy/arrivals.h"
 PROXY = "proxy/proxy.cpp"
 EXCHANGE = "src/cpu/exchange.cpp"
+PEER_ORDER = "src/host/peer_order.h"
 DISPATCH_SEND = "src/cpu/dispatch_send.cpp"
 DISPATCH_RECV = "src/cpu/dispatch_recv.cpp"
 COMBINE_SEND = "src/cpu/combine_send.cpp"
@@ -130,18 +131,10 @@ MUTANTS = [
         catch="test_proxy",
     ),
     Mutant(
-        "unfinished mail is posted",
-        PROXY,
-        "  if (!m.final || !object.o.peers[job.peer]) return false;\n",
-        "  if (!object.o.peers[job.peer]) return false;\n",
-        "a block leaves before its last rows are written",
-        catch="test_proxy",
-    ),
-    Mutant(
         "the generation of arrivals is forgotten",
         PROXY,
-        "value = arrival_word(object->o.generation, step);",
-        "value = arrival_word(1, step);",
+        "signal_of(i.op), i.source, object->o.generation, step);",
+        "signal_of(i.op), i.source, 1, step);",
         "after a reset nothing ever arrives",
     ),
     Mutant(
@@ -162,8 +155,8 @@ MUTANTS = [
     Mutant(
         "the last block is taken back",
         PROXY,
-        "    n += mail != object->seen[index] && read_mail(mail).final;\n",
-        "    n += 0 * mail;\n",
+        "    n += load_mail<HostAtomics>(mailbox_entry(object->heap, object->o.memory, index)) != object->seen[index];\n",
+        "    n += 0 * index;\n",
         "a rank that closes right after its last combine leaves its peers without it",
         catch="test_proxy",
     ),
@@ -178,7 +171,7 @@ MUTANTS = [
     # ---- steps, generations, failure
     Mutant(
         "the generation is ignored",
-        "src/protocol/words.h",
+        "src/protocol/arrival.h",
         "return static_cast<std::uint32_t>(word >> 32) == generation && step_reached(static_cast<std::uint32_t>(word), step);",
         "return word >> 32 != 0 && generation != 0 && step_reached(static_cast<std::uint32_t>(word), step);",
         "words of before a reset open the steps after it",
@@ -192,9 +185,9 @@ MUTANTS = [
     ),
     Mutant(
         "send blocks are reused before local completion",
-        EXCHANGE,
-        "static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return false;",
-        "static_cast<std::uint32_t>(block.word >> 32), static_cast<std::uint32_t>(block.word))) return true;",
+        "src/protocol/mailbox.h",
+        "return last == 0 || reached(Atomics::load_acquire(entry.sent), last);",
+        "return last == 0 || Atomics::load_acquire(entry.sent) != last + 1;",
         "the NIC sends rows of the next step as this one's",
     ),
     Mutant(
@@ -230,8 +223,8 @@ MUTANTS = [
     Mutant(
         "a goodbye is ignored",
         EXCHANGE,
-        "  if (goodbye >= 0 && now_() - goodbye > kGoodbyeGrace)\n",
-        "  if (goodbye >= 0 && now_() - goodbye > 1000 * kGoodbyeGrace)\n",
+        "  if (goodbye >= 0 && now_() - goodbye > deadlines::kGoodbyeGrace.seconds)\n",
+        "  if (goodbye >= 0 && now_() - goodbye > 1000 * deadlines::kGoodbyeGrace.seconds)\n",
         "a rank that left in good order is waited for until the timeout",
         catch="test_aborts",
     ),
@@ -245,9 +238,9 @@ MUTANTS = [
     ),
     Mutant(
         "a dead rank is waited for",
-        EXCHANGE,
-        "    if (alive_[peer]) order_.push_back(peer);\n",
-        "    order_.push_back(peer);\n",
+        PEER_ORDER,
+        "    if (alive[peer]) order.push_back(peer);\n",
+        "    order.push_back(peer);\n",
         "after a reset over the survivors every step times out",
     ),
     Mutant(
@@ -371,7 +364,7 @@ MUTANTS = [
     # ---- memory order
     Mutant(
         "release is made relaxed",
-        "src/cpu/atomic.h",
+        "src/host/atomic.h",
         "__atomic_store_n(word, value, __ATOMIC_RELEASE);",
         "__atomic_store_n(word, value, __ATOMIC_RELAXED);",
         "on ARM a word is seen before the rows that it announces",
@@ -379,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "acquire is made relaxed",
-        "src/cpu/atomic.h",
+        "src/host/atomic.h",
         "__atomic_load_n(word, __ATOMIC_ACQUIRE);",
         "__atomic_load_n(word, __ATOMIC_RELAXED);",
         "on ARM rows are read before the word that announces them",

@@ -3,19 +3,28 @@
     python tests/mutants/run.py                    all
     python tests/mutants/run.py EAGAIN wrap        those whose names have one of these words
 
-Works on a copy of the sources in build/mutants, which keeps its objects: a second run builds only what changed. What a mutant made
-is thrown away with it, so the next one builds only what depends on its own file.
+Everything is built once, from a copy of the sources in build/mutants, which keeps its objects. A mutant compiles the files that depend
+on its own and that its catcher is linked of, in a folder of its own, and links them with the objects of the others; two at a time.
 Exit code 1 if one survives, or no longer applies, or if the tests fail on the tree as it is.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import queue
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from mutants import CATCHERS, MUTANTS, Catcher, Mutant
 
@@ -23,10 +32,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "mutants"
 SOURCES = WORK / "sources"
 BUILD = WORK / "build"
-CLEAN = WORK / "clean"  # BUILD as it is without mutants
-COPIED = ("CMakeLists.txt", "cmake", "proxy", "src", "tests/cpp", "tools")
+COPIED = ("CMakeLists.txt", "bench/native", "cmake", "proxy", "src", "tests/cpp", "tools")
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
-FLAGS = ("-std=c++17", "-O1")
+FLAGS = ("-O1", "-DNDEBUG")
+AT_ONCE = min(2, os.cpu_count() or 1)
+
+T = TypeVar("T")
 
 
 class Broken(Exception):
@@ -60,9 +71,9 @@ def check_list(mutants: list[Mutant], sources: Path = SOURCES, catchers: dict[st
     return problems + [f"{name}: two mutants have this name" for name in sorted(set(names)) if names.count(name) > 1]
 
 
-def call(command: list[str], limit: float) -> tuple[int | None, str]:
+def call(command: list[str], limit: float, cwd: Path | None = None) -> tuple[int | None, str]:
     """Exit code, None for too slow, and what was printed."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, cwd=cwd) as process:
         try:
             output, _ = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -72,68 +83,121 @@ def call(command: list[str], limit: float) -> tuple[int | None, str]:
     return process.returncode, output.decode(errors="replace")
 
 
-def build(catcher: Catcher) -> None:
-    if catcher.tsan:
-        source = SOURCES / "tests" / "cpp" / f"{catcher.target}.cpp"
-        command = ["c++", *FLAGS, "-g", "-fsanitize=thread", "-pthread", str(source), "-o", catcher.command[0].format(build=BUILD)]
-    else:
-        command = ["cmake", "--build", str(BUILD), "--target", catcher.target, "-j", "2"]
-    code, output = call(command, 600)
-    if code != 0:
-        raise Broken(f"{' '.join(command)}: exit {code}\n{output[-4000:]}")
-
-
-def run(catcher: Catcher) -> tuple[bool, str]:
-    """Whether it passes, and in which words it does not."""
-    code, output = call([part.format(build=BUILD) for part in catcher.command], RUN_LIMIT)
-    if code is None:
-        return False, f"hangs for {RUN_LIMIT:.0f} s"
-    lines = [line.strip() for line in output.splitlines()]
-    telling = ("CHECK", "WARNING: ThreadSanitizer", ": ")
-    words = next(
-        (line for mark in telling for line in lines if mark in line and not line.startswith("seed 1 (")), f"exit code {code}"
-    )
-    return code == 0, words
+@dataclass(frozen=True)
+class Compiled:
+    source: Path  # in SOURCES
+    object: Path
+    command: tuple[str, ...]
 
 
 def configure() -> None:
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    options = ["-DPPLX_PYTHON=OFF", "-DPPLX_TESTS=ON", "-DCMAKE_CXX_FLAGS_RELEASE=-O1 -DNDEBUG"]
-    code, output = call(["cmake", "-S", str(SOURCES), "-B", str(BUILD), *generator, *options], 120)
+    # A build type of its own: the project says what Release is.
+    options = ["-DPPLX_PYTHON=OFF", "-DPPLX_TESTS=ON", "-DCMAKE_BUILD_TYPE=Mutants", f"-DCMAKE_CXX_FLAGS_MUTANTS={' '.join(FLAGS)}"]
+    checked(["cmake", "-S", str(SOURCES), "-B", str(BUILD), *generator, *options])
+
+
+def checked(command: list[str]) -> str:
+    code, output = call(command, 900, BUILD if BUILD.is_dir() else None)
     if code != 0:
-        raise Broken(output)
+        raise Broken(f"{' '.join(command)}: exit {code}\n{output[-4000:]}")
+    return output
 
 
-def mirror(source: Path, target: Path) -> None:
-    """Make `target` what `source` is, times included: a build tool cannot tell them apart."""
-    target.mkdir(parents=True, exist_ok=True)
-    wanted = {entry.name: entry for entry in os.scandir(source)}
-    for entry in os.scandir(target):
-        if entry.name not in wanted:
-            shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
-    for name, entry in wanted.items():
-        there = target / name
-        if entry.is_dir(follow_symlinks=False):
-            mirror(Path(entry.path), there)
-            continue
-        here, old = entry.stat(follow_symlinks=False), there.lstat() if there.exists() else None
-        if old is None or (here.st_mtime_ns, here.st_size) != (old.st_mtime_ns, old.st_size):
-            shutil.copy2(entry.path, there, follow_symlinks=False)
+def compilations() -> list[Compiled]:
+    found = []
+    for entry in json.loads((BUILD / "compile_commands.json").read_text()):
+        command = shlex.split(entry["command"])
+        found.append(Compiled(Path(entry["file"]), Path(entry["directory"], command[command.index("-o") + 1]), tuple(command)))
+    return found
 
 
-def try_mutant(mutant: Mutant) -> tuple[bool, str]:
-    """Whether it was caught, and by what."""
-    file, catcher = SOURCES / mutant.file, CATCHERS[mutant.catch]
-    before, times = file.read_text(), file.stat()
+def dependents(file: str) -> set[Path]:
+    """The sources that include a file, directly or not, and itself."""
+    sources = [path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cpp")]
+    includes: dict[Path, set[Path]] = {}
+    for path in sources:
+        names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
+        folders = (path.parent, SOURCES, SOURCES / "src", SOURCES / "tests" / "cpp")
+        tried = [next((at for at in (folder / name for folder in folders) if at.is_file()), None) for name in names]
+        includes[path] = {at.resolve() for at in tried if at is not None}
+    reached = {(SOURCES / file).resolve()}
+    while more := {path for path, named in includes.items() if named & reached} - reached:
+        reached |= more
+    return reached
+
+
+class Program:
+    """A catcher's, and what it is linked of."""
+
+    def __init__(self, catcher: Catcher) -> None:
+        self.catcher = catcher
+        if catcher.tsan:
+            return
+        everything = compilations()
+        self.own = [c for c in everything if f"CMakeFiles/{catcher.target}.dir/" in str(c.object)]
+        members = self._members()
+        self.core = [c for c in everything if c.object.name in members]
+
+    def _members(self) -> set[str]:
+        """What the linker takes from the library."""
+        program = WORK / self.catcher.target
+        said = program.with_suffix(".map")
+        self.link([c.object for c in self.own], program, f"-Wl,-Map={said}")
+        return set(re.findall(r"libpplx_core\.a\(([\w.]+\.o)", said.read_text(errors="replace")))
+
+    def link(self, objects: list[Path], program: Path, *more: str) -> None:
+        command = self.own[0].command
+        compiler = command[: next(i for i, word in enumerate(command) if word.startswith("-"))]
+        # What stands before the library is taken in the place of its member.
+        libraries = [str(BUILD / "libpplx_core.a"), "-pthread", "-ldl"]
+        checked([*compiler, *more, *map(str, objects), *libraries, "-o", str(program)])
+
+    def build(self, sources: Path, changed: set[Path], folder: Path) -> Path:
+        """The program of `sources`, in which those files are not what they are in SOURCES."""
+        program = folder / self.catcher.target
+        if self.catcher.tsan:
+            source = sources / "tests" / "cpp" / f"{self.catcher.target}.cpp"
+            checked(["c++", "-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", str(source), "-o", str(program)])
+            return program
+        objects: list[Path] = []
+        if changed and not any(c.source.resolve() in changed for c in (*self.own, *self.core)):
+            raise Broken(f"nothing that {self.catcher.target} is linked of depends on what was changed")
+        for number, compiled in enumerate([*self.own, *self.core]):
+            if compiled.source.resolve() not in changed:
+                objects += [compiled.object] if compiled in self.own else []
+                continue
+            objects.append(folder / f"{number}.o")
+            command = [word.replace(str(SOURCES), str(sources)) for word in compiled.command]
+            command[command.index("-o") + 1] = str(objects[-1])
+            checked(command)
+        self.link(objects, program)
+        return program
+
+    def run(self, program: Path) -> tuple[bool, str]:
+        """Whether it passes, and in which words it does not."""
+        code, output = call([str(program), *self.catcher.arguments], RUN_LIMIT)
+        if code is None:
+            return False, f"hangs for {RUN_LIMIT:.0f} s"
+        lines = [line.strip() for line in output.splitlines()]
+        telling = ("CHECK", "WARNING: ThreadSanitizer", ": ")
+        words = next(
+            (line for mark in telling for line in lines if mark in line and not line.startswith("seed 1 (")), f"exit code {code}"
+        )
+        return code == 0, words
+
+
+def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Path) -> tuple[Mutant, bool, str, float]:
+    """Whether it was caught, by what, and how long that took."""
+    begun = time.monotonic()
+    file = folder / "sources" / mutant.file
+    before = file.read_text()
     file.write_text(before.replace(mutant.old, mutant.new))
     try:
-        build(catcher)
-        passes, words = run(catcher)
+        passes, words = program.run(program.build(folder / "sources", changed, folder))
     finally:
         file.write_text(before)
-        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-        mirror(CLEAN, BUILD)
-    return not passes, words
+    return mutant, not passes, words, time.monotonic() - begun
 
 
 def main(words: list[str]) -> int:
@@ -145,22 +209,41 @@ def main(words: list[str]) -> int:
         print("\n".join(problems))
         return 1
     configure()
-    for name in dict.fromkeys(m.catch for m in mutants):
-        build(CATCHERS[name])
-        passes, said = run(CATCHERS[name])
-        print(f"{'passes' if passes else 'FAILS':9} {name} on the tree as it is{'' if passes else ': ' + said}", flush=True)
-        if not passes:
-            return 1
-    mirror(BUILD, CLEAN)
-    survivors = []
-    for mutant in mutants:
-        at = time.monotonic()
-        caught, said = try_mutant(mutant)
-        if not caught:
-            survivors.append(mutant)
-        verdict = f"by {mutant.catch}: {said[:100]}" if caught else f"{mutant.catch} passes, though {mutant.why}"
-        print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({time.monotonic() - at:.0f} s), {verdict}", flush=True)
-    print(f"{len(mutants) - len(survivors)} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
+    names = list(dict.fromkeys(m.catch for m in mutants))
+    targets = [CATCHERS[name].target for name in names if not CATCHERS[name].tsan]
+    if targets:
+        checked(["cmake", "--build", str(BUILD), "-j", str(AT_ONCE), "--target", *targets])
+    programs = {name: Program(CATCHERS[name]) for name in names}
+    folders: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for number in range(AT_ONCE):
+        copy_sources(WORK / str(number) / "sources")
+        folders.put(WORK / str(number))
+
+    def in_a_folder(work: Callable[[Path], T]) -> T:
+        folder = folders.get()
+        try:
+            return work(folder)
+        finally:
+            folders.put(folder)
+
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        for name, (passes, said) in zip(
+            names,
+            workers.map(lambda p: in_a_folder(lambda f: p.run(p.build(f / "sources", set(), f))), programs.values()),
+            strict=True,
+        ):
+            print(f"{'passes' if passes else 'FAILS':9} {name} on the tree as it is{'' if passes else ': ' + said}", flush=True)
+            if not passes:
+                return 1
+        changed = {file: dependents(file) for file in {m.file for m in mutants}}
+        tried = [workers.submit(in_a_folder, partial(try_mutant, m, programs[m.catch], changed[m.file])) for m in mutants]
+        survivors = 0
+        for done in as_completed(tried):
+            mutant, caught, said, seconds = done.result()
+            survivors += not caught
+            verdict = f"by {mutant.catch}: {said[:100]}" if caught else f"{mutant.catch} passes, though {mutant.why}"
+            print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({seconds:.0f} s), {verdict}", flush=True)
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
     return 1 if survivors else 0
 
 

@@ -32,6 +32,8 @@ DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
 BLANK = "src/cuda/blank.cuh"
 COMBINE_SEND = "src/cuda/combine_send.cuh"
 SHARES = "src/cuda/shares.cuh"
+CLOSED = "src/cuda/closed.cuh"
+COMBINE = "src/cuda/combine.cu"
 EXCHANGE = "src/cuda/exchange.cpp"
 
 MUTANTS = [
@@ -56,7 +58,7 @@ MUTANTS = [
       good = is_remote(k, r.source)
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!__all_sync(~0u, good)) return;
+    if (!all_of_warp(good)) return;
     note(k, Stage::RowThere);
     const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
 """,
@@ -65,7 +67,7 @@ MUTANTS = [
       good = is_remote(k, r.source)
                  ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
                  : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!__all_sync(~0u, good)) return;
+    if (!all_of_warp(good)) return;
     note(k, Stage::RowThere);
 """,
         "what a load that is not ordered behind its word may see: the row of an earlier step",
@@ -169,6 +171,26 @@ MUTANTS = [
         "same = same && own == theirs;",
         "same = same && (i != 0 || own == theirs);",
         "a replica that passes other ids sends its lane of them, and nobody hears of it",
+    ),
+    Mutant(
+        "the closed word is not obeyed",
+        CLOSED,
+        "return !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);",
+        "return true;",
+        "a step is written over one that is still open",
+    ),
+    Mutant(
+        "a step is closed too early",
+        COMBINE,
+        """  if (a.recv) {
+    receive_combine<T, kTail>(a, step, entry);
+    close_set(a.common, step);
+  }
+""",
+        """  if (a.recv) receive_combine<T, kTail>(a, step, entry);
+  if (a.send) close_set(a.common, step);
+""",
+        "a send half alone frees memory in which peers' rows are still waited for",
     ),
 ]
 

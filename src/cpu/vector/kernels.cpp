@@ -129,7 +129,7 @@ inline typename T::Stored store_one(float value) {
   return static_cast<typename T::Stored>(T::template store<std::uint32_t>(value));
 }
 
-// The largest lane, by halves: lane by lane would take longer than the block's arithmetic.
+// The largest lane, by halves: element by element would take longer than the block's arithmetic.
 template <std::size_t bytes>
 struct WordVector {
   typedef std::uint32_t type __attribute__((vector_size(bytes)));   // gcc ignores the attribute in a dependent `using`
@@ -145,7 +145,7 @@ inline std::uint32_t largest_lane(typename WordVector<bytes>::type lanes) {
   }
 }
 
-// Writes the scale of a block, and returns what its values are multiplied with.
+// Writes the scale of a block, and returns the factor for its values.
 template <Wire wire>
 inline float set_scale(void* scales, std::uint32_t block, float amax) {
   if constexpr (wire == Wire::MXFP8) {

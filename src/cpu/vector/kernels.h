@@ -16,29 +16,28 @@ struct Kernels {
   // Plain copy; both sides 8-byte aligned or better run fast.
   void (*copy)(void* to, const void* from, std::size_t bytes);
 
-  // The same, past the caches: for what is larger than they are. Its stores are weakly ordered: streamed() must follow before
-  // anybody is told.
+  // A copy past the caches, for data larger than they are. Its stores are weakly ordered: call streamed() before telling anybody.
   void (*stream)(void* to, const void* from, std::size_t bytes);
 
-  // One row to e4m3 codes, and scales as the wire has them; any but Native.
+  // One row to e4m3 codes and the scales of the wire; not for Native.
   void (*quantise)(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales);
 
   // to = round(from + sum of weight[i] * row[i]), fp32, in order; `weights` null means plain sums, `from` null means zero.
-  // Rows may lie anywhere: their first kAhead bytes are the caller's to ask for, while it adds up others.
+  // Rows may lie anywhere. The caller prefetches their first kAhead bytes while it adds up others.
   void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
                    std::uint32_t hidden);
 };
 
-// After stream(), before whatever tells others of it.
+// Call it after stream(), before the store that tells others.
 inline void streamed() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
-// How far ahead of itself a kernel asks for what it reads. Processors' own prefetching ends with each page, and a row is few pages.
+// How far ahead a kernel prefetches. The processor's own prefetching ends with each page, and a row is a few pages.
 constexpr std::size_t kAhead = 2048;
 
 inline void ask_for(const void* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(from) + at);
 }
-// What a caller of add_rows asks for: the rest of the row is asked for there.
+// Prefetches the beginning of a row for add_rows, which prefetches the rest.
 inline void ask_for_start(const void* row, std::size_t bytes) { ask_for(row, std::min(kAhead, bytes)); }
 
 const Kernels& kernels();                       // the best that this processor runs

@@ -1,6 +1,5 @@
-// A libfabric of one provider, "efa" and "efa-direct", without a NIC: it writes down how it is used, for test_efa.cpp, and moves
-// nothing. FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached.
-// FAKE_DMABUF=no refuses dmabufs. FAKE_VERSION: "2.6".
+// A libfabric with the provider "efa" and "efa-direct", without a NIC. It records its calls for test_efa.cpp, and moves nothing. FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached.
+// FAKE_DMABUF=no refuses dmabufs. FAKE_KEY_BYTES: keys are the caller's, of that many bytes. FAKE_VERSION: "2.6".
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -66,13 +65,13 @@ int registered(fid_mr** out) {
   (*out)->key = ++keys;
   return 0;
 }
-int reg(fid*, const void*, std::size_t bytes, std::uint64_t, std::uint64_t, std::uint64_t, std::uint64_t, fid_mr** out, void*) {
-  note("reg", bytes);
+int reg(fid*, const void*, std::size_t bytes, std::uint64_t access, std::uint64_t, std::uint64_t key, std::uint64_t, fid_mr** out, void*) {
+  note("reg", bytes, access, key);
   return registered(out);
 }
 int regattr(fid*, const fi_mr_attr* attr, std::uint64_t flags, fid_mr** out) {
   if (attr->iface != FI_HMEM_CUDA || attr->iov_count != 1) return -FI_EINVAL;
-  // What later libraries read behind the fields of these headers.
+  // Later libraries read this behind the fields of these headers.
   const auto* words = reinterpret_cast<const std::uint64_t*>(attr + 1);
   for (int i = 0; i < 4; ++i)
     if (words[i] != 0) return -FI_EINVAL;
@@ -86,6 +85,7 @@ int regattr(fid*, const fi_mr_attr* attr, std::uint64_t flags, fid_mr** out) {
     Dmabuf dmabuf;
     std::memcpy(&dmabuf, attr->mr_iov, sizeof dmabuf);
     note("regattr dmabuf", static_cast<std::uint64_t>(dmabuf.fd), dmabuf.offset, dmabuf.bytes);
+    note("access", attr->access, attr->requested_key);
     return set_to("FAKE_DMABUF", "no") ? -FI_EOPNOTSUPP : registered(out);
   }
   note("regattr pointer", reinterpret_cast<std::uint64_t>(attr->mr_iov->iov_base), attr->mr_iov->iov_len,
@@ -220,6 +220,10 @@ int fi_getinfo(std::uint32_t, const char*, const char*, std::uint64_t, const fi_
     info->fabric_attr->prov_name = strdup("efa");
     info->domain_attr->name = strdup("fake0-rdm");
     info->domain_attr->mr_mode = FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+    if (const char* bytes = std::getenv("FAKE_KEY_BYTES")) {
+      info->domain_attr->mr_mode &= ~FI_MR_PROV_KEY;
+      info->domain_attr->mr_key_size = static_cast<std::size_t>(std::atoi(bytes));
+    }
     info->tx_attr->size = info->rx_attr->size = 64;
     info->ep_attr->max_msg_size = 1 << 30;
     info->next = *out;

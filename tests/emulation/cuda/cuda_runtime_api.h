@@ -1,12 +1,12 @@
-// The CUDA runtime for one GPU that is this process's CPU and memory: device memory is memory, launches of a thread are one stream,
-// and what waits for a stream waits for what the calling thread has launched.
+// The CUDA runtime for one GPU that is this process's CPU and memory: device memory is memory, and streams are those of streams.h.
 #pragma once
 
-#include "emulation/kernel.h"
+#include "emulation/streams.h"
 
 using cudaError_t = int;
-using cudaStream_t = struct CUstream_st*;
-using cudaEvent_t = struct CUevent_st*;
+struct CUstream_st {};
+using cudaStream_t = CUstream_st*;
+using cudaEvent_t = emulation::Event*;
 
 enum : int { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorInvalidDevice = 101, cudaErrorNotReady = 600, cudaErrorPeerAccessAlreadyEnabled = 704 };
 enum cudaDeviceAttr : int {
@@ -16,7 +16,7 @@ enum cudaDeviceAttr : int {
   cudaDevAttrGPUDirectRDMAWritesOrdering = 118,
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDefault = 4 };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaMemoryType { cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2 };
 enum : unsigned {
   cudaEventDisableTiming = 2,
@@ -54,7 +54,8 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
   return cudaSuccess;
 }
-inline cudaError_t cudaDeviceSynchronize() { return emulation::synchronize(), cudaSuccess; }
+// The null stream: ranks that are threads of a process each have one.
+inline cudaError_t cudaDeviceSynchronize() { return emulation::stream_of(nullptr).synchronize(), cudaSuccess; }
 inline cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 
@@ -78,7 +79,7 @@ inline cudaError_t cudaHostRegister(void*, std::size_t, unsigned) { return cudaS
 inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 inline cudaError_t cudaHostGetDevicePointer(void** there, void* here, unsigned) { return *there = here, cudaSuccess; }
 inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) { return *attributes = {}, cudaSuccess; }
-// Not behind what was launched: whoever copies waits for it first.
+// Not ordered behind launches: the caller waits for them first.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
   return std::memcpy(to, from, bytes), cudaSuccess;
 }
@@ -90,24 +91,36 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaS
 
 // ---- streams and events ----
 
-inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) { return *stream = nullptr, cudaSuccess; }
-// Not null, as whoever asks for one expects.
-inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int) {
-  return *stream = reinterpret_cast<cudaStream_t>(1), cudaSuccess;
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
+  return *stream = reinterpret_cast<cudaStream_t>(emulation::new_stream()), cudaSuccess;
+}
+inline cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
+  return cudaStreamCreateWithFlags(stream, flags);
 }
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaStreamQuery(cudaStream_t) { return emulation::idle() ? cudaSuccess : cudaErrorNotReady; }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return emulation::synchronize(), cudaSuccess; }
-inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  return *status = cudaStreamCaptureStatusNone, cudaSuccess;
+inline cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  return emulation::stream_of(stream).idle() ? cudaSuccess : cudaErrorNotReady;
 }
-inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  return *event = reinterpret_cast<cudaEvent_t>(1), cudaSuccess;
+inline cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return emulation::stream_of(stream).synchronize(), cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  return emulation::stream_of(stream).wait(*event);
 }
-inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
-inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-inline cudaError_t cudaEventQuery(cudaEvent_t) { return cudaStreamQuery(nullptr); }
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  const emulation::Capture* const capture = emulation::stream_of(stream).capture();
+  *status = capture == nullptr ? cudaStreamCaptureStatusNone : cudaStreamCaptureStatusActive;
+  *id = capture == nullptr ? 0 : capture->id;
+  return cudaSuccess;
+}
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  unsigned long long id = 0;
+  return cudaStreamGetCaptureInfo(stream, status, &id);
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) { return *event = new emulation::Event, cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return emulation::stream_of(stream).record(*event); }
+inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+  return event->done && !event->done->is_set() ? cudaErrorNotReady : cudaSuccess;
+}
 
 // ---- launches ----
 
@@ -130,8 +143,9 @@ std::tuple<Arguments...> copies(void** parameters, std::index_sequence<i...>) {
 }  // namespace emulation
 
 template <typename... Arguments>
-cudaError_t cudaLaunchKernel(void (*kernel)(Arguments...), dim3 grid, dim3 block, void** parameters, std::size_t shared, cudaStream_t) {
+cudaError_t cudaLaunchKernel(void (*kernel)(Arguments...), dim3 grid, dim3 block, void** parameters, std::size_t shared,
+                             cudaStream_t stream) {
   const auto arguments = emulation::copies<Arguments...>(parameters, std::index_sequence_for<Arguments...>());
-  emulation::launch(grid, block, shared, [=] { std::apply(kernel, arguments); });
+  emulation::launch(grid, block, shared, emulation::stream_of(stream), [=] { std::apply(kernel, arguments); });
   return cudaSuccess;
 }

@@ -1,0 +1,1 @@
+"""device="cpu" under the clock: the library, the floor, and the peers."""

@@ -1,0 +1,207 @@
+"""DeepEP as a peer, where it is installed: its low-latency mode for decode sizes, its normal mode, tuned, beyond."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from bench.gpu.peers import Inputs
+from bench.harness.batch import Shape
+from bench.harness.options import Options
+from bench.harness.world import Off, World
+from pplx_comm.wire import Wire
+
+MOST_LOW_LATENCY = 512
+"""Tokens of a rank. DeepEP keeps that mode for decoding: its buffers grow with experts x tokens."""
+
+SMS = 24
+"""What its own tests give the normal mode; --num-sms is another number."""
+
+DISPATCH_CHUNKS, COMBINE_CHUNKS = tuple(range(4, 33, 4)), tuple(range(2, 17, 2))
+"""Tokens sent at once, as its own tests try them; the configuration that it comes with is tried too."""
+
+CHUNKS_UNDER_WAY = 256
+TUNING_CALLS = 5
+
+
+class Mode(Protocol):
+    how: str
+    in_graphs: bool
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> None: ...
+
+    def dispatch(self, i: int) -> None: ...
+
+    def combine(self, i: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class DeepEp:
+    name = "deep_ep"
+
+    def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
+        if not hasattr(library, "Buffer"):
+            raise Off("this deep_ep has no Buffer, the interface that is measured here")
+        if options.dtype != torch.bfloat16:
+            raise Off("deep_ep takes bfloat16")
+        self._made = library, group, world, options, device
+        self._modes: dict[type[LowLatency | Normal], Mode] = {}
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+        kind = LowLatency if shape.tokens <= MOST_LOW_LATENCY else Normal
+        if kind not in self._modes:
+            self._modes[kind] = kind(*self._made)
+        mode = self._mode = self._modes[kind]
+        mode.prepare(shape, inputs)
+        self.how, self.in_graphs = mode.how, mode.in_graphs
+
+    def dispatch(self, i: int) -> None:
+        self._mode.dispatch(i)
+
+    def combine(self, i: int) -> None:
+        self._mode.combine(i)
+
+    def close(self) -> None:
+        for mode in self._modes.values():
+            mode.close()
+
+
+def rows_of_a_rank(tokens: int, world: int) -> int:
+    """num_max_dispatch_tokens_per_rank: that of all ranks together must be a multiple of 4."""
+    step = 4 // math.gcd(4, world)
+    return -(-tokens // step) * step
+
+
+class LowLatency:
+    how, in_graphs = "low-latency mode", True
+
+    def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
+        self._world, self._options = world, options
+        self._id_dtype = getattr(library, "topk_idx_t", torch.int64)
+        most = max(rows_of_a_rank(n, world.size) for n in options.tokens if n <= MOST_LOW_LATENCY)
+        # Its queues must hold two requests for each token; 1024 is its default.
+        os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 1 << (2 * most + 1).bit_length())))
+        size = library.Buffer.get_low_latency_rdma_size_hint(most, options.hidden, world.size, options.experts)
+        self._buffer = library.Buffer(
+            group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=max(1, options.experts // world.size),
+            explicitly_destroy=True,
+        )  # fmt: skip
+        self._rows = 0
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+        o = self._options
+        rows = rows_of_a_rank(shape.tokens, self._world.size)
+        if rows != self._rows:  # its words lie elsewhere now
+            self._buffer.clean_low_latency_buffer(rows, o.hidden, o.experts)
+            self._rows = rows
+        self._x, self._weights = inputs.x, inputs.weights
+        self._ids = [ids.to(self._id_dtype) for ids in inputs.ids]
+        self._wire: dict[str, bool] = {"use_fp8": shape.quantised}
+        if shape.wire in (Wire.FP8_UE8M0, Wire.MXFP8):
+            self._wire |= {"round_scale": True, "use_ue8m0": True}
+        local = o.experts // self._world.size
+        device = inputs.x[0].device
+        self._answers = torch.randn(o.hidden, device=device).to(o.dtype).expand(local, self._world.size * rows, -1).contiguous()
+        self._handles: dict[int, Any] = {}
+
+    def dispatch(self, i: int) -> None:
+        answer = self._buffer.low_latency_dispatch(self._x[i], self._ids[i], self._rows, self._options.experts, **self._wire)
+        self._received, self._handles[i] = answer[0], answer[2]
+
+    def combine(self, i: int) -> None:
+        self.y = self._buffer.low_latency_combine(self._answers, self._ids[i], self._weights[i], self._handles[i])[0]
+
+    def close(self) -> None:
+        self._buffer.destroy()
+
+
+class Normal:
+    """Inside a node it can return as many rows as there could be, and counts stay on the device; else the host waits for them."""
+
+    def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
+        self._world, self._options, self._device = world, options, device
+        self._id_dtype = getattr(library, "topk_idx_t", torch.int64)
+        sms = (options.num_sms or SMS) // 2 * 2
+        library.Buffer.set_num_sms(sms)
+        own = library.Buffer.get_dispatch_config(world.size), library.Buffer.get_combine_config(world.size)
+        self._configs: list[list[Any]] = [[own[0]], [own[1]]]
+        if world.together:  # how to tune it across nodes is another matter
+            for configs, chunks in zip(self._configs, (DISPATCH_CHUNKS, COMBINE_CHUNKS), strict=True):
+                configs += [library.Config(sms, chunk, CHUNKS_UNDER_WAY) for chunk in chunks]
+        row = options.hidden * options.dtype.itemsize
+        nvlink, rdma = (
+            max(getattr(config, name)(row, world.size) for configs in self._configs for config in configs)
+            for name in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
+        )
+        self._buffer = library.Buffer(group, nvlink, 0 if world.together else rdma, explicitly_destroy=True)
+        self.in_graphs = world.together and "num_worst_tokens" in inspect.signature(self._buffer.dispatch).parameters
+        self.how = f"normal mode, {sms} SMs{', tuned' if world.together else ''}"
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+        o = self._options
+        self._weights, self._ids = inputs.weights, [ids.to(self._id_dtype) for ids in inputs.ids]
+        self._x: list[Any] = [_quantised(x) if shape.quantised else x for x in inputs.x]
+        most = shape.tokens * self._world.size
+        self._worst = {"num_worst_tokens": most} if self.in_graphs else {}
+        device = inputs.x[0].device
+        self._answers = torch.randn(o.hidden, device=device).to(o.dtype).expand(most, -1).contiguous()
+        self._state: dict[int, tuple[Any, Any, int]] = {}
+        self._dispatch_config, self._combine_config = (configs[0] for configs in self._configs)
+        self._tune()
+
+    def _tune(self) -> None:
+        """With the first input, whose layout is known after one call."""
+        self.dispatch(0)
+        handle, _, rows = self._state[0]
+        answers = self._answers[:rows]
+        self._dispatch_config = self._best(self._configs[0], lambda c: self._buffer.dispatch(self._x[0], handle=handle, config=c))
+        self._combine_config = self._best(self._configs[1], lambda c: self._buffer.combine(answers, handle, config=c))
+
+    def _best(self, configs: Sequence[Any], call: Callable[[Any], Any]) -> Any:
+        """On every rank the same: what the slowest rank is fastest with."""
+        if len(configs) == 1:
+            return configs[0]
+        times = []
+        for config in configs:
+
+            def calls(config: Any = config) -> None:
+                for _ in range(TUNING_CALLS):
+                    call(config)
+
+            calls()
+            self._world.barrier()
+            times.append(self._device.time(calls))
+        slowest = [max(of_ranks) for of_ranks in zip(*self._world.gather(times, "tuning of deep_ep"), strict=True)]
+        return configs[slowest.index(min(slowest))]
+
+    def dispatch(self, i: int) -> None:
+        buffer, ids = self._buffer, self._ids[i]
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(ids, self._options.experts)
+        received, _, weights, _, handle, _ = buffer.dispatch(
+            self._x[i], num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, topk_idx=ids, topk_weights=self._weights[i], config=self._dispatch_config,
+            **self._worst,
+        )  # fmt: skip
+        rows = received[0] if isinstance(received, tuple) else received
+        self._state[i] = handle, weights, len(rows)
+
+    def combine(self, i: int) -> None:
+        handle, weights, rows = self._state[i]
+        answer = self._buffer.combine(self._answers[:rows], handle, topk_weights=weights, config=self._combine_config)
+        self.y = answer[0]
+
+    def close(self) -> None:
+        self._buffer.destroy()
+
+
+def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 and a scale for each 128, by the user: this mode carries what it is given."""
+    blocks = x.float().unflatten(1, (-1, 128))
+    scale = blocks.abs().amax(-1).clamp(min=1e-4) / 448
+    return (blocks / scale[..., None]).flatten(1).to(torch.float8_e4m3fn), scale

@@ -1,0 +1,358 @@
+"""device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
+
+A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with
+the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
+trip is a dispatch and a combine of one rank.
+
+The floor inside a node is bare stores of the same bytes. Where peers are reached by the proxy, it is the sum of what cannot be left
+out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the
+same run), and one way from the GPU to the host and back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from bench.gpu.peers import PEERS, GpuPeer, Inputs
+from bench.harness.batch import Batch, Shape, Source
+from bench.harness.clock import Clock, Figure, Times, total
+from bench.harness.options import Options, Transport
+from bench.harness.progress import Progress
+from bench.harness.reference import Checks, Wrong
+from bench.harness.results import PHASES, PeerPoint, Point, Results
+from bench.harness.world import Off, World
+from bench.harness.writes import Writes, remote_ranks
+from pplx_comm.all_to_all import AllToAll
+from pplx_comm.communicator import Communicator
+from pplx_comm.errors import Error
+
+T = TypeVar("T")
+
+WARMING = 2
+"""Replays that do not count."""
+
+MAPPED = "mapped"
+PINGS = 1000
+PEER_INPUTS = 8
+"""Inputs that a peer gets at most: it keeps what it prepares of each."""
+BARE_TURNS = 60
+EXPERT_OUTPUTS = 8
+PUSHES = 50
+EAGER_TURNS = 5
+EAGER_WARMING = 2
+EAGER_ROUNDS = 4
+"""Rounds over all pairs: so few that all launches fit the GPU's queue, where the host would otherwise wait."""
+_TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
+
+
+def run(options: Options, world: World, device: Any) -> Results:
+    results = Results()
+    notes: list[str] = []
+    peers: list[GpuPeer] = []
+    for name in options.peers:
+        try:
+            peers.append(world.all_or_none(partial(PEERS[name], world, options, device), f"peer {name}"))
+        except Off as off:
+            results.peers_off[name] = str(off)
+    progress = Progress(options.tokens, quiet=world.rank != 0)
+    try:
+        with torch.no_grad():
+            for tokens in options.tokens:
+                progress.show(tokens, "measuring", 0.0)
+                Size(options, world, device, tokens, notes).measure(peers, results)
+    finally:
+        progress.close()
+    for peer in peers:
+        peer.close()
+    said = [note for of_rank in world.gather(notes, "wrong results") for note in of_rank]
+    if said:
+        raise Wrong("\n  ".join(["wrong results:", *said[:8]]))
+    return results
+
+
+class Size:
+    """Everything at one number of tokens."""
+
+    def __init__(self, options: Options, world: World, device: Any, tokens: int, notes: list[str]) -> None:
+        self._options, self._world, self._device, self._notes = options, world, device, notes
+        self._shape = Shape(options, tokens, world.rank, world.size)
+        source = Source(self._shape)
+        self._source, self._batches = source, [source.batch(i) for i in range(options.pairs)]
+        at = device.device
+        # Equal tokens still lie in memory of their own.
+        self.x = [batch.x.to(at, copy=True) for batch in self._batches]
+        self.ids = [batch.topk_ids.to(at) for batch in self._batches]
+        self.weights = [batch.topk_weights.to(at) for batch in self._batches]
+        self._batches[0].run_experts()
+        first = self._batches[0].expert_out
+        self._outputs = [first.to(at, copy=True)]
+        generator = torch.Generator().manual_seed(options.seed)
+        for _ in range(min(EXPERT_OUTPUTS, options.pairs) - 1):
+            row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
+            self._outputs.append(row.expand(first.shape).clone())
+
+    def open(self, comm: Communicator, transport: Transport) -> AllToAll:
+        o = self._options
+        return AllToAll(
+            comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
+            dtype=o.dtype, wire=o.wire, layout=o.layout, device=self._device.device, transport=transport.transport,
+            provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=o.num_sms,
+        )  # fmt: skip
+
+    def measure(self, peers: list[GpuPeer], results: Results) -> None:
+        world, tokens = self._world, self._shape.tokens
+        points: list[Point] = []
+        for transport in self._options.transports:
+            remote = remote_ranks(world, transport)
+            try:
+                if any(world.gather(len(remote), "remote ranks")):
+                    points.append(self._across(transport, remote, points))
+                else:
+                    points.append(self._inside(transport))
+            except Off as off:
+                points.append(Point(transport.name, tokens, off=str(off)))
+        results.points += points
+        self._peers(peers, results)
+        ids = np.ascontiguousarray(self._batches[0].ids)
+        results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
+        world.barrier()
+
+    def _across(self, transport: Transport, remote: frozenset[int], points: list[Point]) -> Point:
+        world, point = self._world, Point(transport.name, self._shape.tokens)
+        comm = world.fresh()  # a proxy's thread must not run while others are measured
+        try:
+            a2a = world.all_or_none(lambda: self.open(comm, transport), f"transport {transport.name}")
+            with a2a:
+                if self._options.check:
+                    self._check(a2a)
+                self._kernels(a2a, point)
+                self._eager(a2a, point)
+        finally:
+            comm.close()
+        point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
+        inside = next((p for p in points if p.transport == MAPPED and p.off is None), None)
+        if inside is None:
+            point.floor_off = "its kernels' part needs --transport mapped before it, and all ranks on one node"
+            return point
+        try:
+            writes = self._bare_writes(transport, remote)
+        except Off as off:
+            point.floor_off = str(off)
+            return point
+        handover = Figure.of(self._slowest(self._device.ping(PINGS), "handover"))
+        for phase in PHASES:
+            parts = {"writes": writes[phase], "kernels": inside.phases[phase], "handover": handover}
+            point.floor_parts[phase] = parts
+            point.floor[phase] = total(list(parts.values()))
+        point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:
+        """From memory that the GPU has just written to memory that it has just read, as kernels leave both to the proxy: neither is
+        in the caches of the thread that copies as if that thread alone used it."""
+        writes = Writes(self._world, self._shape, transport, remote)
+        try:
+            with self._device.using(*writes.memory) as writes.prepare:
+                clock = Clock(self._world)
+                for turn in range(BARE_TURNS + WARMING):
+                    clock.recording = turn >= WARMING
+                    writes.step(self._batches[turn % len(self._batches)], clock, None)
+                times = clock.collect()
+        finally:
+            writes.close()
+        return {phase: Figure.of(times[writes.name, phase]) for phase in PHASES}
+
+    def _inside(self, transport: Transport) -> Point:
+        world, point = self._world, Point(MAPPED, self._shape.tokens)
+        a2a = world.all_or_none(lambda: self.open(world.comm, transport), f"transport {transport.name}")
+        with a2a:
+            if self._options.check:
+                self._check(a2a)
+            self._kernels(a2a, point)
+            self._eager(a2a, point)
+            point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
+        self._floor(point)
+        point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _peers(self, peers: list[GpuPeer], results: Results) -> None:
+        tokens = self._shape.tokens
+        for peer in list(peers):
+            try:
+                figures = self._peer(peer)
+                how = f"{peer.how}, {'in a graph' if peer.in_graphs else 'call by call'}"
+                results.peers.append(PeerPoint(peer.name, tokens, figures, {}, how))
+            except Off as off:  # its state is unknown: neither used again nor closed
+                peers.remove(peer)
+                results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
+
+    def pairs(self, a2a: AllToAll) -> None:
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch(x, ids, weights)
+            a2a.combine(self._outputs[i % len(self._outputs)], d)
+
+    def _pairs_in_halves(self, a2a: AllToAll) -> None:
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights))
+            a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
+
+    def _check(self, a2a: AllToAll) -> None:
+        batch: Batch = self._batches[0]
+        checks = Checks(batch, self._source.table, self._notes)
+        d = a2a.dispatch(self.x[0], self.ids[0], self.weights[0])
+        y = a2a.combine(self._outputs[0], d)
+        assert isinstance(y, torch.Tensor)
+        here = {name: None if (t := getattr(d, name)) is None else t.cpu() for name in _TENSORS}
+        checks.dispatched("mapped", SimpleNamespace(**here))  # type: ignore[arg-type]
+        checks.combined("mapped", y.cpu())
+
+    # ---- replays -----------------------------------------------------------------------------------------------------
+
+    def _replay(self, steps: Callable[[], None], each: int, note: Callable[[], None] = lambda: None) -> list[float]:
+        """Microseconds of a step of the graph, by replay, all ranks at once. note: called after each replay that counts."""
+        replay, times = self._device.capture(steps), []
+        for turn in range(self._options.replays + WARMING):
+            self._world.barrier()
+            took = self._device.time(replay)
+            if turn >= WARMING:
+                times.append(took / each)
+                note()
+        return times
+
+    def _slowest(self, mine: list[float], what: str) -> Times:
+        return np.array(self._world.gather(mine, what), dtype=np.float64).max(axis=0)
+
+    def _kernels(self, a2a: AllToAll, point: Point) -> None:
+        pairs = self._options.pairs
+
+        dispatch: list[float] = []
+        combine: list[float] = []
+        stamps = self._device.stamps(a2a, pairs)
+
+        def split() -> None:
+            a2a.check()
+            gaps = [(b - a) / 1000 for a, b in itertools.pairwise(sorted(stamps.flatten().tolist()))]
+            dispatch.extend(gaps[0::2])
+            combine.extend(gaps[1::2])
+
+        wall = self._replay(lambda: self.pairs(a2a), pairs, split)
+        self._device.no_stamps(a2a)
+        halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
+        a2a.check()
+        # Both phases of one rank: the slowest dispatch and the slowest combine of a step may be those of two ranks, one of which
+        # waits for the other. The last combine of a graph has no launch after it.
+        both = np.array(dispatch).reshape(len(wall), -1)[:, :-1].ravel() + combine
+        for name, mine in (("dispatch", dispatch), ("combine", combine), ("round trip", both.tolist())):
+            point.phases[name] = Figure.of(self._slowest(mine, name))
+        point.phases["wall"] = Figure.of(self._slowest(wall, "wall"))
+        point.phases["halves"] = Figure.of(self._slowest(halves, "halves"))
+
+    def _eager(self, a2a: AllToAll, point: Point) -> None:
+        """Calls back to back, as layers make them. Rounds of 32 pairs that each began with a wait told of a host gone cold: its
+        code took twice as long there (9.6 us a pair up to the launches, 17.8 after 20 ms of sleep)."""
+        calls: dict[str, list[float]] = {"host dispatch": [], "host combine": [], "host": [], "eager": []}
+        for _ in range(EAGER_TURNS):
+            self._world.barrier()
+            for _ in range(EAGER_WARMING):
+                self._calls(a2a)
+            self._device.synchronize()
+            begun = time.perf_counter()
+            for _ in range(EAGER_ROUNDS):
+                dispatch, combine = self._calls(a2a)
+                for name, took in (("host dispatch", dispatch), ("host combine", combine), ("host", dispatch + combine)):
+                    calls[name].append(took)
+            self._device.synchronize()
+            calls["eager"].append((time.perf_counter() - begun) * 1e6 / (EAGER_ROUNDS * self._options.pairs))
+        a2a.check()
+        for name, mine in calls.items():
+            point.phases[name] = Figure.of(self._slowest(mine, name))
+
+    def _calls(self, a2a: AllToAll) -> tuple[float, float]:
+        """Microseconds of a dispatch and of a combine until the calls are back, in the mean of all pairs."""
+        now = time.perf_counter
+        dispatch = combine = 0.0
+        before = now()
+        for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
+            d = a2a.dispatch(x, ids, weights)
+            between = now()
+            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            after = now()
+            dispatch, combine, before = dispatch + between - before, combine + after - between, after
+        return dispatch * 1e6 / len(self.x), combine * 1e6 / len(self.x)
+
+    # ---- beside ------------------------------------------------------------------------------------------------------
+
+    def _bytes_to(self, op: int) -> list[int]:
+        """Bytes of a step to each other rank, as blocks have them, on average over the inputs."""
+        me, pairs = self._world.rank, len(self._batches)
+        rows = np.sum([batch.rows[me] if op == 0 else batch.rows[:, me] for batch in self._batches], axis=0) / pairs
+        return [0 if peer == me else int(n * self._shape.config.row_bytes(op)) // 16 * 16 for peer, n in enumerate(rows)]
+
+    def _floor(self, point: Point) -> None:
+        bytes_to = {phase: self._bytes_to(op) for op, phase in enumerate(PHASES)}
+        most = max(n for of in self._world.gather(list(bytes_to.values()), "bytes of the floor") for one in of for n in one)
+        with self._device.pushing(self._world, most, self._options.num_sms) as push:
+            for phase in PHASES:
+
+                def pushes(to: list[int] = bytes_to[phase]) -> None:
+                    for _ in range(PUSHES):
+                        push(to)
+
+                point.floor[phase] = Figure.of(self._slowest(self._replay(pushes, PUSHES), "floor"))
+
+    def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
+        """Of the slowest rank, a call's share of as many calls as there are inputs: in a graph where the peer allows it, else with
+        whatever its host code waits for. Off where one fails."""
+        patience = 2 * self._options.timeout  # ranks that wait in the peer for one that failed give up after one of it
+        most = len(self.x) if len(self.x) <= PEER_INPUTS else PEER_INPUTS
+        turns = [i % most for i in range(2 * -(-most // 2))]  # an even number: some libraries have two buffers that take turns
+        inputs = Inputs(self.x[:most], self.ids[:most], self.weights[:most])
+
+        def together(what: str, attempt: Callable[[], T]) -> T:
+            return self._world.all_or_none(attempt, f"peer {peer.name}: {what}", patience)
+
+        def dispatches() -> None:
+            for i in turns:
+                peer.dispatch(i)
+
+        def combines() -> None:
+            for i in turns:
+                peer.combine(i)
+
+        def round_trips() -> None:
+            for i in turns:
+                peer.dispatch(i)
+                peer.combine(i)
+
+        together("prepares", lambda: peer.prepare(self._shape, inputs))
+        together("first calls", round_trips)  # what a library sets up at its first call cannot be captured
+        self._device.synchronize()
+        figures: dict[str, Figure] = {}
+        for phase, calls in (("dispatch", dispatches), ("combine", combines), ("round trip", round_trips)):
+            replay = together(f"{phase} in a graph", partial(self._device.capture, calls)) if peer.in_graphs else calls
+            times = []
+            for turn in range(self._options.replays + WARMING):
+                self._world.barrier()
+                took = together(phase, partial(self._device.time, replay))
+                if turn >= WARMING:
+                    times.append(took / len(turns))
+            figures[phase] = Figure.of(self._slowest(times, f"{peer.name}: {phase}"))
+        return figures
+
+
+def opened(local_rank: int) -> Any:
+    """The GPU of this rank."""
+    from bench.gpu.device import Cuda
+
+    if not torch.cuda.is_available():
+        raise Error("--device cuda: this process sees no GPU")
+    return Cuda(local_rank)

@@ -1,0 +1,171 @@
+"""The command line of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of, positive
+from pplx_comm.layouts import Layout
+
+PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep")}
+"""Peers to compare with, by device."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One way to carry, as --transport names it: mapped, auto, proxy, proxy:PROVIDER, nvshmem."""
+
+    name: str
+    transport: str
+    provider: str | None
+    node_size: int | None
+
+
+@dataclass(frozen=True)
+class Options:
+    device: str
+    tokens: tuple[int, ...]
+    hidden: int
+    experts: int
+    top_k: int
+    dtype: torch.dtype
+    wire: str
+    layout: Layout
+    transports: tuple[Transport, ...]
+    routing: str
+    seed: int
+    peers: tuple[str, ...]
+    seconds: float
+    iters: int | None
+    warmup: int
+    check: bool
+    threads: int | None
+    pairs: int
+    replays: int
+    num_sms: int | None
+    timeout: float
+    json: str | None
+    plot: str | None
+
+    def described(self) -> dict[str, Any]:
+        """As the JSON has them."""
+        plain = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        plain["dtype"] = str(self.dtype).removeprefix("torch.")
+        plain["layout"] = repr(self.layout)
+        plain["transports"] = [transport.name for transport in self.transports]
+        return plain
+
+
+def _pairs(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError("must be at least 2: a time is from one launch to the next")
+    return value
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else _names(text)
+    known = [name for of_device in PEERS.values() for name in of_device]
+    if unknown := set(names) - set(known):
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)} and none")
+    return names
+
+
+def _peers_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    return PEERS[arguments.device] if arguments.peers is None else tuple(p for p in arguments.peers if p in PEERS[arguments.device])
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_layer_arguments(parser)
+    what = parser.add_argument_group("what is measured")
+    what.add_argument("--device", choices=tuple(PEERS), default="cpu", help="device of the tensors (cpu)")
+    what.add_argument(
+        "--transport", type=_names, default=("auto",), metavar="T,T,...",
+        help="mapped; proxy:PROVIDER, every peer through the proxy (shm, tcp, efa, verbs, ...); proxy, over the best "
+            "provider; auto (auto)",
+    )  # fmt: skip
+    what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
+    what.add_argument(
+        "--node-size", type=positive, metavar="N", help="auto: take N ranks in a row for a node; the proxy carries to all others"
+    )
+    what.add_argument(
+        "--peers", "--peer", type=_peers, metavar="P,P",
+        help="compare with gloo, mpi; on cuda nccl, ag_rs, symm_mem, deep_ep; or none (all that the device has)",
+    )  # fmt: skip
+    what.add_argument(
+        "--routing",
+        choices=("uniform", "zipf", "one-hot"),
+        default="uniform",
+        help="how tokens choose experts (uniform)",
+    )
+    what.add_argument("--seed", type=int, default=1, help="seed of routing and values, alike for everything measured (1)")
+    what.add_argument("--threads", type=positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)")
+
+    how = parser.add_argument_group("how long")
+    how.add_argument(
+        "--seconds", type=float, default=36.0, help="seconds for all measurements together, from which iterations follow (36)"
+    )
+    how.add_argument("--iters", type=positive, help="iterations of every point, in place of --seconds")
+    how.add_argument("--warmup", type=int, default=5, help="iterations before each point, which do not count (5)")
+    how.add_argument("--no-check", action="store_true", help="do not compare results with the reference")
+    how.add_argument("--timeout", type=float, default=60.0, help="seconds after which a silent rank fails the run (60)")
+
+    cuda = parser.add_argument_group("with --device cuda, in place of --seconds and --iters")
+    cuda.add_argument(
+        "--pairs", type=_pairs, default=32, help="dispatches and combines of a graph, each pair on an input of its own (32)"
+    )
+    cuda.add_argument("--replays", type=positive, default=10, help="replays of each graph (10)")
+    cuda.add_argument("--num-sms", type=positive, help="multiprocessors that a launch may take (all)")
+
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
+    out.add_argument("--plot", metavar="FILE.png", help="latency against tokens (needs matplotlib)")
+
+
+def _transport(name: str, arguments: argparse.Namespace) -> Transport:
+    kind, _, provider = name.partition(":")
+    if kind == "proxy":
+        return Transport(name, kind, provider or arguments.provider, 1)
+    return Transport(name, kind, provider or arguments.provider, arguments.node_size if kind == "auto" else None)
+
+
+def from_arguments(arguments: argparse.Namespace) -> Options:
+    return Options(
+        device=arguments.device,
+        tokens=tuple(sorted(set(arguments.tokens))),
+        hidden=arguments.hidden,
+        experts=arguments.experts,
+        top_k=arguments.top_k,
+        dtype=DTYPES[arguments.dtype],
+        wire=arguments.wire,
+        layout=layout_of(arguments),
+        transports=tuple(_transport(name, arguments) for name in dict.fromkeys(arguments.transport)),
+        routing=arguments.routing,
+        seed=arguments.seed,
+        peers=_peers_of(arguments),
+        seconds=arguments.seconds,
+        iters=arguments.iters,
+        warmup=arguments.warmup,
+        check=not arguments.no_check,
+        threads=arguments.threads,
+        pairs=arguments.pairs,
+        replays=arguments.replays,
+        num_sms=arguments.num_sms,
+        timeout=arguments.timeout,
+        json=arguments.json,
+        plot=arguments.plot,
+    )
+
+
+def parser_of(program: str, description: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return parser

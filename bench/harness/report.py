@@ -1,0 +1,176 @@
+"""The table, and everything as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.harness.options import Options
+from bench.harness.results import FUSED, Point, Results
+from bench.harness.world import World
+from pplx_comm._version import __version__
+from pplx_comm.layouts import Compact, Layout
+from pplx_comm.machine import machine, versions
+from pplx_comm.wiring import libfabric
+
+SCHEMA = 1
+
+
+def _number(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _times(value: float) -> str:
+    return f"{value:.2f}x" if value < 10 else f"{value:.1f}x"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1024:.1f}" if nbytes < 100 * 1024 else f"{nbytes / 1024:.0f}"
+
+
+def _point_rows(point: Point, results: Results, peers: list[str]) -> list[list[str]]:
+    rows = []
+    for i, phase in enumerate(FUSED):
+        ours = point.phases[phase]
+        row = [
+            point.transport if i == 0 else "",
+            str(point.tokens) if i == 0 else "",
+            str(ours.n) if i == 0 else "",
+            phase,
+        ]
+        row += [_number(ours.p50), _number(ours.p90), _number(ours.p99)]
+        ratio = point.ratio(phase)
+        row += ["off", ""] if ratio is None else [_number(point.floor[phase].p50), _times(ratio)]
+        for name in peers:
+            peer = results.peer(name, point.tokens)
+            figure = peer.phases[phase] if peer else None
+            row += ["off", ""] if figure is None else [_number(figure.p50), _times(figure.p50 / ours.p50)]
+        sent = point.bytes_per_rank
+        row.append(_size(sent[phase] if phase in sent else sum(sent.values())))
+        rows.append(row)
+    return rows
+
+
+def _besides(point: Point) -> str:
+    p50 = {phase: _number(figure.p50) for phase, figure in point.phases.items()}
+    if "wall" in p50:
+        ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
+        return (
+            f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
+            f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']})"
+        )
+    return (
+        f"halves: dispatch {p50['dispatch_send']} send + {p50['dispatch_recv']} recv, "
+        f"combine {p50['combine_send']} send + {p50['combine_recv']} recv"
+    )
+
+
+def _layout(layout: Layout) -> str:
+    return type(layout).__name__ if isinstance(layout, Compact) else f"{type(layout).__name__}(align={layout.align})"
+
+
+def table(options: Options, results: Results, world: World) -> str:
+    measured_peers = {point.peer for point in results.peers}  # also those that failed at a later size
+    peers = [name for name in options.peers if name in measured_peers or name not in results.peers_off]
+    header = ["transport", "tokens", "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
+    for name in peers:
+        header += [name, "/ours"]
+    header.append("KiB sent")
+    measured = [point for point in results.points if point.off is None]
+    rows = {id(point): _point_rows(point, results, peers) for point in measured}
+    widths = [max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))]
+    left = (0, 3)
+
+    def line(cells: list[str]) -> str:
+        aligned = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]
+        return "  ".join(aligned).rstrip()
+
+    o = options
+    lines = [
+        f"pplx_comm {__version__}: {world.size} ranks, {world.threads} thread(s) each, {_machine_line()}",
+        f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, {str(o.dtype).removeprefix('torch.')}, wire {o.wire}, "
+        f"{_layout(o.layout)}, {o.routing} routing",
+        f"microseconds {_what_time_is(options, world)}; KiB that a rank sends",
+        "",
+    ]
+    indent = sum(widths[:3]) + 6
+    for name in dict.fromkeys(point.transport for point in results.points):
+        lines += [line(header), "-" * (sum(widths) + 2 * (len(widths) - 1))]
+        for point in (point for point in results.points if point.transport == name):
+            if point.off is not None:
+                lines.append(f"{name}  {point.tokens} tokens off: {point.off}")
+                continue
+            lines += [line(row) for row in rows[id(point)]]
+            lines.append(" " * indent + _besides(point))
+            if point.floor_off:
+                lines.append(" " * indent + f"floor off: {point.floor_off}")
+        lines.append("")
+    if results.nothing:
+        lines.append(_empty_call(results))
+    lines += _peers_said(results)
+    lines += [f"{name} off: {reason}" for name, reason in results.peers_off.items()]
+    return "\n".join(lines).rstrip()
+
+
+def _peers_said(results: Results) -> list[str]:
+    """How each peer was called, at which sizes."""
+    tokens: dict[tuple[str, str], list[str]] = {}
+    for point in results.peers:
+        if point.how:
+            tokens.setdefault((point.peer, point.how), []).append(str(point.tokens))
+    return [f"{name} at {', '.join(sizes)}: {how}" for (name, how), sizes in tokens.items()]
+
+
+def _empty_call(results: Results) -> str:
+    empty = ", ".join(f"{_number(figure.p50)} at {tokens}" for tokens, figure in results.nothing.items())
+    return f"an empty call, measured the same way: p50 {empty} tokens"
+
+
+def _what_time_is(options: Options, world: World) -> str:
+    """See Clock.collect and gpu/measure.py."""
+    if options.device == "cuda":
+        return "of kernels, of the slowest rank; of calls to peers, likewise"
+    return "from the first rank's entry to the last one's exit" if world.together else "of the slowest rank"
+
+
+def _machine_line() -> str:
+    m = machine()
+    bound = f" of {os.cpu_count()}: this rank is bound (Open MPI: --bind-to none)"
+    return f"{m['cpu']}, {m['cores_allowed']} cores{bound if m['cores_allowed'] < 3 <= (os.cpu_count() or 1) else ''}"
+
+
+def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:
+    fabric = libfabric.status()
+    libraries = {**versions(), "libfabric": fabric["version"]}
+    if world.mpi is not None:
+        libraries["mpi"] = " ".join(world.mpi.Get_library_version().replace("\0", "").strip().splitlines()[0].split())
+    return {
+        "schema": SCHEMA,
+        "version": __version__,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join([Path(sys.argv[0]).name, *arguments]),
+        "ranks": world.size,
+        "threads_per_rank": world.threads,
+        "one_host": world.together,
+        "options": options.described(),
+        "machine": machine(),
+        "versions": libraries,
+        "unit": "us",
+        "points": [
+            {**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}} for point in results.points
+        ],
+        "peers": [asdict(peer) for peer in results.peers],
+        "peers_off": results.peers_off,
+        "nothing": {tokens: asdict(figure) for tokens, figure in results.nothing.items()},
+        "routing_digest": results.routing_digest,
+    }
+
+
+def write_json(path: str, what: dict[str, Any]) -> None:
+    Path(path).write_text(json.dumps(what, indent=1) + "\n")

@@ -1,0 +1,91 @@
+// bench/_instruments_cuda: the instruments that are kernels, or whose network is the GPU's copy engine.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "copy_fabric.h"
+#include "cuda/error.h"
+#include "handover.h"
+#include "kernels.h"
+
+namespace py = pybind11;
+
+namespace pplx::cuda {
+namespace {
+
+using Address = std::uintptr_t;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <typename T>
+T* pointer(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void push(Address stream, std::uint32_t rank, std::uint32_t blocks, const std::vector<Address>& memory, std::uint64_t area_bytes,
+          const std::vector<std::uint64_t>& bytes) {
+  if (memory.size() > kMaxPeers || memory.size() != bytes.size() || rank >= memory.size())
+    throw py::value_error("push takes an address and a number of bytes for each of up to " + std::to_string(kMaxPeers) + " ranks");
+  PushArguments a;
+  a.rank = rank;
+  a.world = static_cast<std::uint32_t>(memory.size());
+  a.area_bytes = area_bytes;
+  for (std::size_t peer = 0; peer < memory.size(); ++peer) {
+    if (bytes[peer] > area_bytes || bytes[peer] % 16 != 0) throw py::value_error("push: bytes are multiples of 16, within an area");
+    a.memory[peer] = pointer<char>(memory[peer]);
+    a.bytes[peer] = bytes[peer];
+  }
+  check(launch_push(a, blocks, pointer<CUstream_st>(stream)), "launching push");
+}
+
+void bind(py::module_& m) {
+  m.def("push", &push, py::arg("stream"), py::arg("rank"), py::arg("blocks"), py::arg("memory"), py::arg("area_bytes"), py::arg("bytes"),
+        "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, where "
+        "every rank has an area of its own.");
+  m.def(
+      "hold",
+      [](Address words, std::uint32_t multiprocessors, double seconds, Address stream) {
+        const auto limit = static_cast<std::uint64_t>(seconds * 1e9);
+        check(launch_hold(pointer<std::uint64_t>(words), multiprocessors, limit, pointer<CUstream_st>(stream)), "launching hold");
+      },
+      py::arg("words"), py::arg("multiprocessors"), py::arg("seconds"), py::arg("stream"),
+      "Holds multiprocessors until words[0] is not zero, and no longer than that; each sets one of the words after it. "
+      "int64 in pinned memory.");
+  m.def("ping", &ping, py::arg("device"), py::arg("rounds"), Unlocked(), "Nanoseconds from the host to the GPU and back, of each round.");
+  m.def(
+      "handover",
+      [](int device, std::uint32_t peers, int endpoints, std::uint32_t operations) {
+        Handover h;
+        {
+          const py::gil_scoped_release unlocked;
+          h = handover(device, peers, endpoints, operations);
+        }
+        py::dict d;
+        d["first"] = h.first;
+        d["last"] = h.last;
+        d["seen"] = h.seen;
+        d["ping"] = h.ping;
+        return d;
+      },
+      py::arg("device"), py::arg("peers"), py::arg("endpoints"), py::arg("operations"),
+      "Nanoseconds from a kernel's first mailbox store to the first post, to the last, and to all arrivals seen, over a network that "
+      "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
+  py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
+      m, "CopyFabric", "A fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")
+      .def(py::init<int>(), py::arg("device"))
+      .def_property_readonly("provider", [](const CopyFabric&) { return "copy"; })
+      .def_property_readonly("why", [](const CopyFabric&) { return "a test asks for it"; })
+      .def_property_readonly("proxy_cpu", [](const CopyFabric&) { return -1; })
+      .def("close", &CopyFabric::close, Unlocked());
+}
+
+}  // namespace
+}  // namespace pplx::cuda
+
+PYBIND11_MODULE(_instruments_cuda, m) {
+  m.doc() = "Instruments of the benchmarks and tests that need CUDA; no part of pplx_comm.";
+  pybind11::module_::import("pplx_comm._core");   // has the fabrics and their errors
+  pplx::cuda::bind(m);
+}

@@ -1,0 +1,372 @@
+"""The mesh: one control connection between every two ranks, and the state of each rank.
+
+State lives under one condition. One thread, the control thread, reads all connections and closes them; any thread may send.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pplx_comm.control.callbacks import Callback, Callbacks
+from pplx_comm.control.connection import Connection
+from pplx_comm.control.deadlines import JOIN_SECONDS
+from pplx_comm.control.door import Door
+from pplx_comm.control.failure import Failure
+from pplx_comm.control.frames import FrameError, Kind, decode_object, field, json_frame
+from pplx_comm.control.handshake import Identity
+from pplx_comm.control.inbox import Inbox, close_fds
+from pplx_comm.control.leave import open_meshes, take_leave
+from pplx_comm.control.loop import READ, WRITE, Loop
+from pplx_comm.control.sockets import remaining
+from pplx_comm.control.survivors import Survivors
+from pplx_comm.errors import Error, StepTimeout
+
+log = logging.getLogger("pplx_comm")
+
+
+class Mesh:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.condition = threading.Condition()
+        self.generation = 0
+        self.failure: Failure | None = None
+        """The first death or abort of this generation. A clean goodbye is none."""
+        self.members = frozenset(range(world_size))
+        """The ranks that collectives wait for: all, until the survivors agree otherwise."""
+        self.connections: dict[int, Connection] = {}
+        self.lost: dict[int, Failure] = {}
+        self.inbox = Inbox()
+
+        self._pid = os.getpid()
+        self._callbacks = Callbacks(self.condition, rank)
+        self._survivors = Survivors(self)
+        self._early: list[tuple[int, Kind, dict[str, Any]]] = []
+        self._before_close: list[Callable[[], None]] = []
+        self._closing: str | None = None
+        self._loop: Loop | None = None
+        self._thread: threading.Thread | None = None
+        self._door: Door | None = None
+        open_meshes.add(self)
+
+    # Building the mesh
+
+    def start(self, listeners: Iterable[socket.socket], me: Identity) -> None:
+        """Open the door to higher ranks. The control thread runs from here to close()."""
+        self._loop = Loop(self.condition)
+        self._door = Door(self._loop.selector, listeners, me, may_come=self._may_come, came=self.adopt)
+        self._thread = threading.Thread(target=self._run, name=f"pplx_comm rank {self.rank}", daemon=True)
+        self._thread.start()
+
+    def adopt(self, sock: socket.socket, rank: int) -> None:
+        """Takes over a connection that is proved to lead to `rank`."""
+        assert self._loop is not None
+        loop = self._loop
+        connection = Connection(rank, sock, lambda connection: loop.do(lambda: self._watch(connection, READ | WRITE)))
+        with self.condition:  # one piece: a request to watch for writing must come after this one
+            self.connections[rank] = connection
+            self.condition.notify_all()
+            loop.do(lambda: self._watch(connection, READ))
+
+    def wait_for_connections(self, deadline: float) -> None:
+        """Until every rank is linked; then the door closes for good."""
+        assert self._loop is not None
+        with self.condition:
+            while True:
+                self.check_usable()
+                self.raise_if_failed()
+                for failure in self.lost.values():
+                    raise failure.error()
+                missing = [rank for rank in range(self.world_size) if rank != self.rank and rank not in self.connections]
+                if not missing:
+                    break
+                if not remaining(deadline):
+                    raise StepTimeout(
+                        f"start-up: ranks {missing} met rank 0 but have not connected to rank {self.rank}. "
+                        "May their hosts connect to each other on any TCP port?",
+                        peer=missing[0],
+                        phase="rendezvous",
+                        expected=list(range(self.world_size)),
+                    )
+                self.condition.wait(remaining(deadline))
+            self._loop.do(self._shut_door)
+            while self._door is not None:
+                self.condition.wait()
+
+    def _may_come(self, rank: int) -> str | None:
+        with self.condition:
+            if rank <= self.rank or rank in self.connections or rank in self.lost:
+                return f"rank {rank} is connected already, or is one that waits to be called"
+        return None
+
+    def _shut_door(self) -> None:
+        if self._door is not None:
+            self._door.close()
+            with self.condition:
+                self._door = None
+                self.condition.notify_all()
+
+    # Failures
+
+    def alive(self) -> list[bool]:
+        with self.condition:
+            return [rank in self.members and rank not in self.lost for rank in range(self.world_size)]
+
+    def raise_if_failed(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise failure.error()
+
+    def abort(self, failure: Failure) -> None:
+        """Only the first one counts, here and at every peer."""
+        with self.condition:
+            if self._latch(failure):
+                self._spread(failure)
+        self._callbacks.tell()
+
+    def on_failure(self, callback: Callback) -> Callable[[], None]:
+        with self.condition:
+            self.check_usable()
+            known = [failure for failure in self.lost.values() if failure.kind == "closed" and failure.rank in self.members]
+            if self.failure is not None:
+                known.append(self.failure)
+            remove = self._callbacks.add(callback, known)
+        self._callbacks.tell()
+        return remove
+
+    def _latch(self, failure: Failure) -> bool:
+        """Under the condition; telling the callbacks follows outside it. True for the first failure."""
+        if self.failure is not None or self._closing is not None:
+            return False
+        self.failure = failure
+        self._announce(failure)
+        return True
+
+    def _announce(self, failure: Failure) -> None:
+        self._callbacks.announce(failure)
+        self.condition.notify_all()
+
+    def _spread(self, failure: Failure) -> None:
+        """Tell everybody: only two ranks notice a cut cable."""
+        self.send(sorted(self.connections.keys() & self.members), json_frame(Kind.ABORT, self._failure_report()))
+
+    def _failure_report(self) -> dict[str, Any] | None:
+        return {"generation": self.generation, **self.failure.to_json()} if self.failure is not None else None
+
+    # Generations
+
+    def agree_survivors(self, timeout: float, leave_out: bool = False) -> list[int]:
+        agreed = self._survivors.agree(timeout, leave_out)
+        self._callbacks.tell()
+        return agreed
+
+    def begin_generation(self, members: frozenset[int]) -> None:
+        """Under the condition, when the survivors have decided."""
+        self.members = members
+        self.generation += 1
+        self.failure = None
+        self.inbox.new_generation(self.generation)
+        self._survivors.renew()
+        for rank in sorted(self.lost.keys() & members):  # lost since the decision: this generation's first failure
+            self._survivors.lost(rank)
+            if self.lost[rank].kind == "death":
+                self._latch(self.lost[rank])
+        early, self._early = self._early, []
+        for sender, kind, message in early:
+            self._handle(sender, kind, message)
+
+    # Messages
+
+    def send(self, ranks: Iterable[int], message: bytes, fds: Sequence[int] = ()) -> None:
+        for rank in ranks:
+            connection = self.connections.get(rank)
+            if connection is not None:
+                connection.send(message, fds)
+
+    def _run(self) -> None:
+        """The control thread."""
+        assert self._loop is not None
+        try:
+            while self._closing is None:
+                self._loop.turn(self._door.next_deadline() if self._door is not None else None)
+                if self._door is not None:
+                    self._door.expire()
+                self._callbacks.tell()
+        except BaseException as problem:
+            log.exception("the control thread of rank %d failed", self.rank)
+            with self.condition:
+                self._latch(Failure("abort", self.rank, message=f"the control thread of rank {self.rank} failed: {problem!r}"))
+                self._closing = self._closing or f"its control thread failed: {problem!r}"
+                self.condition.notify_all()
+            self._callbacks.tell()
+        finally:
+            self._finish(self._loop)
+
+    def _watch(self, connection: Connection, events: int) -> None:
+        assert self._loop is not None
+        self._loop.watch(connection.sock, events, lambda mask: self._ready(connection, mask))
+
+    def _ready(self, connection: Connection, mask: int) -> None:
+        if mask & WRITE and not connection.flush():
+            self._watch(connection, READ)
+        if not mask & READ:
+            return
+        frames, end = connection.receive()
+        with self.condition:
+            try:
+                for kind, payload, fds in frames:
+                    if connection.rank in self.lost:
+                        close_fds(fds)
+                    elif kind == Kind.EXCHANGE:
+                        self.inbox.receive(self.generation, connection.rank, payload)
+                    elif kind == Kind.FDS:
+                        self.inbox.receive_fds(self.generation, connection.rank, payload, fds)
+                    else:
+                        self._handle(connection.rank, kind, decode_object(payload))
+            except FrameError as problem:
+                end = f"it sent what it should not ({problem})"
+            self.condition.notify_all()
+            if end is not None and connection.rank not in self.lost:
+                self._lose(Failure("death", connection.rank, message=f"rank {connection.rank} died: {end}"))
+            if connection.rank in self.lost:
+                self._drop(connection)
+
+    def _handle(self, sender: int, kind: Kind, message: dict[str, Any]) -> None:
+        """Handle a message outside of collectives. One of a later generation is kept until this rank is there, too."""
+        if kind == Kind.GOODBYE:
+            reason = field(message, "reason", str)
+            if isinstance(message.get("failure"), dict):  # why it left, before that it left
+                self._handle(sender, Kind.ABORT, message["failure"])
+            if message.get("excluded") is True:
+                self._survivors.excluded_by(sender)
+                self._latch(Failure("abort", sender, self.rank, "reset", message=reason))
+            self._lose(Failure("closed", sender, message=f"rank {sender} closed its Communicator ({reason})"))
+            return
+        generation = field(message, "generation", int)
+        if generation > self.generation:
+            self._early.append((sender, kind, message))
+        elif generation < self.generation:
+            return
+        elif kind == Kind.ABORT:
+            self._latch(Failure.from_json(message, self.world_size))
+        else:
+            self._survivors.receive(sender, kind, message)
+
+    def _lose(self, failure: Failure) -> None:
+        """Under the condition: one rank is gone, whether or not it took its leave."""
+        self.lost[failure.rank] = failure
+        if failure.rank in self.members:
+            if failure.kind == "death":
+                if self._latch(failure):
+                    self._spread(failure)
+            else:
+                self._announce(failure)
+        self._survivors.lost(failure.rank)
+
+    def _drop(self, connection: Connection) -> None:
+        assert self._loop is not None
+        self.connections.pop(connection.rank, None)
+        self._loop.forget(connection.sock)
+        connection.close()
+
+    # The end
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Called once, before the goodbye, in the order of registration."""
+        with self.condition:
+            self.check_usable()
+            self._before_close.append(callback)
+
+    def close(self, reason: str) -> None:
+        """Take leave of everybody and wait for nobody: 2 s at most, whatever the peers do."""
+        if os.getpid() != self._pid:
+            return
+        self._call_before_close()
+        with self.condition:
+            self._begin_closing(reason)
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(JOIN_SECONDS)
+            if thread.is_alive():
+                log.warning("rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank)
+
+    def abandon(self, reason: str) -> None:
+        """close() for the garbage collector, which may run at any moment: it does not wait, not even for a lock."""
+        if os.getpid() != self._pid:
+            return
+        if self.condition.acquire(blocking=False):
+            try:
+                self._begin_closing(reason)
+            finally:
+                self.condition.release()
+        else:
+            threading.Thread(target=self.close, args=(reason,), daemon=True).start()
+
+    def _call_before_close(self) -> None:
+        while True:
+            with self.condition:
+                if not self._before_close:
+                    return
+                callback = self._before_close.pop(0)
+            try:
+                callback()
+            except Exception:
+                log.exception("a callback before close failed on rank %d", self.rank)
+
+    def _begin_closing(self, reason: str) -> None:
+        if self._closing is None:
+            self._closing = reason
+        self._callbacks.clear()
+        self.condition.notify_all()
+        if self._loop is not None:
+            self._loop.wake()
+
+    def _finish(self, loop: Loop) -> None:
+        """The control thread's last act."""
+        self._call_before_close()
+        with self.condition:
+            connections = list(self.connections.values())
+        take_leave(
+            connections, json_frame(Kind.GOODBYE, {"reason": one_line(self._closing or ""), "failure": self._failure_report()})
+        )
+        self._shut_door()
+        with self.condition:
+            for connection in connections:
+                connection.close()
+            self.connections.clear()
+            self.inbox.clear()
+            loop.close()
+
+    def close_in_child(self) -> None:
+        """After fork: close the copies of the parent's connections, so that peers notice its death. Nobody is told."""
+        if self._loop is None or self._loop.closed:
+            return
+        for connection in list(self.connections.values()):
+            connection.close_in_child()
+        if self._door is not None:
+            self._door.close_in_child()
+        self._loop.close()
+
+    # Who may use it
+
+    def check_usable(self) -> None:
+        self.check_owner()
+        if self._closing is not None:
+            raise Error(f"this Communicator is closed ({self._closing})")
+
+    def check_owner(self) -> None:
+        if os.getpid() != self._pid:
+            raise Error(
+                f"this Communicator belongs to process {self._pid}; this is process {os.getpid()}, forked from it. "
+                "Use it only there; a worker that needs none of it may be forked, one that does must be a rank of its "
+                "own"
+            )
+
+
+def one_line(text: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in text[:1000])

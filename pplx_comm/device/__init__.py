@@ -1,0 +1,1 @@
+"""The phases of an AllToAll on CPU tensors and on GPUs."""

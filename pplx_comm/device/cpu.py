@@ -1,0 +1,242 @@
+"""The CPU device of an AllToAll: the phases run on the calling thread and the library's own, and return when they are done."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+import pplx_comm._core as _core
+from pplx_comm.device.checks import Checks
+from pplx_comm.device.failing import Failing
+from pplx_comm.device.held import Held
+from pplx_comm.device.outputs import Outputs, Reserved
+from pplx_comm.device.parts import Links
+from pplx_comm.device.session import Session
+from pplx_comm.errors import Error
+from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.wiring.record import CLOSED
+
+
+class CpuPlan(Plan):
+    def __init__(self, owner: Owner, core: _core.Plan, weights: torch.Tensor | None, generation: int) -> None:
+        self.owner = owner
+        self.core = core
+        self.generation = generation
+        self.tokens = int(core.tokens)
+        self._weights = None if weights is None else weights.detach().clone()
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        return self._weights
+
+    def rows(self, rank: int) -> int:
+        return int(self.core.rows(rank))
+
+    def with_weights(self, weights: torch.Tensor) -> Plan:
+        return CpuPlan(self.owner, self.core, weights, self.generation)
+
+
+class CpuDispatched(Dispatched):
+    plan: CpuPlan
+    routes: _core.Received
+    """The output row of every choice of every received row, for the combine."""
+    small: torch.Tensor
+    """The memory of all but x and scale."""
+
+    def __init__(self, plan: CpuPlan, step: int, inputs: tuple[Any, ...] = (), memory: Reserved | None = None) -> None:
+        self.owner = plan.owner
+        self.plan = plan
+        self.step = step
+        self.receiving = threading.Lock()
+        self.inputs = inputs  # must live until the step's rows are placed
+        self.memory = memory  # for the outputs
+        self.zeroed = False
+        for name in ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows"):
+            setattr(self, name, None)
+
+
+class Cpu:
+    """The phases of one AllToAll."""
+
+    def __init__(self, session: Session) -> None:
+        self.core: _core.Exchange = session.wiring.exchange
+        self.checks = Checks(session)
+        self._config, self._wire, self._dtype = session.config, session.wire, session.dtype
+        self._hidden, self._top_k = session.hidden, session.top_k
+        self._alive = session.control.alive()
+        self._held = Held()
+        self._outputs = Outputs(session.config)
+        calls = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
+        self._failing = {call: Failing(session, call) for call in calls}
+
+    def drain(self, seconds: float) -> None:
+        """Nothing is under way: calls return when they are done."""
+
+    def renew(self, alive: list[bool]) -> None:
+        self._alive = alive
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self.core.stats()
+        return stats
+
+    def end_calls(self) -> None:
+        self.core.close()
+
+    def close(self) -> None:
+        self.core = CLOSED  # type: ignore[assignment]
+        self._outputs.close()
+
+    # ---- dispatch ----------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        owner: Owner,
+        halves: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        plan: Plan | None,
+        apart: bool = False,
+        zeroed: bool = False,
+    ) -> Dispatched:
+        checks, core = self.checks, self.core
+        if plan is not None:
+            checks.plan_of(plan, owner, core.generation, topk_ids)
+        tokens = checks.tokens(x, x_scale)
+        if plan is None:
+            ids = checks.ids(topk_ids, tokens)
+            plan = self._make_plan(owner, ids, checks.weights("topk_weights", topk_weights, tokens), tokens)
+        else:
+            plan = checks.plan(plan, topk_weights, tokens)
+        assert isinstance(plan, CpuPlan)
+        weights = plan.topk_weights
+        size = self._wire.scale_dtype.itemsize
+        memory = self._outputs.reserve()
+        with self._failing["dispatch_send"]:
+            step = core.dispatch_send(
+                plan.core,
+                _core.Tokens(
+                    x=x.data_ptr(),
+                    stride=x.stride(0) * x.element_size(),
+                    scales=0 if x_scale is None else x_scale.data_ptr(),
+                    scale_row_stride=0 if x_scale is None else size * x_scale.stride(0),
+                    scale_stride=0 if x_scale is None else size * x_scale.stride(1),
+                    weights=0 if weights is None else weights.data_ptr(),
+                    keep_own_rows=bool(halves & _core.RECV),
+                ),
+            )
+            d = CpuDispatched(plan, step, (x, weights), memory)
+            d.zeroed = zeroed
+        return d
+
+    def _make_plan(self, owner: Owner, ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> CpuPlan:
+        core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
+        return CpuPlan(owner, core, weights, self.core.generation)
+
+    def dispatch_recv(self, d: Dispatched) -> None:
+        assert isinstance(d, CpuDispatched)
+        assert d.memory is not None
+        with self._failing["dispatch_recv"]:
+            outputs = self._outputs.fill(d, d.memory, d.zeroed)
+            d.small, d.memory = outputs.small, None
+            d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
+        d.received = True
+        d.inputs = ()
+
+    # ---- combine -----------------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        halves: int,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        weights: torch.Tensor | None,
+        weighted: bool,
+        tail: torch.Tensor | None,
+        out: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Combining:
+        checks, core = self.checks, self.core
+        checks.received(d)
+        assert isinstance(d, CpuDispatched)
+        plan, routes = d.plan, d.routes
+        stride = checks.expert_rows(expert_out)
+        if routes.generation != core.generation:
+            raise Error("combine: this dispatch is from before reset()")
+        checks.enough_rows("expert_out", expert_out.shape[0], routes.needed_rows)
+        weights = checks.combine_weights(weights, weighted, plan.tokens)
+        tail = checks.tail(tail)
+        if tail is not None:
+            checks.enough_rows("tail", tail.shape[0], routes.needed_rows)
+        out = checks.out(out, accumulate, plan.tokens)
+        if out is None:
+            out = self._outputs.tensor((plan.tokens, self._hidden), self._dtype)
+        tail_out = None if tail is None else self._outputs.tensor((plan.tokens, self._top_k), torch.float32)
+        c = Combining(d, out, accumulate, tail_out)
+        d.used = True
+        with self._failing["combine_send"]:
+            core.combine_send(
+                d.step,
+                routes,
+                plan.core,
+                _core.ExpertOutputs(
+                    expert_out=expert_out.data_ptr(),
+                    stride=stride,
+                    weighted=bool(weighted),
+                    uses_weights=weights is not None,
+                    weights=0 if weights is None else weights.data_ptr(),
+                    has_tail=tail is not None,
+                    tail=0 if tail is None else tail.data_ptr(),
+                ),
+            )
+        return c
+
+    def combine_recv(self, c: Combining) -> None:
+        with self._failing["combine_recv"]:
+            self.core.combine_recv(
+                c.dispatched.step,
+                _core.Result(
+                    y=c.out.data_ptr(),
+                    stride=c.out.stride(0) * c.out.element_size(),
+                    accumulate=bool(c.accumulate),
+                    tail=0 if c.tail is None else c.tail.data_ptr(),
+                ),
+            )
+        c.done = True
+
+    def release(self, d: Dispatched) -> None:
+        d.used = True
+        with self._failing["release"]:
+            self.core.release(d.step)
+
+    # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
+
+    def links(self) -> Links:
+        outputs = self._outputs
+        rows = outputs.parts["topk_weights" if "topk_weights" in outputs.parts else "weights"].shape
+        return Links(outputs.x.shape, outputs.parts, rows, outputs.small_bytes // 4, (torch.int64, 1), outputs.scale)
+
+    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        assert isinstance(d, CpuDispatched)
+        weights = d.topk_weights if d.weights is None else d.weights
+        assert weights is not None
+        scale = torch.empty(0) if d.scale is None else d.scale
+        bare = CpuDispatched(d.plan, d.step)  # a link keeps no rows
+        bare.routes, bare.received = d.routes, True
+        return d.x, scale, weights.clone(), self._held.keep(bare, d.small).view(torch.float32)
+
+    def plan_link(self, plan: Plan) -> torch.Tensor:
+        return self._held.keep(plan, torch.empty(1, dtype=torch.int64))
+
+    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> Plan:
+        plan = self._held.of(link)
+        assert isinstance(plan, Plan)
+        return plan
+
+    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        d = self._held.of(link)
+        assert isinstance(d, Dispatched)
+        return d

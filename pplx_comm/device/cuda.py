@@ -1,0 +1,368 @@
+"""The CUDA device of an AllToAll: everything is launched on the caller's current stream, nothing synchronises."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pplx_comm._core as _core
+from pplx_comm.device.checks import Checks
+from pplx_comm.device.parts import Links, Part, parts_of
+from pplx_comm.device.session import Session
+from pplx_comm.errors import Error
+from pplx_comm.gpus import built
+from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.layouts import Compact, Padded
+from pplx_comm.wiring.record import CLOSED
+
+if TYPE_CHECKING:
+    import pplx_comm._cuda as _cuda
+
+_ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
+_MOST_KNOWN = 4096  # looks of arguments
+
+
+def raw_stream(device: int) -> int:
+    """torch.cuda.current_stream() makes an object, ten times as slow."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+class DevicePlan(Plan):
+    """A plan in device memory, where the kernel that makes it keeps the weights, too."""
+
+    def __init__(
+        self, owner: Owner, cuda: Cuda, buffer: torch.Tensor, tokens: int, weighted: bool, weights: torch.Tensor | None = None
+    ) -> None:
+        self.owner, self._cuda, self.generation = owner, cuda, cuda.core.generation
+        self.buffer, self.tokens, self._weighted, self._weights = buffer, tokens, weighted, weights
+
+    @property
+    def topk_weights(self) -> torch.Tensor | None:
+        if self._weights is None and self._weighted:
+            shape = self.tokens, self._cuda.top_k
+            self._weights = Part.contiguous(self._cuda.plan_layout.weights, torch.float32, shape).of(self.buffer)
+        return self._weights
+
+    def with_weights(self, weights: torch.Tensor) -> Plan:
+        return DevicePlan(self.owner, self._cuda, self.buffer, self.tokens, True, weights.detach().clone())
+
+    def rows(self, rank: int) -> int:
+        """Waits for the dispatch that makes the plan."""
+        return int(self.buffer.view(torch.int32)[self._cuda.plan_layout.rows // 4 + rank])
+
+
+class DeviceDispatched(Dispatched):
+    """Its tensors are views of one buffer, made when they are asked for."""
+
+    plan: DevicePlan
+
+    def __init__(self, cuda: Cuda, plan: DevicePlan, step: int, buffer: torch.Tensor, received: bool) -> None:
+        self.owner, self._cuda, self.plan, self.step = plan.owner, cuda, plan, step
+        self.buffer, self.received, self.receiving = buffer, received, threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        cuda = self.__dict__.get("_cuda")
+        if cuda is None or (name not in cuda.parts and name not in cuda.absent):
+            raise AttributeError(name)
+        view = None if name in cuda.absent else cuda.parts[name].of(self.buffer)
+        self.__dict__[name] = view
+        return view
+
+
+class Cuda:
+    """The phases of one AllToAll as launches."""
+
+    def __init__(self, session: Session) -> None:
+        self.core: _cuda.Exchange = session.wiring.exchange
+        self.checks = Checks(session)
+        self.top_k = session.top_k
+        self._hidden, self._dtype = session.hidden, session.dtype
+        self._device = session.device
+        config = session.config
+        module = built()
+        layout: _core.OutputLayout = module.output_layout(config)
+        self.parts = parts_of(layout)
+        self._buffer_bytes = layout.nbytes
+        self._weights = "topk_weights" if "topk_weights" in self.parts else "weights"
+        self._link_bytes = self.parts[self._weights].at
+        self.plan_layout: _cuda.PlanLayout = module.plan_layout(config)
+        self._plan_bytes = self.plan_layout.nbytes
+        # Kept: looking a name up in the module takes as long as half of the call.
+        self._make_launch: type[_cuda.Launch] = module.Launch
+        self._make_result: type[_cuda.Result] = module.Result
+        self._make_outputs: type[_cuda.Outputs] = module.Outputs
+        self._tokens: type[_cuda.Tokens] = module.Tokens
+        self._expert_outputs: type[_cuda.ExpertOutputs] = module.ExpertOutputs
+        self._index = session.device.index
+        self._padded = isinstance(session.layout, Padded)
+        self._compact = isinstance(session.layout, Compact)
+        self._y_stride = session.hidden * session.dtype.itemsize
+        self._scale_size = session.wire.scale_dtype.itemsize
+        self._known: dict[Any, Any] = {}
+        optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
+        self.absent = {name for name in optional if name not in self.parts}  # what this layout and wire do not have
+
+    def drain(self, seconds: float) -> None:
+        """Stops the kernels under way, and waits for them; also for graph replays on the current stream."""
+        self.core.drain(raw_stream(self._index), seconds)
+
+    def renew(self, alive: list[bool]) -> None:
+        """The core knows."""
+
+    def stats(self) -> dict[str, Any]:
+        return {"steps": self.core.steps}
+
+    def end_calls(self) -> None:
+        """No call waits: each returns when it has launched."""
+
+    def close(self) -> None:
+        self.core = CLOSED  # type: ignore[assignment]
+
+    def _check_generation(self, call: str, d: DeviceDispatched) -> None:
+        if d.plan.generation != self.core.generation:
+            raise Error(f"{call}: this dispatch is from before reset()")
+
+    @staticmethod
+    def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """The tensor, or a copy whose rows start where kernels want them, and its stride in bytes. `tensor` is [rows, columns]."""
+        size = tensor.element_size()
+        stride = tensor.stride(0) * size if tensor.shape[0] > 1 else -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN
+        if stride % _ROW_ALIGN == 0 and tensor.data_ptr() % _ROW_ALIGN == 0:
+            return tensor, stride
+        columns = -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN // size
+        copy = torch.empty((tensor.shape[0], columns), dtype=tensor.dtype, device=tensor.device)
+        copy[:, : tensor.shape[1]] = tensor
+        return copy, columns * size
+
+    # ---- dispatch ----------------------------------------------------------------------------------------------------
+
+    def dispatch(
+        self,
+        owner: Owner,
+        halves: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        plan: Plan | None,
+        apart: bool = False,
+        zeroed: bool = False,
+    ) -> Dispatched:
+        """apart: the rows have memory of their own. zeroed is for those only."""
+        if plan is None:
+            x, ids, weights, looks = self._inputs(x, topk_ids, topk_weights, x_scale)
+            tokens, stride, wide = looks
+            device_plan = DevicePlan(
+                owner, self, torch.empty(self._plan_bytes, dtype=torch.uint8, device=self._device), tokens, weights is not None
+            )
+            # Without tokens any address says that the plan is to be made.
+            ids_at = ids.data_ptr() or device_plan.buffer.data_ptr()
+        else:
+            checks = self.checks
+            checks.plan_of(plan, owner, self.core.generation, topk_ids)
+            tokens, ids_at, wide = checks.tokens(x, x_scale), 0, False
+            known = checks.plan(plan, topk_weights, tokens)
+            assert isinstance(known, DevicePlan)
+            device_plan, weights = known, known.topk_weights
+            x, stride = self._rows_of(x)
+        rows = self._rows_apart(zeroed) if apart else None
+        buffer = torch.empty(self._buffer_bytes if rows is None else self._link_bytes, dtype=torch.uint8, device=self._device)
+        launch = self._launch(halves, device_plan, buffer)
+        at = x.data_ptr()
+        weights_at = 0 if weights is None else weights.data_ptr()
+        if x_scale is None:
+            sent = self._tokens(count=tokens, x=at, stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
+        else:
+            size = self._scale_size
+            sent = self._tokens(
+                count=tokens, x=at, stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at, scales=x_scale.data_ptr(),
+                scale_row_stride=size * x_scale.stride(0), scale_stride=size * x_scale.stride(1),
+            )  # fmt: skip
+        step = self.core.dispatch(launch, sent) if rows is None else self.core.dispatch(launch, sent, self._addresses(rows))
+        d = DeviceDispatched(self, device_plan, step, buffer, halves & _core.RECV != 0)
+        if rows is not None:
+            d.__dict__.update(rows)
+        return d
+
+    def _rows_apart(self, zeroed: bool) -> dict[str, torch.Tensor]:
+        rows = {}
+        for name in ("x", "scale", self._weights):
+            if name in self.parts:
+                _, dtype, shape, strides = self.parts[name]
+                rows[name] = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
+                if zeroed:
+                    rows[name].zero_()
+        return rows
+
+    def _addresses(self, rows: dict[str, torch.Tensor]) -> _cuda.Outputs:
+        scale = rows.get("scale")
+        return self._make_outputs(
+            x=rows["x"].data_ptr(), scales=0 if scale is None else scale.data_ptr(), weights=rows[self._weights].data_ptr()
+        )
+
+    def _launch(self, halves: int, plan: DevicePlan, buffer: torch.Tensor) -> _cuda.Launch:
+        return self._make_launch(
+            stream=raw_stream(self._index), halves=halves, plan=plan.buffer.data_ptr(), buffer=buffer.data_ptr()
+        )
+
+    def _inputs(
+        self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, tuple[int, int, bool]]:
+        """The tensors for the kernels, and (tokens, stride of x, whether ids are int64). Inputs that look like earlier ones are not
+        checked again."""
+        ids, weights = topk_ids, topk_weights
+        try:
+            # Strides take longer to get and to hash.
+            key: Any = (
+                x.shape, x.is_contiguous(), x.dtype, x.device,
+                ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
+            )  # fmt: skip
+            if weights is not None:
+                key = *key, weights.shape, weights.is_contiguous(), weights.dtype, weights.device
+        except AttributeError:
+            key = None  # what is no tensor, the checks will name
+        looks = self._known.get(key) if x_scale is None else None
+        if looks is not None and x.data_ptr() % _ROW_ALIGN == 0:
+            return x, ids, weights, looks  # type: ignore[return-value]
+        checks = self.checks
+        tokens = checks.tokens(x, x_scale)
+        ids, weights = checks.ids(topk_ids, tokens), checks.weights("topk_weights", topk_weights, tokens)
+        rows, stride = self._rows_of(x)
+        looks = tokens, stride, ids.dtype == torch.int64
+        if x_scale is None and rows is x and x.is_contiguous() and ids is topk_ids and weights is topk_weights:
+            self._remember(key, looks)
+        return rows, ids, weights, looks
+
+    def _remember(self, key: Any, looks: Any) -> None:
+        if len(self._known) >= _MOST_KNOWN:
+            self._known.clear()
+        self._known[key] = looks
+
+    def dispatch_recv(self, d: Dispatched) -> None:
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("dispatch_recv", d)
+        self.core.dispatch(self._launch(_core.RECV, d.plan, d.buffer), self._tokens(count=d.plan.tokens))
+        d.received = True
+
+    # ---- combine -----------------------------------------------------------------------------------------------------
+
+    def combine(
+        self,
+        halves: int,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        weights: torch.Tensor | None,
+        weighted: bool,
+        tail: torch.Tensor | None,
+        out: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Combining:
+        checks = self.checks
+        if not d.received or d.used:
+            checks.received(d)
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("combine", d)
+        plan = d.plan
+        tokens = plan.tokens
+        try:
+            key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
+            at = expert_out.data_ptr()
+        except AttributeError:
+            key, at = None, 1
+        looks = self._known.get(key)
+        if looks is not None and at % _ROW_ALIGN == 0:
+            rows, (stride, count) = expert_out, looks
+        else:
+            checks.expert_rows(expert_out)
+            rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
+            count = rows.shape[0]
+            if rows.data_ptr() == at and expert_out.is_contiguous():
+                self._remember(key, (stride, count))
+            at = rows.data_ptr()
+        if weights is not None:
+            weights = checks.combine_weights(weights, weighted, tokens)
+        tail_out = None
+        if tail is not None:
+            tail = checks.tail(tail)
+            tail_out = torch.empty((tokens, self.top_k), dtype=torch.float32, device=self._device)
+        if out is None:
+            if accumulate:
+                raise Error("combine: accumulate=True needs out=")
+            y = out = torch.empty((tokens, self._hidden), dtype=self._dtype, device=self._device)
+            y_stride = self._y_stride
+        else:
+            checks.out(out, accumulate, tokens)
+            y, y_stride = self._rows_of(out)
+        c = DeviceCombining(d, out, accumulate, tail_out)
+        c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
+        d.used = True
+        outputs = self._expert_outputs(
+            expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
+            weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
+            tail_rows=0 if tail is None else self._tail_rows(tail),
+        )  # fmt: skip
+        self.core.combine(self._launch(halves, plan, d.buffer), outputs, self._result(c, tokens))
+        if halves & _core.RECV:
+            c.finish()
+        return c
+
+    def _tail_rows(self, tail: torch.Tensor) -> int:
+        return tail.numel() // self.top_k if self._compact else tail.numel()
+
+    def combine_recv(self, c: Combining) -> None:
+        assert isinstance(c, DeviceCombining)
+        d = c.dispatched
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("combine_recv", d)
+        outputs = self._expert_outputs(weighted=True, uses_weights=c.uses_weights)
+        self.core.combine(self._launch(_core.RECV, d.plan, d.buffer), outputs, self._result(c, d.plan.tokens))
+        c.finish()
+
+    def _result(self, c: DeviceCombining, tokens: int) -> _cuda.Result:
+        tail = c.tail
+        return self._make_result(
+            tokens=tokens, y=c.y.data_ptr(), stride=c.y_stride, accumulate=bool(c.accumulate), has_tail=tail is not None,
+            tail=0 if tail is None else tail.data_ptr(),
+        )  # fmt: skip
+
+    def release(self, d: Dispatched) -> None:
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("release", d)
+        d.used = True
+        self.core.release(self._launch(_core.BOTH, d.plan, d.buffer), d.plan.tokens)
+
+    # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
+
+    def links(self) -> Links:
+        rows = self.parts[self._weights].shape
+        words, plan = self._link_bytes // 4, (torch.uint8, self._plan_bytes)
+        return Links(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
+
+    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        """Each has memory of its own if `d` was dispatched apart."""
+        assert isinstance(d, DeviceDispatched)
+        scale = torch.empty(0, device=self._device) if d.scale is None else d.scale
+        return d.x, scale, getattr(d, self._weights), d.buffer[: self._link_bytes].view(torch.float32)
+
+    def plan_link(self, plan: Plan) -> torch.Tensor:
+        assert isinstance(plan, DevicePlan)
+        return plan.buffer
+
+    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> DevicePlan:
+        return DevicePlan(owner, self, link, tokens, False)
+
+    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        return DeviceDispatched(self, self.of_plan_link(owner, plan, tokens), -1, link.view(torch.uint8), True)
+
+
+class DeviceCombining(Combining):
+    y: torch.Tensor  # what the kernels write: out, or rows that start where they want them
+    y_stride: int
+    uses_weights: bool
+
+    def finish(self) -> None:
+        if self.y is not self.out:
+            self.out.copy_(self.y[:, : self.out.shape[1]])
+        self.done = True

@@ -1,0 +1,83 @@
+"""The interface of a device: steps.py and the operators of torch_ops run the phases through it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from pplx_comm.device.checks import Checks
+from pplx_comm.device.parts import Links
+from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+
+
+class Device(Protocol):
+    """The phases of one AllToAll."""
+
+    core: Any
+    """_core.Exchange or _cuda.Exchange."""
+    checks: Checks
+
+    def dispatch(
+        self,
+        owner: Owner,
+        halves: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        plan: Plan | None,
+        apart: bool = False,
+        zeroed: bool = False,
+    ) -> Dispatched:
+        """The send half, and with `halves` the receive half where one launch does both: d.received says so.
+
+        apart: for linked(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
+        """
+
+    def dispatch_recv(self, d: Dispatched) -> None: ...
+
+    def combine(
+        self,
+        halves: int,
+        expert_out: torch.Tensor,
+        d: Dispatched,
+        weights: torch.Tensor | None,
+        weighted: bool,
+        tail: torch.Tensor | None,
+        out: torch.Tensor | None,
+        accumulate: bool,
+    ) -> Combining:
+        """Like dispatch: c.done says whether the receive half is done."""
+
+    def combine_recv(self, c: Combining) -> None: ...
+
+    def release(self, d: Dispatched) -> None: ...
+
+    # ---- life ------------------------------------------------------------------------------------------------------------
+
+    def drain(self, seconds: float) -> None:
+        """Stops what is under way, and waits for it."""
+
+    def renew(self, alive: list[bool]) -> None:
+        """After a reset."""
+
+    def stats(self) -> dict[str, Any]: ...
+
+    def end_calls(self) -> None:
+        """Calls in which other threads wait raise that the AllToAll was closed."""
+
+    def close(self) -> None: ...
+
+    # ---- as tensors, for torch_ops ---------------------------------------------------------------------------------------
+
+    def links(self) -> Links: ...
+
+    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        """x, scale, weights and link, each its own memory."""
+
+    def plan_link(self, plan: Plan) -> torch.Tensor: ...
+
+    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> Plan: ...
+
+    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched: ...

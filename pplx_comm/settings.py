@@ -1,0 +1,223 @@
+"""Every environment variable of this library: its type, default and meaning, and the one function that reads it.
+
+`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made; a variable that changes later changes
+nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
+
+`make docs` writes the table of docs/tuning.md from this file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any, TypeVar
+
+from pplx_comm.errors import Error
+
+HOW_TO_SET_SECRET = "export PPLX_COMM_SECRET=$(openssl rand -hex 32)"
+SHORTEST_SECRET = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """What is known of a variable besides its value."""
+
+    name: str
+    parse: Callable[[str], Any]
+    """Raises ValueError."""
+    must: str
+    """What the value must be, for the error."""
+    help: str
+    default: str
+    """In words."""
+    hidden: bool = False
+    """A secret: no message shows it."""
+    keep_empty: bool = False
+    """Set but empty is a value of its own; otherwise it means unset."""
+
+    def value(self, text: str) -> Any:
+        try:
+            return self.parse(text)
+        except ValueError:
+            shown = f"{self.name} has {len(text)} characters: it" if self.hidden else f"{self.name}={text!r}"
+            raise Error(f"{shown} must be {self.must}") from None
+
+
+def _variable(
+    name: str, parse: Callable[[str], Any], must: str, help: str, *, value: Any = None, default: str = "", **more: bool
+) -> Any:
+    return field(default=value, metadata={"variable": Variable(name, parse, must, help, default, **more)})
+
+
+def _text(text: str) -> str:
+    return text
+
+
+def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise ValueError
+        return int(text)
+
+    return parse
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError
+        return text
+
+    return parse
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    """host, host:port, [v6], [v6]:port."""
+    host, port = text, ""
+    if text.startswith("["):
+        host, _, port = text[1:].partition("]")
+        port = port.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    if not host:
+        raise ValueError
+    return host, _whole(1, 65535)(port) if port else None
+
+
+def _secret(text: str) -> bytes:
+    if len(text) < SHORTEST_SECRET:
+        raise ValueError
+    return text.encode()
+
+
+def _absolute(text: str) -> str:
+    if not text.startswith("/"):
+        raise ValueError
+    return text
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _flag(text: str) -> bool:
+    return bool(("0", "1").index(text))
+
+
+def _c_integer(text: str) -> int:
+    return int(text, 0)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What Communicator.from_env() reads."""
+
+    address: tuple[str, int | None] | None = _variable(
+        "PPLX_COMM_ADDR", _host_and_port, "host:port, with a port between 1 and 65535 and an IPv6 address in brackets",
+        "host:port where rank 0 listens at start",
+        default="MASTER_ADDR, or what Slurm says",
+    )  # fmt: skip
+    port: int | None = _variable(
+        "PPLX_COMM_PORT", _whole(1, 65535), "a port, 1 to 65535", "The port beside MASTER_ADDR or Slurm's address",
+        default="MASTER_PORT + 1, else 29713",
+    )  # fmt: skip
+    secret: bytes | None = _variable(
+        "PPLX_COMM_SECRET", _secret,
+        f"at least {SHORTEST_SECRET} long. On one host, then copied to all: {HOW_TO_SET_SECRET}",
+        f"The shared secret of a job that spans hosts, at least {SHORTEST_SECRET} characters",
+        default="none; on one host a key file of this user", hidden=True, keep_empty=True,
+    )  # fmt: skip
+    job: str | None = _variable(
+        "PPLX_COMM_JOB", _text, "any text", "Tells jobs of one user on one host apart where the launcher does not",
+        default="what the launcher says",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What AllToAll() reads."""
+
+    threads: int | None = _variable(
+        "PPLX_COMM_THREADS", _whole(1), "a positive integer", "CPU threads of a rank's phases",
+        default="its share of the cores, 8 at most",
+    )  # fmt: skip
+    provider: str | None = _variable(
+        "PPLX_COMM_PROVIDER", _text, "a libfabric provider", "The libfabric provider, where provider= names none",
+        default="the best there is",
+    )  # fmt: skip
+    nics: tuple[str, ...] = _variable(
+        "PPLX_COMM_NICS", _names, "names with commas between them",
+        "The NICs (domains, or interfaces for tcp) of a rank, an endpoint each, where nics= names none",
+        value=(), default="the nearest",
+    )  # fmt: skip
+    endpoints: int = _variable(
+        "PPLX_COMM_ENDPOINTS", _whole(1), "a positive integer", "Endpoints of a rank; large blocks are split over them",
+        value=0, default="one for each NIC",
+    )  # fmt: skip
+    interface: str | None = _variable(
+        "PPLX_COMM_IFACE", _text, "an interface or an address", "The interface or address for tcp, net and sockets",
+        default="loopback if all ranks are on one host, else the default route's",
+    )  # fmt: skip
+    shard_bytes: int = _variable(
+        "PPLX_COMM_SHARD_BYTES", _whole(1), "a positive integer", "A block is split over endpoints above this size",
+        value=256 * 1024, default="262144",
+    )  # fmt: skip
+    placement: str = _variable(
+        "PPLX_COMM_PLACEMENT", _one_of("auto", "host", "device"), "'auto', 'host' or 'device'",
+        "Where the blocks for other nodes lie, where placement= says nothing", value="auto", default="auto",
+    )  # fmt: skip
+    gdrcopy: bool = _variable(
+        "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
+    )  # fmt: skip
+    libfabric: str | None = _variable(  # read again by proxy/libfabric/loader.cpp, which programs without Python use, too
+        "PPLX_LIBFABRIC", _absolute, "an absolute path", "The libfabric.so.1 to use, an absolute path",
+        default="the EFA installer's, the system's, a wheel's",
+    )  # fmt: skip
+    chaos: str | None = _variable(
+        "PPLX_COMM_CHAOS", _text, "settings as docs/tuning.md lists them", "For tests: the network misbehaves, from a seed",
+        default="off",
+    )  # fmt: skip
+    cuda_fuzz: int | None = _variable(  # read by src/cuda/exchange.cpp, in a build with PPLX_CUDA_FUZZ only
+        "PPLX_COMM_CUDA_FUZZ", _c_integer, "an integer",
+        "For tests, in a build with PPLX_CUDA_FUZZ: the seed of random delays in the kernels", default="off",
+    )  # fmt: skip
+
+
+def read(kind: type[T], environ: Mapping[str, str] | None = None) -> T:
+    """A Start or Settings from the environment; Error names the variable that is wrong, its value, and what it must be."""
+    values = {}
+    source = os.environ if environ is None else environ
+    for own, variable in _variables(kind):
+        text = source.get(variable.name)
+        if text or (text is not None and variable.keep_empty):
+            values[own.name] = variable.value(text)
+    return kind(**values)
+
+
+def in_force() -> dict[str, str]:
+    """The variables that are set, by name, as text; secrets are not shown."""
+    return {v.name: "..." if v.hidden else os.environ[v.name] for v in variables() if os.environ.get(v.name)}
+
+
+def unknown() -> list[str]:
+    """Variables that are named like this library's and are none of them: misspelt, or of another version."""
+    known = {variable.name for variable in variables()}
+    return sorted(name for name in os.environ if name.startswith("PPLX_COMM_") and name not in known)
+
+
+def variables() -> list[Variable]:
+    return [variable for kind in (Start, Settings) for _, variable in _variables(kind)]
+
+
+def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:
+    for own in fields(kind):
+        yield own, own.metadata["variable"]
+
+
+def table() -> str:
+    """As Markdown."""
+    rows = [f"| `{variable.name}` | {variable.help} | {variable.default} |" for variable in variables()]
+    return "\n".join(["| variable | what it sets | default |", "|---|---|---|", *rows])

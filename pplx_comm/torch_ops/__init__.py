@@ -1,0 +1,1 @@
+"""dispatch and combine for torch.compile and autograd."""

@@ -1,0 +1,129 @@
+"""The CUDA device's memory: a heap on each GPU, which the GPUs of its node map, and memory for the proxy where any rank has one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import pplx_comm._core as _core
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.errors import Error
+from pplx_comm.gpus import built, cuda_module
+from pplx_comm.wiring.compare import Attempts, agree
+from pplx_comm.wiring.libfabric import Place
+from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.placement import blocks_on_gpu
+from pplx_comm.wiring.request import Request
+
+if TYPE_CHECKING:
+    import pplx_comm._cuda as _cuda
+
+
+@dataclass(frozen=True)
+class GpuExchange:
+    """The exchange, and how its peers are reached."""
+
+    exchange: _cuda.Exchange
+    peers: Peers
+    proxied: bool  # some rank has a proxy
+    blocks_on_gpu: bool  # those that this rank's proxy moves
+
+
+@dataclass
+class Opened:
+    """Memory of GPUs of this node, as far as this rank's GPU reaches it."""
+
+    heaps: dict[int, Any] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)  # and why
+
+    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int]) -> None:
+        try:
+            self.heaps[rank] = open_heap(gpu, description, fds)
+        except Error as why:
+            self.refused[rank] = str(why)
+
+
+def make_gpu_exchange(
+    control: ControlPlane, request: Request, peers: Peers, proxied: bool, places: dict[int, Place]
+) -> GpuExchange:
+    """Collective. GPUs of a node that do not reach each other are remote to each other."""
+    config, timeout, gpu = request.config, request.patience, request.gpu
+    assert gpu is not None
+    attempts = Attempts()
+    own = attempts.run(lambda: _allocate(config, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
+    described = attempts.run(lambda: describe(own))  # type: ignore[arg-type]
+    with contextlib.ExitStack() as held:
+        fds = attempts.run(lambda: [own.descriptor()] if own.has_descriptor else [])  # type: ignore[union-attr]
+        held.callback(close_all, fds or [])
+        answers = agree(control, "AllToAll: memory", {"error": attempts.error, "memory": described}, timeout)
+        descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
+        opened = attempts.run(lambda: _open_all(control, fds or [], gpu, descriptions))
+    # By rank as text: JSON has no other keys.
+    refused = {} if opened is None else {str(rank): why for rank, why in opened.refused.items()}
+    answers = agree(control, "AllToAll: mappings", {"error": attempts.error, "refused": refused}, timeout)
+    assert opened is not None
+    apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
+    _check_apart(request, apart)
+    proxied = proxied or bool(apart)
+    peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
+    heaps = {rank: heap for rank, heap in opened.heaps.items() if rank in peers.mapped}
+    config.remote_peers = len(peers.remote)
+    make = cuda_module().Exchange
+    on_gpu = attempts.run(lambda: proxied and blocks_on_gpu(request, list(places.values()), list(places).index(control.rank)))
+    gdrcopy = request.settings.gdrcopy
+    arguments = config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms
+    exchange = attempts.run(lambda: make(*arguments))
+    agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
+    assert exchange is not None
+    return GpuExchange(exchange, peers, proxied, bool(on_gpu))
+
+
+def _allocate(config: _core.Config, gpu: int, what: str) -> _cuda.SharedMemory:
+    memory = cuda_module().SharedMemory(gpu, config.shared_bytes, what)
+    with torch.cuda.device(gpu):  # which need not be the current one; only it can write there
+        built().leave_blank(config, memory)
+    return memory
+
+
+def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
+    """For the peers that map it; the descriptor, if there is one, goes another way."""
+    return {"nbytes": memory.nbytes, "ipc": None if memory.has_descriptor else memory.ipc_handle().hex()}
+
+
+def _open_all(control: ControlPlane, fds: list[int], gpu: int, descriptions: dict[int, dict[str, Any]]) -> Opened:
+    received = control.share_fds(fds, "AllToAll: memory")
+    opened = Opened()
+    with contextlib.ExitStack() as held:
+        for of_peer in received.values():
+            held.callback(close_all, of_peer)
+        for rank, description in descriptions.items():
+            opened.open(gpu, rank, description, received[rank])
+    return opened
+
+
+def open_heap(gpu: int, description: dict[str, Any], fds: Sequence[int]) -> _cuda.SharedMemory:
+    heap = cuda_module().SharedMemory
+    if description["ipc"] is not None:
+        return heap.from_ipc(gpu, bytes.fromhex(description["ipc"]), description["nbytes"])
+    return heap.from_descriptor(gpu, fds[0], description["nbytes"])
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _check_apart(request: Request, apart: dict[tuple[int, int], str]) -> None:
+    """Raises, alike on all ranks, where ranks whose GPUs do not reach each other must share memory."""
+    replicas = request.config.replicas
+    for (a, b), why in sorted(apart.items()):
+        text = f"the GPU of rank {a} cannot map the memory of rank {b}'s: {why}"
+        if request.transport == "mapped":
+            raise Error(f"transport='mapped': {text}. transport='auto' lets the proxy carry between them")
+        if a // replicas == b // replicas:
+            raise Error(f"replicas={replicas} makes ranks {a} and {b} hold the same tokens, and {text}")

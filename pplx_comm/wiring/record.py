@@ -1,0 +1,59 @@
+"""The wiring of an AllToAll: its exchange, its peers, and the carrier to those that are remote."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pplx_comm._core as _core
+from pplx_comm.errors import Error
+from pplx_comm.wiring.carriers import ProxyCarrier
+from pplx_comm.wiring.libfabric import Place
+from pplx_comm.wiring.peers import Peers
+
+
+class _Closed:
+    """In the place of an exchange: for calls of other threads that were about to use it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise Error("this AllToAll is closed")
+
+
+CLOSED = _Closed()
+
+
+@dataclass
+class Wiring:
+    """reset() changes the peers, the carrier and the regions."""
+
+    exchange: Any  # _core.Exchange or _cuda.Exchange
+    peers: Peers
+    hosts: dict[int, str]  # by rank, see host_key
+    places: dict[int, Place]  # of the ranks of this host
+    blocks_on_gpu: bool  # those that the proxy moves
+    carrier: ProxyCarrier | None = None
+    regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
+
+    @property
+    def carried(self) -> _core.Carried:
+        """The memory and the words that the proxy works on."""
+        return self.exchange if isinstance(self.exchange, _core.Exchange) else self.exchange.host
+
+    def detach(self, timeout: float) -> None:
+        """Takes the AllToAll off its proxy, if it has one, waiting that long for kernels and writes under way. Gives its
+        registrations back."""
+        carrier, self.carrier = self.carrier, None
+        end = time.monotonic() + timeout
+        if not isinstance(self.exchange, _core.Exchange):
+            self.exchange.ended(timeout)
+        if carrier is None:
+            return
+        carrier.detach(self.carried, self.regions, max(0.0, end - time.monotonic()))
+
+    def close(self, timeout: float) -> None:
+        """detach(), and the memory is given back as soon as no call uses it any more."""
+        if self.exchange is CLOSED:
+            return
+        self.detach(timeout)
+        self.exchange = CLOSED

@@ -1,0 +1,35 @@
+"""The checked arguments of a constructor, as the wiring needs them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pplx_comm._core as _core
+from pplx_comm.control import deadlines
+from pplx_comm.settings import Settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """An AllToAll that a rank wants to make."""
+
+    config: _core.Config  # rank, world and object are filled in here
+    compared: dict[str, Any]  # must be equal on all ranks
+    transport: str
+    provider: str | None  # None: the best there is
+    node_size: int | None
+    timeout: float  # of a step
+    error: str | None = None  # what this rank found wrong with its arguments
+    nics: tuple[str, ...] = ()  # of this rank, by name
+    proxies: int = 1  # threads, of each rank
+    gpu: int | None = None  # None: the CPU device
+    num_sms: int = 0  # 0: all
+    placement: str = "auto"  # of remote peers' blocks: see wiring/placement.py
+    settings: Settings = field(default_factory=Settings)
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other ranks' constructors: they may come as late as a first step."""
+        longer = max(deadlines.FIRST_STEP_FACTOR * self.timeout, deadlines.CONSTRUCTOR_SECONDS)
+        return min(longer, deadlines.LONGEST_TIMEOUT)

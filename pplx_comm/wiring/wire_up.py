@@ -1,0 +1,102 @@
+"""The collective part of an AllToAll's construction: every rank agrees on everything, or every rank raises."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from pplx_comm._version import __version__
+from pplx_comm.control import deadlines
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.errors import Error
+from pplx_comm.gpus import cuda_module
+from pplx_comm.wiring.carriers import host_key
+from pplx_comm.wiring.compare import Answers, Attempts, agree, compare
+from pplx_comm.wiring.connect import connect
+from pplx_comm.wiring.gpu_memory import make_gpu_exchange
+from pplx_comm.wiring.libfabric import Place, this_place
+from pplx_comm.wiring.memory import make_exchange
+from pplx_comm.wiring.peers import Peers, find_peers
+from pplx_comm.wiring.record import Wiring
+from pplx_comm.wiring.request import Request
+
+MOST = 8
+"""AllToAlls that live on one Communicator."""
+
+
+def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> Wiring:
+    """Builds everything that needs the other ranks. The AllToAll's number is config.object then."""
+    config = request.config
+    attempts = Attempts(request.error)
+    left = [rank for rank, lives in enumerate(control.alive()) if lives]
+    peers = attempts.run(lambda: find_peers(request, control, left))
+    place = attempts.run(lambda: _place(request))
+    answers = agree(
+        control,
+        "AllToAll: arguments",
+        {
+            "error": attempts.error,
+            "compared": {"version": __version__, **request.compared},
+            "used": sorted(used_numbers),
+            "host": host_key(),
+            "place": asdict(place) if place else None,
+            "remote": len(peers.remote) if peers else 0,
+        },
+        request.patience,
+    )
+    compare(answers)
+    assert peers is not None
+    config.object = _free_number(answers)
+    config.remote_peers = len(peers.remote)
+    config.spaced_sends = request.gpu is not None
+    proxied = any(answer is not None and answer["remote"] for answer in answers)
+    wiring, proxied = _lay_memory(control, request, peers, answers, proxied)
+    alive = [rank for rank, answer in enumerate(answers) if answer is not None]
+    if len(alive) < control.world_size:  # made after a reset, by those that are left
+        wiring.exchange.reset(wiring.exchange.generation, [rank in alive for rank in range(control.world_size)])
+    try:
+        if proxied:
+            connect(control, request, wiring, alive)
+        # Nobody writes before everybody can receive.
+        agree(control, "AllToAll: ready", {}, request.patience)
+    except BaseException:
+        wiring.detach(deadlines.CLOSE_FAILED)
+        raise
+    return wiring
+
+
+def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: list[int]) -> None:
+    """After a failure: the mappings stay; the proxy is made anew, for the dead may have left the old one in any state."""
+    wiring.peers = wiring.peers.of(survivors)
+    answers = agree(control, "reset: survivors", {"remote": len(wiring.peers.remote)}, request.patience)
+    if any(answer is not None and answer["remote"] for answer in answers):
+        connect(control, request, wiring, survivors)
+    agree(control, "reset: ready", {}, request.patience)
+
+
+def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: Answers, proxied: bool) -> tuple[Wiring, bool]:
+    """Also whether some rank has a proxy, which GPUs that do not reach each other decide."""
+    hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
+    here = host_key()
+    places = {r: Place(**answer["place"]) for r, answer in enumerate(answers) if answer is not None and answer["host"] == here}
+    if request.gpu is None:
+        exchange: Any = make_exchange(control, request, peers, len(places))
+        return Wiring(exchange, peers, hosts, places, blocks_on_gpu=False), proxied
+    made = make_gpu_exchange(control, request, peers, proxied, places)
+    return Wiring(made.exchange, made.peers, hosts, places, made.blocks_on_gpu), made.proxied
+
+
+def _place(request: Request) -> Place:
+    """The NICs are to be near this place: the GPU, or the CPUs."""
+    return this_place(None if request.gpu is None else cuda_module().pci_address(request.gpu))
+
+
+def _free_number(answers: Answers) -> int:
+    taken = {number for answer in answers if answer is not None for number in answer["used"]}
+    free = [number for number in range(MOST) if number not in taken]
+    if not free:
+        raise Error(
+            f"{MOST} AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all "
+            "layers of a shape"
+        )
+    return free[0]

@@ -1,0 +1,32 @@
+// An Exchange together with the memory that it works in, which the proxy keeps alive with it.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cpu/exchange.h"
+#include "host/mapping.h"
+#include "proxy/carried.h"
+
+namespace pplx {
+
+struct CarriedExchange : Carried {
+  CarriedExchange(const Config& config, cpu::Exchange::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
+                 double timeout)
+      : mappings(std::move(mappings)), own(memory.own), outputs(cpu_output_layout(config)), exchange(config, std::move(memory), threads, timeout) {}
+
+  const Config& config() const override { return exchange.config(); }
+  std::uint32_t generation() const override { return exchange.generation(); }
+  char* memory() const override { return own; }
+  std::size_t bytes() const override { return mappings.front()->bytes(); }
+  void lost_network(const Abort& abort, const std::string& message) override { exchange.lost_network(abort, message); }
+
+  std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
+  char* own;
+  const OutputLayout outputs;
+  cpu::Exchange exchange;
+};
+
+}  // namespace pplx

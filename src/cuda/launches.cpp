@@ -1,0 +1,92 @@
+#include "launches.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace pplx::cuda {
+namespace {
+
+constexpr std::size_t kCapturesAtOnce = 8;
+
+// None: 0.
+unsigned long long capture_on(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
+  return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+}  // namespace
+
+Launches::Sequence::Event::Event() { check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "cudaEventCreate"); }
+
+void Launches::Sequence::record(std::unique_ptr<Event>& event, cudaStream_t stream) {
+  if (!event) event = std::make_unique<Event>();
+  check(cudaEventRecord(event->handle, stream), "cudaEventRecord");
+}
+
+void Launches::Sequence::follow(cudaStream_t stream, bool sends) {
+  const bool same = !streams_.empty() && streams_.back() == stream;
+  if (same) {
+    sent_any_ = sent_any_ || sends;
+    return;
+  }
+  if (sent_any_) {
+    if (sends) record(sent_, streams_.back());
+    if (sent_) check(cudaStreamWaitEvent(stream, sent_->handle, 0), "cudaStreamWaitEvent");
+  }
+  const auto found = std::find(streams_.begin(), streams_.end(), stream);
+  if (found != streams_.end()) streams_.erase(found);
+  streams_.insert(sends ? streams_.end() : streams_.begin(), stream);
+  sent_any_ = sent_any_ || sends;
+}
+
+void Launches::Sequence::note_send(cudaStream_t stream) { record(sent_, stream); }
+
+void Launches::Sequence::note_received(cudaStream_t stream) {
+  const auto found = std::find_if(received_.begin(), received_.end(), [&](const Received& r) { return r.stream == stream; });
+  Received& received = found == received_.end() ? received_.emplace_back() : *found;
+  received.stream = stream;
+  record(received.done, stream);
+}
+
+void Launches::Sequence::after_received(cudaStream_t stream) {
+  for (const Received& received : received_)
+    if (received.stream != stream) check(cudaStreamWaitEvent(stream, received.done->handle, 0), "cudaStreamWaitEvent");
+  received_.clear();
+}
+
+bool Launches::Sequence::has(const char* buffer) const { return std::find(open_.begin(), open_.end(), buffer) != open_.end(); }
+
+void Launches::Sequence::close(const char* buffer) {
+  const auto known = std::find(open_.begin(), open_.end(), buffer);
+  open_.erase(known == open_.end() ? open_.begin() : known);
+}
+
+Launches::Sequence& Launches::on(cudaStream_t stream) {
+  const unsigned long long capture = capture_on(stream);
+  if (capture == 0) return eager_;
+  for (Sequence& known : captures_)
+    if (known.capture_ == capture) return known;
+  if (captures_.size() == kCapturesAtOnce) captures_.pop_front();
+  return captures_.emplace_back(capture);
+}
+
+Launches::Sequence& Launches::open_with(Sequence& here, const char* buffer) {
+  if (!here.has(buffer)) {
+    if (eager_.has(buffer)) return eager_;
+    for (Sequence& captured : captures_)
+      if (captured.has(buffer)) return captured;
+  }
+  if (here.open_.empty()) throw Misuse("no dispatch is open: this one was combined or released already");
+  return here;
+}
+
+void Launches::forget_steps() {
+  eager_.open_.clear();
+  eager_.received_.clear();
+  captures_.clear();
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,73 @@
+// The order of one AllToAll's launches over streams and captures, and which dispatches are open. Which step has which memory only the
+// device knows.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <deque>
+#include <memory>
+#include <vector>
+
+namespace pplx::cuda {
+
+class Launches {
+ public:
+  // Those of all eager calls, or of one capture, whose events mean nothing outside of it. Whoever launches a graph orders it behind
+  // what came before.
+  class Sequence {
+   public:
+    explicit Sequence(unsigned long long capture = 0) : capture_(capture) {}
+
+    bool eager() const { return capture_ == 0; }
+    std::size_t open_steps() const { return open_.size(); }
+    const std::vector<cudaStream_t>& streams() const { return streams_; }
+    // Sends are one sequence, whatever streams they run on. A receive half on another stream than the last send waits for it, too: its
+    // thread blocks could fill the GPU before the send half has found room, and wait there for what it is to send.
+    void follow(cudaStream_t stream, bool sends);
+    void note_send(cudaStream_t stream);
+    // A receive half of a combine makes the places of its rows blank, and on a stream of its own nothing else says when: a dispatch
+    // lets the peers write there again. Of which step each has the memory is not known here, so a dispatch waits for all.
+    void note_received(cudaStream_t stream);
+    void after_received(cudaStream_t stream);
+    void open(const char* buffer) { open_.push_back(buffer); }
+    void close(const char* buffer);
+    bool has(const char* buffer) const;
+
+   private:
+    friend class Launches;
+    class Event {
+     public:
+      Event();   // of the current device
+      ~Event() { cudaEventDestroy(handle); }
+      Event(const Event&) = delete;
+      Event& operator=(const Event&) = delete;
+      cudaEvent_t handle = nullptr;
+    };
+    struct Received {
+      cudaStream_t stream = nullptr;
+      std::unique_ptr<Event> done;
+    };
+    static void record(std::unique_ptr<Event>& event, cudaStream_t stream);
+
+    unsigned long long capture_;           // its id; 0: eager
+    std::vector<const char*> open_;        // buffers of dispatches that are not combined
+    std::vector<cudaStream_t> streams_;    // the one of the last send at the end
+    bool sent_any_ = false;
+    std::unique_ptr<Event> sent_;          // the last send that is waited for
+    std::vector<Received> received_;       // that no dispatch has waited for yet; of several on a stream the last
+  };
+
+  Sequence& on(cudaStream_t stream);
+  // The one that has the open dispatch with this buffer, which may have been made elsewhere. A compiler moves buffers: then it is the
+  // oldest of those made in `here`. Throws a Misuse where none is open.
+  Sequence& open_with(Sequence& here, const char* buffer);
+  const Sequence& eager() const { return eager_; }
+  Sequence& eager() { return eager_; }
+  void forget_steps();
+
+ private:
+  Sequence eager_;
+  std::deque<Sequence> captures_;          // the latest last: nothing says when one has ended
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,120 @@
+// The failures of the exchange, and their texts in Python's errors.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "../protocol/abort.h"
+#include "../protocol/config.h"
+
+namespace pplx {
+
+// A mistake of the caller: nothing was sent, no step was taken.
+struct Misuse : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Another thread closed the AllToAll while this one was in a call. Peers are told nothing.
+struct Closed : Misuse {
+  using Misuse::Misuse;
+};
+
+// A failure of a peer or of the network. It latches.
+struct PeerFailure : std::runtime_error {
+  PeerFailure(const std::string& message, AbortReason reason, std::uint32_t peer, Phase phase, std::uint32_t step)
+      : std::runtime_error(message), reason(reason), peer(peer), phase(phase), step(step) {}
+
+  AbortReason reason;
+  std::uint32_t peer;
+  Phase phase;
+  std::uint32_t step;
+  std::string expected;
+  std::string seen;
+};
+
+// The reason for a name of the control plane.
+inline AbortReason reason_named(const std::string& name) {
+  return name == "death"     ? AbortReason::Death
+         : name == "timeout" ? AbortReason::Timeout
+         : name == "closed"  ? AbortReason::Closed
+                             : AbortReason::User;
+}
+
+// Reads an abort word that came from elsewhere. A rank that does not exist counts as unknown: passed on as it is, others would take this
+// rank's own message for damaged.
+inline Abort read_abort(std::uint64_t word, std::uint32_t world) {
+  Abort a = read_abort(word);
+  if (a.origin >= world) a.origin = kNoRank;
+  if (a.peer >= world) a.peer = kNoRank;
+  return a;
+}
+
+inline std::string rank_text(std::uint32_t rank) {
+  return rank == kNoRank ? "an unknown rank" : "rank " + std::to_string(rank);
+}
+
+inline std::string word_text(std::uint64_t word) {
+  if (word == 0) return "nothing yet";
+  return "step " + std::to_string(static_cast<std::uint32_t>(word)) + " (generation " + std::to_string(word >> 32) + ")";
+}
+
+// " over NETWORK" for a peer that is reached over one; empty if its memory is mapped.
+inline std::string over_text(const std::string& network) { return network.empty() ? "" : " over " + network; }
+
+inline std::string abort_text(const Abort& a, const std::string& network = "") {
+  const std::string where = std::string(" (") + phase_name(a.phase) + ", step " + std::to_string(a.step) + ")";
+  switch (a.reason) {
+    case AbortReason::Death: return rank_text(a.peer) + " died" + where;
+    case AbortReason::Timeout:
+      return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + over_text(network) + where + "; timeout= allows more";
+    case AbortReason::Fabric:
+      return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
+                                : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
+    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
+    case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
+    case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
+    case AbortReason::Refused: return rank_text(a.origin) + " refused to take a step" + where;
+    case AbortReason::User:
+    case AbortReason::None: break;
+  }
+  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
+}
+
+// A mistake that only the device sees, because the host does not count graph replays.
+inline std::string refused_text(const Abort& a, std::uint32_t in_flight) {
+  const std::string who = rank_text(a.origin), step = " step " + std::to_string(a.step);
+  if (a.phase != Phase::DispatchSend)
+    return who + (a.phase == Phase::DispatchRecv ? " received" : " combined") + step +
+           ", which is not open: a step is received and combined once, in one graph or outside of graphs";
+  return who + " dispatched" + step + " while step " + std::to_string(a.step - in_flight) +
+         ", whose memory it takes, is still open: combine or release it first, or raise in_flight";
+}
+
+// Replicas must hold the same tokens, and these do not.
+struct TokensOf {
+  std::uint32_t rank, tokens;
+};
+inline std::string tokens_apart_text(std::uint32_t step, TokensOf theirs, TokensOf own) {
+  const std::string what = theirs.tokens == own.tokens
+                               ? rank_text(theirs.rank) + " and " + rank_text(own.rank) + " passed different topk_ids"
+                               : rank_text(theirs.rank) + " passed " + std::to_string(theirs.tokens) + " tokens and " +
+                                     rank_text(own.rank) + " passed " + std::to_string(own.tokens);
+  return what + " to the dispatch of step " + std::to_string(step) + ": replicas must pass the same tokens";
+}
+
+// The replicas that are left hold more tokens than they can send, `most` each.
+inline std::string too_many_tokens_text(std::uint32_t tokens, std::uint32_t replicas, std::uint32_t most) {
+  return "dispatch: " + std::to_string(tokens) + " tokens are more than the " + std::to_string(replicas) +
+         " replicas of this group that are left can send, " + std::to_string(most) + " each";
+}
+
+// Every rank hears of it, once.
+inline std::string overflow_text(std::uint32_t rank, LayoutKind layout) {
+  return "the output buffer of " + rank_text(rank) + " was too small in an earlier step: rows that did not fit counted as zero. " +
+         "Give the layout a larger " + (layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
+         " (d.counts holds the true counts).";
+}
+
+}  // namespace pplx

@@ -1,0 +1,35 @@
+// How long C++ code waits for what may never come. pplx_comm/control/deadlines.py has those of Python beside them and says which of both
+// must together stay within what close() promises; docs/failure.md has the whole table.
+#pragma once
+
+#include <cstdint>
+
+namespace pplx::deadlines {
+
+struct Deadline {
+  const char* name;   // in Python
+  double seconds;
+  const char* what;
+};
+
+// The first step gets that many times `timeout`: peers may still be compiling or loading.
+constexpr std::uint32_t kFirstStepFactor = 3;
+
+// A process that is killed loses its memory first, which takes its time on a busy machine, and its connections after that.
+constexpr Deadline kDeathGrace{
+    "DEATH_GRACE", 0.8, "after a failed write: for the control connection to say that the peer died"};
+constexpr Deadline kGoodbyeGrace{
+    "GOODBYE_GRACE", 1.0, "after a peer's goodbye: for what it sent and the network still holds"};
+constexpr Deadline kAway{
+    "AWAY", 1.0, "a thread that comes back to its wait after more than this was stopped itself: that time is no peer's fault"};
+// The warp that passes a remote peer's words on may wait for another peer. It must give up first, since it knows whom to blame.
+constexpr Deadline kPassedOn{
+    "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on"};
+constexpr Deadline kCloseKernels{
+    "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for kernels under way"};
+constexpr Deadline kCloseAborted{
+    "CLOSE_ABORTED", 0.3, "for the kernels that did not end, after they were told to"};
+
+constexpr const Deadline* kAll[] = {&kDeathGrace, &kGoodbyeGrace, &kAway, &kPassedOn, &kCloseKernels, &kCloseAborted};
+
+}  // namespace pplx::deadlines

@@ -1,0 +1,71 @@
+// The mailbox: how a device hands blocks to its proxy, without a call and without a queue that could overflow. Three words for each
+// set, op and peer, in memory that only this rank's device and proxy touch:
+//
+//   mail    mailbox[set][op][peer]: set (1) | rows of the block (31) | step (32). Written by the device, read by the proxy.
+//   place   outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by the
+//           proxy after the mail.
+//   sent    sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
+//
+// The mail is stored with release: the block, and its place, are there for whoever sees it. The proxy polls all of it, and a word
+// that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written again
+// only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of its
+// own.
+#pragma once
+
+#include "arrival.h"
+
+namespace pplx {
+
+struct Mail {
+  std::uint32_t step = 0;
+  std::uint32_t rows = 0;
+};
+constexpr std::uint64_t mail_word(Mail mail) { return 1ull << 63 | std::uint64_t{mail.rows & 0x7fffffffu} << 32 | mail.step; }
+constexpr Mail read_mail(std::uint64_t word) {
+  return {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32) & 0x7fffffffu};
+}
+
+// The words of one block, in a heap as whoever uses them has it mapped.
+struct MailboxEntry {
+  char* mail;
+  char* place;
+  char* sent;
+};
+constexpr MailboxEntry mailbox_entry(const Heap& heap, char* memory, std::uint64_t index) {
+  const std::uint64_t at = kWordBytes * index;
+  return {memory + heap.mailbox + at, memory + heap.outgoing + at, memory + heap.sent + at};
+}
+constexpr MailboxEntry mailbox_entry(const Heap& heap, const Config& c, char* memory, std::uint32_t step, Op op, std::uint32_t peer) {
+  return mailbox_entry(heap, memory, heap.word_index(c, set_of(c, step), op, peer));
+}
+
+// Before the mail. The proxy reads it after the mail, so neither needs an order of its own.
+inline void set_place(const MailboxEntry& entry, std::uint64_t offset) { *reinterpret_cast<std::uint64_t*>(entry.place) = offset; }
+inline std::uint64_t place_of(const MailboxEntry& entry) { return *reinterpret_cast<const std::uint64_t*>(entry.place); }
+
+// Device: what has been stored, and its place, may go. `last` is what has_left() asks about.
+template <typename Atomics>
+PPLX_BOTH void announce(const MailboxEntry& entry, std::uint32_t generation, Mail mail, std::uint64_t& last) {
+  last = arrival_word(generation, mail.step);
+  Atomics::store_release(entry.mail, mail_word(mail));
+}
+
+// Device: whether the block may be written again. Reached, not equal: a later one may have been announced, and have left.
+template <typename Atomics>
+PPLX_BOTH bool has_left(const MailboxEntry& entry, std::uint64_t last) {
+  return last == 0 || reached(Atomics::load_acquire(entry.sent), last);
+}
+
+// Proxy: what has been announced.
+template <typename Atomics>
+PPLX_BOTH std::uint64_t load_mail(const MailboxEntry& entry) {
+  return Atomics::load_acquire(entry.mail);
+}
+
+// Proxy: the block has left for good.
+template <typename Atomics>
+PPLX_BOTH void say_sent(const MailboxEntry& entry, std::uint32_t generation, std::uint32_t step) {
+  Atomics::store_release(entry.sent, arrival_word(generation, step));
+}
+
+}  // namespace pplx

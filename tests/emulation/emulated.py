@@ -1,0 +1,170 @@
+"""What the ranks of test_emulation.py run: device="cuda" on a CPU.
+
+pplx_comm._cuda is the one that tests/emulation builds, and the tensors are the CPU's, which is its GPU. Each call waits for what it
+launched, and raises what went wrong with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chaos_cases
+import copies
+import failure_cases
+import gpu_cases
+import open_step_cases
+import placement_cases
+import rank_cases
+import torch
+from rank_cases import Case
+
+import bench
+from pplx_comm import all_to_all
+from pplx_comm.device import cuda
+from pplx_comm.device.session import Session
+from pplx_comm.device.steps import Steps
+from pplx_comm.gpus import cuda_module
+from pplx_comm.wiring import config
+
+_opened = rank_cases.open_all_to_all
+_LAUNCHING = ("dispatch", "dispatch_recv", "combine", "combine_recv", "release")
+_synchronize: Any = None
+
+
+class EmulatedStreams(open_step_cases.Streams):
+    """Those of tests/emulation/streams.h. PyTorch knows nothing of them: what kernels work on must be kept until settle()."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._all = library, [0]
+        self._library.pplx_emulation_stream.restype = ctypes.c_void_p
+        self.current = 0
+
+    def new(self) -> int:
+        self._all.append(self._library.pplx_emulation_stream())
+        return self._all[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def wait(self, stream: int, other: int) -> None:
+        assert self._library.pplx_emulation_wait(ctypes.c_void_p(stream), ctypes.c_void_p(other)) == 0
+
+    def after_copies(self, stream: int) -> None:
+        pass
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        assert to.shape == source.shape and to.dtype == source.dtype and to.is_contiguous() and source.is_contiguous()
+        self._library.pplx_emulation_copy(
+            ctypes.c_void_p(self.current), ctypes.c_void_p(to.data_ptr()), ctypes.c_void_p(source.data_ptr()),
+            ctypes.c_size_t(to.nbytes),
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture(self, stream: int) -> Iterator[list[int]]:
+        captured = list[int]()
+        graph = ctypes.c_void_p()
+        self._library.pplx_emulation_begin_capture(ctypes.c_void_p(stream))
+        with self.on(stream):
+            yield captured
+        error = self._library.pplx_emulation_end_capture(ctypes.c_void_p(stream), ctypes.byref(graph))
+        assert error == 0 and graph.value, f"the capture failed: {error}"
+        captured.append(graph.value)
+
+    def replay(self, graph: int, stream: int) -> None:
+        self._library.pplx_emulation_replay(ctypes.c_void_p(stream), ctypes.c_void_p(graph))
+
+    def settle(self) -> None:
+        for stream in self._all:
+            self._library.pplx_emulation_synchronize(ctypes.c_void_p(stream))
+
+
+def _waiting(launch: Any, streams: EmulatedStreams) -> Any:
+    """On the default stream its kernel has ended when it returns: PyTorch gives memory of the CPU to the next who asks, not behind a
+    stream's work."""
+
+    def waited(core: Any, *args: Any) -> Any:
+        result = launch(core, *args)
+        if streams.current == 0:
+            _synchronize()
+        return result
+
+    return waited
+
+
+def _checking(call: Any, streams: EmulatedStreams) -> Any:
+    def checked(self: Any, *args: Any, **options: Any) -> Any:
+        result = call(self, *args, **options)
+        if streams.current == 0 and isinstance(self.device, cuda.Cuda):
+            self.check("check")
+        return result
+
+    return checked
+
+
+def use(module: str) -> None:
+    """From now on device="cuda" is that."""
+    global _synchronize
+    if _synchronize is not None:
+        return
+    gpu_cases.use_module(module)
+    [instruments] = Path(module).parent.glob("_instruments_cuda*.so")
+    bench._instruments_cuda = gpu_cases.load_module("bench._instruments_cuda", str(instruments))
+    library = ctypes.CDLL(module)
+    streams = EmulatedStreams(library)
+    _synchronize = functools.partial(library.pplx_emulation_synchronize, ctypes.c_void_p(0))
+
+    def on_cpu(*args: Any) -> Session:
+        return replace(Session(*args), device=torch.device("cpu"))
+
+    setattr(all_to_all, "Session", on_cpu)  # noqa: B010
+    exchange = cuda_module().Exchange
+    for name in ("dispatch", "combine", "release"):
+        setattr(exchange, name, _waiting(getattr(exchange, name), streams))
+    for name in _LAUNCHING:
+        setattr(Steps, name, _checking(getattr(Steps, name), streams))
+    setattr(cuda, "raw_stream", lambda device: streams.current)  # noqa: B010
+    setattr(open_step_cases, "streams", streams)  # noqa: B010
+    setattr(open_step_cases, "gpu_of", lambda me: "cuda")  # noqa: B010
+    setattr(config, "device_index", lambda device: 0)  # noqa: B010
+    setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())  # noqa: B010
+    setattr(torch.cuda, "set_device", lambda device: None)  # noqa: B010
+    setattr(torch.cuda, "current_device", lambda: 0)  # noqa: B010
+    setattr(torch.cuda, "device_count", lambda: 1)  # noqa: B010
+    setattr(copies, "reserve", lambda: None)  # noqa: B010
+    setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
+    setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
+    for user in (rank_cases, failure_cases, chaos_cases, gpu_cases, placement_cases):
+        user.open_all_to_all = _open
+
+
+def _open(me: Any, case: Case, **options: Any) -> Any:
+    return _opened(me, case, **{**options, "device": "cuda"})
+
+
+def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
+    """A case of the other modules ("rank_cases:exchange")."""
+    use(module)
+    where, _, function = name.partition(":")
+    return getattr(importlib.import_module(where), function)(me, *args, **options)
+
+
+def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:
+    """A case, and whether its arrival words were where the library of that name could write."""
+    use(module)
+    ctypes.CDLL(os.environ["PPLX_TEST_GDRCOPY"])  # dlopen() finds what is loaded by its name
+    rank_cases.exchange(me, case)
+    with _open(me, case) as a2a:
+        return bool(a2a._steps.device.core.arrivals_on_gpu)

@@ -1,0 +1,201 @@
+"""The CUDA kernels as they are, on a CPU (tests/emulation): the CPU device's cases, to the last bit, over every carrier.
+
+Threads of all blocks take turns, so this finds wrong protocols and barriers. Memory models, and everything that CUDA itself does, are
+for tests/gpu.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Crew, Crews, seed
+from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
+from rank_cases import Case, random_case
+from test_cpp import build
+from test_failure import left_in_shm
+
+CHAOS = "delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+# Fibers change stacks in its assembler.
+pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")
+
+
+@functools.cache
+def module() -> str:
+    [built] = (build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation").glob("_cuda*.so")
+    return str(built)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+def case_of(begin: int, number: int, world: int, transport: str) -> Case:
+    return random_case(seed() * 100_000 + begin + number, world, (transport,))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp"])
+def test_random_shapes(crew: Crews, transport: str) -> None:
+    for number in range(8):
+        crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
+
+
+@pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])
+def test_random_shapes_in_a_chaos(transport: str) -> None:
+    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(5):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
+
+
+def test_gpus_that_do_not_reach_each_other() -> None:
+    """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
+    with Crew(4) as crew:
+        for number in range(3):
+            case = replace(case_of(22_000, number, 4, "auto:tcp"), replicas=1)
+            remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", case, [(0, 2), (3, 1), (1, 3)])
+            assert remote == [[2], [3], [0], [1]]
+
+
+@pytest.mark.parametrize("chaos", ["", f"seed=7,{CHAOS}"], ids=["quiet", "chaos"])
+def test_blocks_in_gpu_memory(chaos: str) -> None:
+    """Threads of one process, whose blocks a copy engine carries."""
+    cases = [replace(case_of(23_000, number, 2, "copy"), replicas=1) for number in range(8)]
+    with Crew(1) as crew:
+        crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, chaos, timeout=200)
+
+
+def test_blocks_in_gpu_memory_take_no_host_memory() -> None:
+    case = Case(1, 2, transport="copy", hidden=7168, max_tokens=64, in_flight=2)
+    with Crew(1) as crew:
+        for pinned, with_blocks in crew.run("emulated:call", module(), "placement_cases:pinned_bytes", case)[0]:
+            assert 0 < pinned <= 64 * 1024 and with_blocks > 5 * 1024 * 1024, (pinned, with_blocks)
+
+
+GDRCOPY = """
+// Maps "GPU memory" where it is.
+struct handle { unsigned long h; };
+static int session;
+void* gdr_open(void) { return &session; }
+int gdr_close(void* g) { return g != &session; }
+int gdr_pin_buffer(void* g, unsigned long address, unsigned long bytes, unsigned long token, unsigned space, struct handle* h) {
+  h->h = address;
+  return g != &session || address % 65536 != 0 || bytes == 0 || token != 0 || space != 0;
+}
+int gdr_unpin_buffer(void* g, struct handle h) { return g != &session || h.h == 0; }
+int gdr_map(void* g, struct handle h, void** at, unsigned long bytes) { *at = (void*)h.h; return bytes == 0; }
+int gdr_unmap(void* g, struct handle h, void* at, unsigned long bytes) { return (void*)h.h != at; }
+"""
+
+
+def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
+    source, library = tmp_path / "gdrapi.c", tmp_path / "libgdrapi.so.2"
+    source.write_text(GDRCOPY)
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}", "-o", library, source], check=True)
+    case = replace(case_of(24_000, 0, 2, "proxy:tcp"), replicas=1)
+    for environment, used in (({}, True), ({"PPLX_COMM_GDRCOPY": "0"}, False)):
+        with Crew(2, {"PPLX_TEST_GDRCOPY": str(library), **environment}) as crew:
+            assert crew.run("emulated:gdrcopy_is_used", module(), case) == [used, used]
+
+
+@pytest.mark.parametrize("how", ["kill", "mute"])
+def test_cut_link(how: str) -> None:
+    """A write fails, or is never heard of again: every rank names an end of the link, and all go on after reset()."""
+    case = Case(seed(), 3, transport="proxy:tcp", max_tokens=8, hidden=64)
+    with Crew(3, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,{how}=0-2@40"}) as crew:
+        results: list[dict[str, Any]] = crew.run("emulated:call", module(), "chaos_cases:until_failure", case, 3.0, again=True)
+        for r in results:
+            assert r.get("is_peer") and r["peer"] in (0, 2), r
+            assert (" on " if how == "kill" else " over ") in r["message"], r
+
+
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+def test_reset(transport: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
+    with Crew(4) as crew:
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+# ---- several steps open, and graphs
+
+
+def run_refused(crew: Crews, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
+    """What all ranks heard: the sentence, and no word of a timeout."""
+    found = []
+    for heard in crew.run("emulated:call", module(), f"open_step_cases:{name}", *args):
+        match = re.search(sentence, heard["message"])
+        assert match and not heard["timeout"] and str(heard["peer"]) == match[1], heard
+        found.append(match)
+    return found
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_eager_steps_among_replays(crew: Crews, transport: str, in_flight: int) -> None:
+    case = small_case(seed(), crew.world_size, in_flight, transport=transport)
+    crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_replay_between_eager_steps(crew: Crews, first: int) -> None:
+    case = small_case(seed(), crew.world_size, 4)
+    crew.run("emulated:call", module(), "open_step_cases:around_a_replay", case, first)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_capture_takes_no_step(crew: Crews, in_flight: int) -> None:
+    case = small_case(seed(), crew.world_size, in_flight)
+    crew.run("emulated:call", module(), "open_step_cases:a_capture_between", case)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize(
+    ("kind", "in_flight", "alone"),
+    [("eager", 2, None), ("replay", 1, None), ("replay", 2, None), ("replay", 1, 1), ("replay", 2, 1), ("dispatch only", 2, None)],
+)
+def test_a_step_whose_memory_is_taken(crew: Crews, kind: str, in_flight: int, alone: int | None, transport: str) -> None:
+    case = small_case(seed(), crew.world_size, in_flight, transport=transport)
+    for match in run_refused(crew, "refused", case, kind, alone):
+        assert int(match[2]) - int(match[3]) == in_flight
+        assert alone is None or int(match[1]) == alone
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_step_that_is_combined_again(crew: Crews, in_flight: int) -> None:
+    case = small_case(seed(), crew.world_size, in_flight)
+    run_refused(crew, "combined_again", case, sentence=NOT_OPEN)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_replay_beside_the_combine_whose_memory_it_takes(crew: Crews, in_flight: int) -> None:
+    case = small_case(seed(), crew.world_size, in_flight)
+    outcomes = crew.run("emulated:call", module(), "open_step_cases:beside_a_combine", case, 8)
+    assert outcomes == [outcomes[0]] * crew.world_size, outcomes
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_ids_that_only_the_device_sees(crew: Crews, transport: str) -> None:
+    crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), crew.world_size, 2, transport=transport), 1)
+
+
+@pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
+def test_ranks_that_end_a_step_differently(kind: str) -> None:
+    with Crew(3) as crew:
+        results = crew.run("emulated:call", module(), "failure_cases:mismatch", Case(81, 3), kind)
+        for r in results:
+            assert r.get("is_peer") and not r["is_timeout"], r
+        assert any(kind.removeprefix("no_") in r["message"] for r in results), results

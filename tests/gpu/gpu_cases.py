@@ -1,0 +1,588 @@
+"""What the rank processes of tests/gpu run: the cases of rank_cases.py with device="cuda", and what only a GPU has.
+
+The runner and the reference stay as they are: tensors travel to the GPU where they enter the library, and back where they leave it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import chaos_cases
+import failure_cases
+import rank_cases
+import torch
+import training_cases
+from rank_cases import Case, Runner
+from reference import same_bits
+
+import pplx_comm as pc
+from pplx_comm.wiring.gpu_memory import Opened
+
+
+def load_module(name: str, path: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[name] = module
+    return module
+
+
+def use_module(path: str) -> None:
+    """That file as pplx_comm._cuda, in place of the checkout's: a fuzz build, or a mutant."""
+    pc._cuda = load_module("pplx_comm._cuda", path)  # type: ignore[attr-defined]
+
+
+if "PPLX_TEST_CUDA" in os.environ:
+    use_module(os.environ["PPLX_TEST_CUDA"])
+
+HELD = 10.0
+"""Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""
+
+_TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
+
+
+def gpu_of(me: Any) -> torch.device:
+    """Ranks take the GPUs in turn, so that more ranks than GPUs share them."""
+    device = torch.device("cuda", me.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def group_of(me: Any, case: Case) -> int:
+    """What replicas, who pass the same tokens, have in common; without them the rank."""
+    return int(me.rank // case.replicas)
+
+
+def settle(device: torch.device | str | None = None) -> None:
+    """Waits for what was launched on a GPU's current stream, and holds none of CUDA's locks meanwhile."""
+    done = torch.cuda.Event()
+    done.record(torch.cuda.current_stream(device))
+    while not done.query():
+        time.sleep(0)
+
+
+def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
+    """With the same strides: what lies between rows must not travel."""
+    if tensor is None:
+        return None
+    if tensor.dtype == torch.float8_e8m0fnu:  # bytes, for whoever cannot copy such
+        there = moved(tensor.view(torch.uint8), device)
+        assert there is not None
+        return there.view(tensor.dtype)
+    there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return there.copy_(tensor)
+
+
+class CarriedDispatched:
+    def __init__(self, owner: Carried, inner: pc.Dispatched) -> None:
+        self.owner, self.inner = owner, inner
+        self.plan = inner.plan
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        return moved(value, "cpu") if name in _TENSORS else value
+
+    def wait(self) -> CarriedDispatched:
+        self.inner.wait()
+        self.owner.ended()
+        return self
+
+    def release(self) -> None:
+        self.inner.release()
+        self.owner.ended()
+
+
+class CarriedCombining:
+    def __init__(self, owner: Carried, inner: pc.Combining, out: torch.Tensor | None) -> None:
+        self.owner, self.inner, self.out = owner, inner, out
+
+    def wait(self) -> Any:
+        result = self.owner.back(self.inner.wait(), self.out)
+        self.owner.ended()
+        return result
+
+
+class Carried:
+    """An AllToAll on a GPU that takes and returns CPU tensors. `checked`: each call waits for what it launched, and raises what
+    went wrong with it, as the calls of the CPU device do."""
+
+    def __init__(self, inner: pc.AllToAll, checked: bool = False) -> None:
+        self.inner, self.checked = inner, checked
+        self.device = inner.device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __enter__(self) -> Carried:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.inner.close()
+
+    def ended(self) -> None:
+        if self.checked:
+            torch.cuda.synchronize()
+            self.inner.check()
+
+    def back(self, result: Any, out: torch.Tensor | None) -> Any:
+        y, *tail = result if isinstance(result, tuple) else (result,)
+        y = moved(y, "cpu")
+        if out is not None:
+            out.copy_(y)
+            y = out
+        return (y, moved(tail[0], "cpu")) if tail else y
+
+    def _dispatch(
+        self, call: Any, x: Any, ids: Any = None, weights: Any = None, x_scale: Any = None, **options: Any
+    ) -> CarriedDispatched:
+        there = [moved(t, self.device) for t in (x, ids, weights, x_scale)]
+        d = CarriedDispatched(self, call(there[0], there[1], there[2], x_scale=there[3], **options))
+        self.ended()
+        return d
+
+    def dispatch(self, *args: Any, **options: Any) -> CarriedDispatched:
+        return self._dispatch(self.inner.dispatch, *args, **options)
+
+    def dispatch_send(self, *args: Any, **options: Any) -> CarriedDispatched:
+        return self._dispatch(self.inner.dispatch_send, *args, **options)
+
+    def dispatch_recv(self, d: CarriedDispatched) -> CarriedDispatched:
+        return d.wait()
+
+    def _combine(
+        self,
+        call: Any,
+        expert_out: Any,
+        d: CarriedDispatched,
+        weights: Any = None,
+        tail: Any = None,
+        out: Any = None,
+        **options: Any,
+    ) -> Any:
+        there = [moved(t, self.device) for t in (expert_out, weights, tail, out)]
+        result = call(there[0], d.inner, weights=there[1], tail=there[2], out=there[3], **options)
+        if isinstance(result, pc.Combining):
+            self.ended()
+            return CarriedCombining(self, result, out)
+        result = self.back(result, out)
+        self.ended()
+        return result
+
+    def combine(self, *args: Any, **options: Any) -> Any:
+        return self._combine(self.inner.combine, *args, **options)
+
+    def combine_send(self, *args: Any, **options: Any) -> CarriedCombining:
+        c = self._combine(self.inner.combine_send, *args, **options)
+        assert isinstance(c, CarriedCombining)
+        return c
+
+    def combine_recv(self, c: CarriedCombining) -> Any:
+        return c.wait()
+
+
+def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A case of the CPU device ("failure_cases:leaves"), with device="cuda" in its place."""
+    device = gpu_of(me)
+    cpu = rank_cases.open_all_to_all
+
+    def opened(me: Any, case: Case, **changes: Any) -> Carried:
+        return Carried(cpu(me, case, **{"device": str(device), **changes}), checked=True)
+
+    module, _, function = name.partition(":")
+    users = (rank_cases, failure_cases, training_cases, chaos_cases)
+    for user in users:
+        user.open_all_to_all = opened  # type: ignore[assignment]
+    try:
+        return getattr(importlib.import_module(module), function)(me, *args, **kwargs)
+    finally:
+        for user in users:
+            user.open_all_to_all = cpu
+
+
+def exchange(me: Any, case: Case) -> str:
+    """All steps of a case against the reference, to the last bit."""
+    with rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))) as a2a:
+        try:
+            digest: str = Runner(me, case, Carried(a2a)).run()  # type: ignore[arg-type]
+            torch.cuda.synchronize()
+            a2a.check()
+        except BaseException as problem:
+            # A step that was given up leaves rows that differ.
+            problem.args = (f"{problem}\n{rank_cases.raised(a2a.check)['message']}\n{case}",)
+            raise
+        return digest
+
+
+@contextlib.contextmanager
+def unreachable(me: Any, pairs: list[tuple[int, int]]) -> Iterator[None]:
+    """The GPU of the first of each pair cannot map the memory of the second's."""
+    real = Opened.open
+
+    def opened(self: Any, gpu: int, rank: int, *rest: Any) -> None:
+        if (me.rank, rank) in pairs:
+            self.refused[rank] = "a test says so"
+        else:
+            real(self, gpu, rank, *rest)
+
+    setattr(Opened, "open", opened)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(Opened, "open", real)  # noqa: B010
+
+
+def exchange_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> list[int]:
+    """A case among GPUs some of which do not reach each other. Returns this rank's remote peers."""
+    with unreachable(me, pairs):
+        exchange(me, case)
+        with rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))) as a2a:
+            return list(a2a._steps.session.wiring.peers.remote)
+
+
+def refused_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> str:
+    """What the error says where those that do not reach each other must."""
+    with unreachable(me, pairs):
+        try:
+            rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))).close()
+        except pc.Error as problem:
+            return str(problem)
+    return "it took it"
+
+
+def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
+    """Some blocks of x with what quantising has to look at: NaN, infinities, zeros of either sign, the smallest, the largest."""
+    limits = torch.finfo(x.dtype)
+    odd = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, limits.smallest_normal, -limits.smallest_normal / 4, limits.max]
+    for value in odd if x.shape[0] else []:
+        row, column = int(torch.randint(0, x.shape[0], (), generator=g)), int(torch.randint(0, x.shape[1], (), generator=g))
+        x[row, column] = value
+        begin = column // 32 * 32
+        if value == value and abs(value) < 1:  # the whole block, or a neighbour would say how large it is
+            x[row, begin : begin + 32] = value
+    return x
+
+
+def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
+    """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for."""
+    device = gpu_of(me)
+    dtype = rank_cases.DTYPES[case.dtype]
+    g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
+    of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
+    with (
+        rank_cases.open_all_to_all(me, case, device="cpu", timeout=60.0) as cpu,
+        rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0) as gpu,
+    ):
+        for step in range(steps):
+            tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
+            x = torch.randn(tokens, case.hidden, generator=g).to(dtype)
+            x = odd_values(x, g) if odd else x
+            ids = torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices
+            weights = torch.rand(tokens, case.top_k, generator=g)
+            c = cpu.dispatch(x, ids, weights)
+            d = gpu.dispatch(x.to(device), ids.to(device), weights.to(device))
+            torch.cuda.synchronize()
+            gpu.check()
+            assert c.offsets is not None and d.offsets is not None
+            assert c.counts.tolist() == d.counts.tolist() and c.offsets.tolist() == d.offsets.tolist()
+            used = torch.cat([torch.arange(int(b), int(b) + int(n)) for b, n in zip(c.offsets, c.counts, strict=False)])
+            for name in ("x", "scale", "weights", "src_rank", "src_token"):
+                want, have = getattr(c, name), getattr(d, name)
+                assert (want is None) == (have is None), name
+                if want is None:
+                    continue
+                assert want.dtype == have.dtype and want.shape == have.shape and want.stride() == have.stride(), name
+                if not same_bits(want[used], have.cpu()[used]):
+                    raise AssertionError(f"step {step}: {name} differs, {case}")
+            out = torch.full((c.x.shape[0], case.hidden), float("nan"), dtype=dtype)
+            out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
+            tail = rank_cases._bits((c.x.shape[0],), of_experts)
+            want, came = cpu.combine(out, c, tail=tail)
+            have, came_too = gpu.combine(out.to(device), d, tail=tail.to(device))
+            torch.cuda.synchronize()
+            gpu.check()
+            if not same_bits(want, have.cpu()) or not same_bits(came, came_too.cpu()):
+                raise AssertionError(f"step {step}: combine differs, {case}")
+
+
+def soak_for(me: Any, case: Case, transports: Sequence[str], seconds: float) -> dict[str, int]:
+    """Soaks of cases that are drawn, for so long: steps, bytes that this rank's proxy wrote, and how many elements were wrong."""
+    done = {"steps": 0, "bytes": 0, "wrong": 0}
+    r = random.Random(case.seed)
+    until, more = time.monotonic() + seconds, True
+    while more:
+        drawn = replace(
+            case, transport=r.choice(transports), seed=r.randrange(2**30), num_experts=r.choice([4, 16, 61]), top_k=r.choice([1, 2, 4]),
+            hidden=r.choice([128, 512, 2048, 7168]), max_tokens=r.choice([1, 7, 32, 128]), wire=r.choice(["native", "fp8"]),
+        )  # fmt: skip
+        done["wrong"] += soak(me, drawn, 500, done)
+        done["steps"] += 500
+        # The first rank's clock decides for all.
+        more = bool(me.comm.control.exchange({"more": time.monotonic() < until}, "soak", 60.0)[0]["more"])
+    return done
+
+
+def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None, ahead: int = 0) -> int:
+    """Steps without a look at the host: a checker on the device counts what is wrong. Every element of a token says whose it is.
+    `ahead`: how many steps are launched at most before the host waits for them."""
+    device, group = gpu_of(me), group_of(me, case)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group)
+    dtype = rank_cases.DTYPES[case.dtype]
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+        before = a2a.stats().get("proxy", {}).get("bytes", 0)
+        for step in range(steps):
+            tokens = (step * 7 + group * 3) % (case.max_tokens + 1)
+            ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g, device=device)
+            # Small integers are exact in every dtype, and so are their sums.
+            mine = torch.arange(tokens, device=device) % 8 + group + step % 5
+            x = mine[:, None].expand(tokens, case.hidden).to(dtype)
+            d = a2a.dispatch(x, ids)
+            value = (d.src_token % 8 + d.src_rank // case.replicas + step % 5).to(dtype)
+            row = torch.arange(d.x.shape[0], device=device)
+            # searchsorted may run into an empty segment's start, which is the end of the one before.
+            assert d.offsets is not None
+            expert = torch.searchsorted(d.offsets[1:].contiguous(), row, right=True).clamp(max=a2a.num_local_experts - 1)
+            used = row < d.offsets[expert] + d.counts[expert]
+            rows = d.x.to(dtype)
+            if d.scale is not None:  # small integers survive e4m3
+                scale = d.scale.view(torch.float8_e8m0fnu).float() if case.wire == "mxfp8" else d.scale
+                rows = (d.x.float().unflatten(1, (scale.shape[1], -1)) * scale[:, :, None]).flatten(1).round().to(dtype)
+            wrong += (used[:, None] & (rows != value[:, None])).sum()
+            wrong += d.counts.sum() - used.sum()
+            y = a2a.combine(rows, d)
+            wrong += (y != (mine * (ids >= 0).sum(1))[:, None].to(dtype)).sum()
+            if ahead and step % ahead == ahead - 1:
+                settle()
+        torch.cuda.synchronize()
+        a2a.check()
+        if done is not None:
+            done["bytes"] += a2a.stats()["proxy"]["bytes"] - before  # the proxy lives as long as its Communicator
+    return int(wrong)
+
+
+def replay(me: Any, case: Case, replays: int) -> int:
+    """A captured pair, replayed with changing inputs, against the same steps taken eagerly. Returns how many replays differed."""
+    device = gpu_of(me)
+    dtype = rank_cases.DTYPES[case.dtype]
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
+    n = case.max_tokens
+    x = torch.zeros(n, case.hidden, dtype=dtype, device=device)
+    ids = torch.zeros(n, case.top_k, dtype=torch.int64, device=device)
+    weights = torch.zeros(n, case.top_k, device=device)
+    with (
+        rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as captured,
+        rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as eager,
+    ):
+        captured.warmup()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            d = captured.dispatch(x, ids, weights)
+            y = captured.combine(d.x if case.wire == "native" else d.x.to(dtype), d)
+        wrong = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(replays):
+            x.copy_(torch.randn(n, case.hidden, generator=g, device=device))
+            ids.copy_(torch.randint(-1, case.num_experts, (n, case.top_k), generator=g, device=device))
+            weights.copy_(torch.rand(n, case.top_k, generator=g, device=device))
+            graph.replay()
+            e = eager.dispatch(x, ids, weights)
+            want = eager.combine(e.x if case.wire == "native" else e.x.to(dtype), e)
+            wrong += (y.view(torch.int16) != want.view(torch.int16)).any()
+        torch.cuda.synchronize()
+        captured.check()
+        eager.check()
+        return int(wrong)
+
+
+def lost_peer(me: Any, case: Case, timeout: float) -> Any:
+    """The last rank never dispatches: the others' kernels end by themselves, the next call says why, and the context lives on."""
+    device = gpu_of(me)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=timeout) as a2a:
+        if me.rank == me.world_size - 1:
+            until = time.monotonic() + 20 * timeout
+            while me.comm.failure is None and time.monotonic() < until:
+                time.sleep(0.01)
+            return "silent"
+        x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+        a2a.dispatch(x, torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device))
+        torch.cuda.synchronize()
+        assert int(torch.ones(3, device=device).sum()) == 3
+        try:
+            a2a.check()
+        except pc.StepTimeout as error:
+            return error.peer
+        return "nothing"
+
+
+def killed(me: Any, case: Case, victim: int) -> Any:
+    """kill -9 between two steps. The others' next step ends by itself, their next host calls name the rank within a second, other
+    streams go on, and so do they after reset(). Returns whom they named and when."""
+    device = gpu_of(me)
+    x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=30.0)
+
+    def step() -> torch.Tensor:
+        d = a2a.dispatch(x, ids)
+        y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    me.comm.barrier()
+    if me.rank == victim:
+        me.say("dying")
+        time.sleep(60)
+    other = torch.cuda.Stream()
+    until, peer, at = time.monotonic() + 20, None, 0.0
+    with contextlib.suppress(pc.PeerError):  # which may be the first call that hears of it
+        step()
+    with torch.cuda.stream(other):
+        beside = torch.ones(1000, device=device).cumsum(0)
+    other.synchronize()
+    assert int(beside[-1]) == 1000
+    while peer is None and time.monotonic() < until:
+        try:
+            a2a.check()
+            time.sleep(0.001)
+        except pc.PeerError as error:
+            peer, at = error.peer, time.monotonic()
+    torch.cuda.synchronize()
+    assert int(torch.ones(3, device=device).sum()) == 3
+    left = a2a.reset()
+    alive = torch.tensor([rank in left for rank in range(me.world_size)], device=device)
+    choices = alive[ids // -(-case.num_experts // me.world_size)].sum(1)
+    for _ in range(5):
+        y = step()
+    torch.cuda.synchronize()
+    a2a.check()
+    assert torch.equal(y, choices[:, None].to(x.dtype).expand_as(y)), "experts of the dead answer nothing, all others do"
+    me.comm.barrier()
+    a2a.close()
+    return peer, at
+
+
+def old_graph(me: Any, case: Case) -> None:
+    """A graph of before a reset() does nothing, and disturbs nobody; captured anew it works."""
+    device = gpu_of(me)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+
+        def capture() -> tuple[torch.cuda.CUDAGraph, Any, Any]:
+            a2a.warmup()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                d = a2a.dispatch(x, ids)
+                y = a2a.combine(d.x, d)
+            return graph, d, y
+
+        def replayed(graph: torch.cuda.CUDAGraph) -> None:
+            graph.replay()
+            torch.cuda.synchronize()
+            a2a.check()
+
+        graph, d, y = capture()
+        replayed(graph)
+        sums = y.clone()
+        for _ in range(2):
+            assert a2a.reset() == list(range(me.world_size))
+            if me.rank == 0:
+                replayed(graph)
+                assert int(d.counts.sum()) == 0
+            fresh, _, again = capture()
+            for _ in range(3):
+                if me.rank == me.world_size - 1:
+                    replayed(graph)
+                replayed(fresh)
+            assert torch.equal(sums, again)
+
+
+def streams(me: Any, case: Case, steps: int) -> None:
+    """Each half on a stream of its own, and the streams' other work in between: what is received is what was sent."""
+    device = gpu_of(me)
+    lanes = [torch.cuda.Stream() for _ in range(4)]
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+        torch.cuda.synchronize()
+        for step in range(steps):
+            with torch.cuda.stream(lanes[step % 4]):
+                torch.cuda._sleep(1_000_000 if (step + me.rank) % 3 == 0 else 1)
+                d = a2a.dispatch_send(x, ids)
+            with torch.cuda.stream(lanes[(step + 1) % 4]):
+                a2a.dispatch_recv(d)
+                torch.cuda._sleep(1_000_000 if (step + me.rank) % 3 == 1 else 1)
+                c = a2a.combine_send(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+            with torch.cuda.stream(lanes[(step + 2) % 4]):
+                y = a2a.combine_recv(c)
+            torch.cuda.synchronize()
+            a2a.check()
+            assert isinstance(y, torch.Tensor) and bool((y == case.top_k).all()), f"step {step}"
+
+
+def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
+    """Steps beside a kernel that holds all multiprocessors but `left`. Returns how many elements are wrong.
+
+    The holding kernel outlives every step, so nothing in them may wait for the whole GPU: what is launched is loaded, and what is
+    allocated is in torch's pool, after some steps without it.
+    """
+    from bench.gpu.device import instruments
+
+    device = gpu_of(me)
+    held = torch.cuda.get_device_properties(device).multi_processor_count - left
+    words = torch.zeros(1 + held, dtype=torch.int64).pin_memory()  # [0]: end; the others: held
+    side = torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device=device)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
+
+        def step() -> None:
+            ids = torch.randint(0, case.num_experts, (case.max_tokens, case.top_k), generator=g, device=device)
+            d = a2a.dispatch(x, ids)
+            y = a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=device), d)
+            wrong.add_((y != case.top_k).sum())
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        a2a.check()
+        me.comm.barrier()
+        reserved = torch.cuda.memory_reserved()
+        try:
+            instruments().hold(words.data_ptr(), held, HELD, side.cuda_stream)
+            until = time.monotonic() + HELD / 2
+            while int(words[1:].sum()) < held:
+                assert time.monotonic() < until, f"{int(words[1:].sum())} of {held} multiprocessors could be held"
+                time.sleep(0.001)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(steps):
+                    step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            done = torch.cuda.Event()
+            done.record()
+            while not done.query() and not side.query():
+                time.sleep(0.001)
+            assert done.query() and not side.query(), f"the steps were not done within the {HELD:g} s that the GPU was held for"
+            assert torch.cuda.memory_reserved() == reserved, "the steps allocate from the driver, which may wait for the GPU"
+            a2a.check()
+        finally:
+            words[0] = 1
+        torch.cuda.synchronize()
+    return int(wrong)

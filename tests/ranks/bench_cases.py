@@ -1,0 +1,159 @@
+"""What a rank of test_bench.py's crew runs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from bench.cpu.floor import Copies
+from bench.gpu import peers, symmetric
+from bench.harness.batch import Shape, Source
+from bench.harness.clock import Clock
+from bench.harness.options import Options, from_arguments, parser_of
+from bench.harness.reference import Checks
+from bench.harness.world import World
+
+
+def parse(arguments: list[str]) -> Options:
+    return from_arguments(parser_of("test", None).parse_args(arguments))
+
+
+def floor_copies(me: Any, arguments: list[str], remote: list[int]) -> dict[str, int]:
+    """Runs the floor's copies and looks where the bytes went. Returns how many were read and written."""
+    options = parse(arguments)
+    world = World(options, None)
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        source = Source(shape)
+        copies = Copies(world, shape, frozenset(remote) - {me.rank}, "test")
+        batch = source.batch(7)
+        batch.run_experts()
+        clock = Clock(world)
+        for _ in range(2):  # the second reads what the first one's peers wrote
+            copies._y.fill_(float("nan"))
+            copies.step(batch, clock, None)
+            world.barrier()
+
+        p = batch.placement
+        rows = copies._out[torch.from_numpy(p.place)]
+        for rank in range(shape.world):
+            if rank in remote and rank != shape.rank:
+                continue  # what the proxy would bring did not come
+            mine = p.source == rank
+            sent = batch.x_of(rank)[torch.from_numpy(p.token[mine])].view(torch.uint8)[:, : shape.payload_bytes]
+            assert torch.equal(rows[torch.from_numpy(mine)], sent)
+        assert not copies._y.isnan().any() or shape.rank in remote
+        dispatch, combine = copies.dispatch_ops(batch), copies.combine_ops(batch)
+        return {
+            "dispatch read": int(dispatch[:, 2].sum()),
+            "dispatch written": int(dispatch[dispatch[:, 0] != 0, 2].sum()),
+            "combine read": int(combine[:, 2].sum()),
+            "combine written": int(combine[combine[:, 0] != 0, 2].sum()),
+            "sent": int(batch.rows[me.rank].sum() - batch.rows[me.rank, me.rank]),
+            "returned": int(batch.rows[:, me.rank].sum() - batch.rows[me.rank, me.rank]),
+            "placed": len(np.unique(p.place)),
+            "tokens": int(batch.wants[me.rank].any(axis=1).sum()),
+            "only here": int((batch.wants[me.rank].sum(axis=1) == 1)[batch.wants[me.rank, :, me.rank]].sum()),
+        }
+    finally:
+        world.close()
+
+
+def symmetric_by_rank(me: Any, arguments: list[str]) -> None:
+    """The peer for many experts a rank, over an all_to_all_vdev made of gloo's collectives: rows get to their experts and back."""
+    options = parse(arguments)
+    world = World(options, None)
+    library = torch.library.Library("symm_mem", "IMPL")
+
+    def exchange(send: torch.Tensor, recv: torch.Tensor, splits: torch.Tensor, placed: torch.Tensor, group: str) -> None:
+        assert group == "everybody" and splits.shape == (world.size,) and placed.shape == (2, world.size)
+        dist.all_to_all_single(placed[0], splits)
+        placed[1] = placed[0].cumsum(0) - placed[0]
+        mine, theirs = splits.tolist(), placed[0].tolist()
+        dist.all_to_all_single(recv[: sum(theirs)], send[: sum(mine)], theirs, mine)
+
+    library.impl("all_to_all_vdev", exchange, "CPU")
+    peers.group(world, options, "gloo")
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        way = symmetric.way_of(shape, "everybody", lambda *size, dtype: torch.empty(*size, dtype=dtype))
+        assert isinstance(way, symmetric.ByRank)
+        local = shape.config.experts_per_rank
+        source = Source(shape)
+        steps = []
+        for i in range(3):
+            ids = source.batch(i).topk_ids
+            x = torch.arange(shape.tokens)[:, None].expand(-1, options.hidden).to(options.dtype) + 256 * me.rank
+            route = way.route(ids)
+            way._recv.fill_(-1)
+            way.dispatch(x, route)
+            everybody = [None] * world.size
+            dist.all_gather_object(everybody, ids)
+            expected = [
+                256 * rank + token
+                for expert in range(me.rank * local, (me.rank + 1) * local)
+                for rank, of in enumerate(everybody)
+                for token in range(shape.tokens)
+                for choice in of[token].tolist()  # type: ignore[index]
+                if choice == expert
+            ]
+            assert way.received[:, -1].tolist() == expected
+            steps.append((route, x, way.received))
+        for route, x, received in reversed(steps):  # a benchmark times combines apart from dispatches
+            way._recv.fill_(-1)
+            way.answers[: len(received)] = received
+            assert torch.equal(way.combine(route), x.index_select(0, route.order // options.top_k))
+    finally:
+        dist.destroy_process_group()
+        library._destroy()
+        world.close()
+
+
+def gpu_peers(me: Any, arguments: list[str]) -> None:
+    """Those that are torch's collectives, over gloo: what they bring is what was sent, for each of several inputs in any order."""
+    options = parse(arguments)
+    world = World(options, None)
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        source = Source(shape)
+        batches = [source.batch(i) for i in range(3)]
+        inputs = peers.Inputs([b.x for b in batches], [b.topk_ids for b in batches], [b.topk_weights for b in batches])
+        cpu = SimpleNamespace(device=torch.device("cpu"))
+        notes: list[str] = []
+        nccl, gather = peers.AllToAllSingle(world, options, cpu), peers.GatherAndReduce(world, options, cpu)
+        for peer in (nccl, gather):
+            peer.prepare(shape, inputs)
+        for i in (0, 1, 2, 1, 0, 2):
+            batch = batches[i]
+            batch.run_experts()
+            checks = Checks(batch, source.table, notes)
+            nccl.dispatch(i)
+            checks.rows("nccl", *nccl._peer.unpacked(nccl.received))
+            nccl._answers[: len(batch.expert_out_by_expert)] = batch.expert_out_by_expert
+            nccl.combine(i)
+            checks.close("nccl", nccl.y)
+
+            gather.received.fill_(0xFF)
+            gather.dispatch(i)
+            rows = gather.received.view(shape.world, shape.tokens, -1)
+            for rank in range(shape.world):
+                if rank != me.rank or not shape.quantised:
+                    codes = batch.quantised_x_of(rank)[0] if shape.quantised else batch.x_of(rank)
+                    assert torch.equal(rows[rank, :, : shape.payload_bytes], codes.view(torch.uint8))
+                routes = rows[rank, :, shape.payload_bytes + shape.scale_bytes :].clone()
+                ids, weights = routes.view(torch.int32)[:, : options.top_k], routes.view(torch.float32)[:, options.top_k :]
+                assert torch.equal(ids.long(), torch.from_numpy(batch.ids[rank])) and torch.equal(weights, batch.weights_of(rank))
+            gather.y.fill_(float("nan"))
+            gather.combine(i)
+            everybody = [torch.empty_like(gather.partial) for _ in range(shape.world)]
+            dist.all_gather(everybody, gather.partial)
+            mine = slice(me.rank * shape.tokens, (me.rank + 1) * shape.tokens)
+            assert torch.allclose(gather.y, torch.stack(everybody).sum(0)[mine], rtol=1e-5, atol=1e-5)
+        assert not notes, notes
+    finally:
+        dist.destroy_process_group()
+        world.close()

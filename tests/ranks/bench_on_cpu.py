@@ -1,0 +1,69 @@
+"""One rank of `bench/latency.py --device cuda` without a GPU: a device that runs what it would capture, and an AllToAll on the CPU.
+
+What is measured means nothing. That every step is taken, what is checked, and what is written, does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.gpu import measure as gpu
+from bench.harness.rank import leave
+from bench.latency import main
+
+
+class Cpu:
+    device = torch.device("cpu")
+    name = "no GPU"
+
+    def capture(self, steps: Any) -> Any:
+        return steps
+
+    def time(self, run: Any) -> float:
+        begun = time.perf_counter()
+        run()
+        return (time.perf_counter() - begun) * 1e6
+
+    def synchronize(self) -> None: ...
+
+    def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
+        """As kernels of 3 and 5 us, one after the other, would stamp."""
+        return torch.arange(steps)[:, None] * 8000 + torch.tensor([1000, 4000])
+
+    def no_stamps(self, a2a: Any) -> None: ...
+
+    def ping(self, rounds: int) -> list[float]:
+        return [2.0] * rounds
+
+    @contextlib.contextmanager
+    def using(self, address: int, nbytes: int) -> Iterator[Any]:
+        used = []
+
+        def use() -> None:
+            used.append(ctypes.memset(address + nbytes, 1, nbytes))
+
+        yield use
+        assert len(used) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
+
+    @contextlib.contextmanager
+    def pushing(self, world: Any, area_bytes: int, num_sms: int | None) -> Iterator[Any]:
+        assert len(set(world.gather(area_bytes, "test"))) == 1
+
+        def push(bytes_to: list[int]) -> None:
+            assert bytes_to[world.rank] == 0 and all(n % 16 == 0 and n <= area_bytes for n in bytes_to) and sum(bytes_to) > 0
+            pushed.append(sum(bytes_to))
+
+        pushed: list[int] = []
+        yield push
+        assert pushed and len(pushed) % (2 * gpu.PUSHES) == 0
+
+
+if __name__ == "__main__":
+    setattr(gpu, "opened", lambda rank: Cpu())  # noqa: B010
+    leave(main())

@@ -1,0 +1,794 @@
+"""What the rank processes of the tests run. A function takes `me`, its Member (see harness), and says what it saw."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import random
+import re
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import reference
+import torch
+from harness import until
+from reference import Shape, Tokens, same_bits
+
+import pplx_comm as pc
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
+WIRES = ("native", "fp8", "fp8_ue8m0", "mxfp8")
+ROUTINGS = ("uniform", "zipf", "to_one", "repeats", "sparse", "local")
+CROWDS = ("full", "uneven", "one_has_none", "nobody", "one_has_all")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One AllToAll and a few steps on it. Everything follows from it, on every rank alike."""
+
+    seed: int
+    world_size: int
+    num_experts: int = 8
+    top_k: int = 2
+    hidden: int = 64
+    max_tokens: int = 8
+    dtype: str = "bfloat16"
+    wire: str = "native"
+    layout: str = "ragged"
+    align: int = 1
+    zero_pad: bool = False
+    rows: int | None = None  # a bound of the output, as Shape.rows
+    transport: str = "mapped"
+    in_flight: int = 1
+    scale_layout: str = "row"
+    threads: int = 1
+    first_step: int = 1
+    routing: str = "uniform"
+    crowd: str = "full"
+    steps: int = 3
+    replicas: int = 1
+    dead: tuple[int, ...] = ()
+    proxy_threads: int = 1
+
+    @property
+    def shape(self) -> Shape:
+        bound = self.rows
+        if bound is None and self.layout == "padded":
+            bound = self.world_size // self.replicas * self.max_tokens * self.top_k
+        if bound is not None and self.layout == "padded":
+            bound = -(-bound // self.align) * self.align
+        return Shape(
+            self.world_size, self.num_experts, self.top_k, self.hidden, self.max_tokens, DTYPES[self.dtype],
+            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound, self.replicas, self.dead,
+        )  # fmt: skip
+
+    @property
+    def layout_object(self) -> pc.Ragged | pc.Padded | pc.Compact:
+        if self.layout == "ragged":
+            return pc.Ragged(align=self.align, zero_pad=self.zero_pad, max_rows=self.rows)
+        if self.layout == "compact":
+            return pc.Compact()
+        most = self.rows or self.world_size // self.replicas * self.max_tokens * self.top_k
+        return pc.Padded(max_tokens_per_expert=most, align=self.align)
+
+    def __str__(self) -> str:
+        default = asdict(Case(0, 0))
+        return f"Case({', '.join(f'{k}={v!r}' for k, v in asdict(self).items() if v != default[k])})"
+
+
+def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSPORTS) -> Case:
+    r = random.Random(f"{seed} {world_size}")
+    dtype = r.choice(sorted(DTYPES))
+    unit = 16 // DTYPES[dtype].itemsize
+    hidden = unit * r.choice([1, 1, 2, 3, 5, 7, 15, 16, 17, 33, r.randint(1, 80)])
+    experts = r.choice([1, world_size, r.randint(1, 3 * world_size + 1), r.randint(1, 40)])
+    layout = r.choice(["ragged", "ragged", "padded", "compact"])
+    transport = r.choice(transports)
+    if world_size == 1:
+        transport = "mapped"
+    return Case(
+        seed=seed, world_size=world_size, num_experts=experts, top_k=r.choice([1, 2, 3, 8, r.randint(1, 16)]), hidden=hidden,
+        max_tokens=r.choice([1, 2, 5, 8, r.randint(1, 24)]), dtype=dtype, wire=r.choice(WIRES), layout=layout,
+        align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, transport=transport, in_flight=r.choice([1, 1, 2, 4]),
+        scale_layout=r.choice(["row", "tma"]), threads=r.choice([1, 1, 2, 3]), first_step=r.choice([1, 1, 2**32 - 5, 2**32 - 1, 0]),
+        routing=r.choice(ROUTINGS), crowd=r.choice(CROWDS[:1] * 3 + CROWDS), steps=r.choice([3, 6]),
+        replicas=r.choice([1, 1, *(g for g in (2, 3, 4, 5, 8) if world_size % g == 0)]), proxy_threads=r.choice([1, 1, 2]),
+    )  # fmt: skip
+
+
+# ---- inputs ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Step:
+    """One step of a case, as all ranks know it."""
+
+    tokens: list[Tokens]  # by rank
+    late_weights: list[torch.Tensor] | None  # weights= at combine
+    weighted: bool
+    released: bool
+    start: list[torch.Tensor] | None  # accumulate=True adds to it
+    given_out: bool
+    plan_of: int | None  # reuse that step's plan
+    tails: list[torch.Tensor] | None = None  # by rank of the tokens: what each choice's expert attaches
+    how: list[str] = field(default_factory=list)  # by rank: whole, halves, async, other_thread
+    strided: list[bool] = field(default_factory=list)
+
+
+def _ids(case: Case, rank: int, tokens: int, g: torch.Generator) -> torch.Tensor:
+    shape, e = (tokens, case.top_k), case.num_experts
+    ids = torch.randint(0, e, shape, generator=g)
+    if case.routing == "zipf":
+        p = 1.0 / torch.arange(1, e + 1)
+        ids = torch.multinomial(p, tokens * case.top_k, replacement=True, generator=g).view(shape) if tokens else ids
+    elif case.routing == "to_one":
+        ids.fill_(e - 1)
+    elif case.routing == "repeats":
+        ids = ids[:, :1].expand(shape).clone()
+    elif case.routing == "sparse":
+        ids[torch.rand(shape, generator=g) < 0.7] = -1
+    elif case.routing == "local":
+        mine = case.shape.experts_of(rank)
+        ids = ids % len(mine) + mine.start if len(mine) else ids
+    ids[torch.rand(shape, generator=g) < 0.05] = -1
+    return ids
+
+
+def _count(case: Case, rank: int, chosen: int, r: random.Random) -> int:
+    chosen -= chosen % case.replicas
+    if (
+        case.crowd == "nobody"
+        or (case.crowd == "one_has_all" and rank != chosen)
+        or (case.crowd == "one_has_none" and rank == chosen)
+    ):
+        return 0
+    return case.max_tokens if case.crowd in ("full", "one_has_all") else r.randint(0, case.max_tokens)
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
+    x = torch.randn(shape, generator=g) * 2.0 ** torch.randint(-6, 7, (*shape[:-1], 1), generator=g)
+    if shape[0] and torch.rand((), generator=g) < 0.3:
+        x[torch.randint(0, shape[0], (), generator=g)] = 0.0
+    return x.to(dtype)
+
+
+def _bits(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+    return torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
+
+
+def _alike(case: Case, by_rank: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Replicas pass the same."""
+    return [by_rank[rank - rank % case.replicas] for rank in range(case.world_size)]
+
+
+def make_steps(case: Case) -> list[Step]:
+    r = random.Random(f"steps {case.seed}")
+    g = torch.Generator().manual_seed(case.seed)
+    dtype = DTYPES[case.dtype]
+    steps: list[Step] = []
+    for number in range(case.steps):
+        chosen = r.randrange(case.world_size)
+        plan_of = r.randrange(number) if number and r.random() < 0.25 else None
+        quantised = case.wire != "native" and r.random() < 0.4
+        tokens = []
+        for rank in range(case.world_size):
+            if rank % case.replicas:
+                tokens.append(tokens[-1])
+                continue
+            n = _count(case, rank, chosen, r)
+            wide = r.random() < 0.5
+            ids = _ids(case, rank, n, g).to(torch.int64 if wide else torch.int32)
+            # A plan keeps the weights that it was made with unless it is given others.
+            weights = torch.rand(n, case.top_k, generator=g) if r.random() < 0.8 else None
+            if plan_of is not None:
+                before = steps[plan_of].tokens[rank]
+                ids, n = before.ids, before.ids.shape[0]
+                weights = torch.rand(n, case.top_k, generator=g) if r.random() < 0.5 else before.weights
+            x = _values((n, case.hidden), dtype, g)
+            entry = Tokens(x, ids, weights)
+            if quantised:
+                codes, scale = reference.quantise(x, case.wire)
+                entry = Tokens(codes, ids, weights, scale)
+            tokens.append(entry)
+        counts = [t.ids.shape[0] for t in tokens]
+        late = case.layout != "compact" and r.random() < 0.2
+        accumulate = r.random() < 0.25
+        step = Step(
+            tokens=tokens,
+            late_weights=_alike(case, [torch.rand(n, case.top_k, generator=g) for n in counts]) if late else None,
+            weighted=late or r.random() < 0.8,
+            released=r.random() < 0.12,
+            start=_alike(case, [_values((n, case.hidden), dtype, g) for n in counts]) if accumulate else None,
+            given_out=accumulate or r.random() < 0.5,
+            plan_of=plan_of,
+            # Every bit pattern: what rides is bits, not numbers.
+            tails=_alike(case, [_bits((n, case.top_k), g) for n in counts]) if r.random() < 0.3 else None,
+        )
+        step.how = [r.choice(["whole", "halves", "async", "other_thread"]) for _ in counts]
+        step.strided = [r.random() < 0.4 for _ in counts]
+        steps.append(step)
+    return steps
+
+
+# ---- one step ------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def environment(**variables: Any) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+@functools.cache
+def begins_at(step: int) -> type[pc.AllToAll]:
+    """An AllToAll whose first step has that number."""
+    return type("AllToAll", (pc.AllToAll,), {"_first_step": step})
+
+
+def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
+    kind, _, provider = case.transport.partition(":")
+    where = {
+        "mapped": {"transport": "mapped"},
+        "auto": {"transport": "auto", "provider": provider},
+        "proxy": {"transport": "proxy", "provider": provider},
+        "copy": {"transport": "proxy", "provider": "copy", "placement": "device"},  # see copies.py
+        "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},
+    }[kind]
+    arguments: dict[str, Any] = {
+        "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
+        "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
+        "scale_layout": case.scale_layout, "replicas": case.replicas,
+        "proxy_threads": case.proxy_threads, "timeout": 10.0, **where, **changes,
+    }  # fmt: skip
+    arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
+    with environment(PPLX_COMM_THREADS=case.threads):
+        return begins_at(case.first_step)(me.comm, **arguments)
+
+
+def _spread(rows: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    """The same rows, apart from each other in memory, with something between them that must not travel."""
+    if rows.dim() == 3:
+        wide = torch.full((*rows.shape[:2], rows.shape[2] + 16), 77.0).to(rows.dtype)
+        wide[:, :, : rows.shape[2]] = rows
+        return wide[:, :, : rows.shape[2]]
+    wide = torch.full((rows.shape[0], rows.shape[1] + rng.choice([1, 8, 16])), 77.0).to(rows.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]]
+
+
+def _columns(scale: torch.Tensor) -> torch.Tensor:
+    """The same scales, column by column in memory."""
+    return scale.t().contiguous().t()
+
+
+class Failed(AssertionError):
+    pass
+
+
+def must(condition: bool, what: str, *details: Any) -> None:
+    if not condition:
+        raise Failed(" ".join([what, *map(str, details)]))
+
+
+def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> None:
+    shape = case.shape
+    found = reference.segments(shape, step.tokens, rank)
+    counts = [len(s.token) for s in found]
+    must(d.counts.dtype == torch.int32 and d.counts.tolist() == counts, "counts", d.counts, counts)
+    sent = [reference.payload(shape, t) for t in step.tokens]
+    if shape.quantised:
+        must(d.scale is not None and d.scale.dtype == (torch.uint8 if case.wire == "mxfp8" else torch.float32), "scale")
+        must(d.scale.shape == (*d.x.shape[:-1], -(-case.hidden // reference.BLOCK[case.wire])), "the shape of scale", d.scale.shape)
+        if case.scale_layout == "tma" and d.scale.numel():
+            column = d.scale.stride(-1) * d.scale.element_size()
+            must(d.scale.stride(-2) == 1 and column % 16 == 0 and d.scale.data_ptr() % 16 == 0, "tma strides", d.scale.stride())
+        elif d.scale.numel():
+            must(d.scale.is_contiguous(), "scale is row-major")
+    else:
+        must(d.scale is None, "a scale with a native wire")
+    must(d.x.dtype == (torch.float8_e4m3fn if shape.quantised else shape.dtype), "dtype of x", d.x.dtype)
+
+    def same_rows(where: Any, source: torch.Tensor, token: torch.Tensor, what: str) -> None:
+        if not len(token):
+            return
+        for s in source.unique().tolist():
+            at = (source == s).nonzero().reshape(-1)
+            rows, scales = sent[s]
+            must(same_bits(d.x[where][at], rows[token[at]]), "rows", what, "from rank", s)
+            if scales is not None:
+                must(same_bits(d.scale[where][at], scales[token[at]]), "scales", what, "from rank", s)
+
+    if case.layout == "compact":
+        rows = reference.compact_rows(shape, step.tokens, rank)
+        must(d.num_rows.tolist() == [len(rows)], "num_rows", d.num_rows, len(rows))
+        n = len(rows)
+        must(d.src_rank[:n].tolist() == [s for s, _ in rows] and d.src_token[:n].tolist() == [t for _, t in rows], "sources")
+        first, stop = shape.experts_of(rank).start, shape.experts_of(rank).stop
+        for i, (s, t) in enumerate(rows):
+            ids = step.tokens[s].ids[t].long()
+            here = (ids >= first) & (ids < stop)
+            must(d.topk_ids[i].tolist() == torch.where(here, ids - first, -1).tolist(), "topk_ids of row", i)
+            must(
+                same_bits(d.topk_weights[i], torch.where(here, step.tokens[s].effective_weights[t], 0.0)), "topk_weights of row", i
+            )
+        source, token = (torch.tensor([row[i] for row in rows], dtype=torch.long) for i in (0, 1))
+        same_rows(slice(0, n), source, token, "compact")
+        return
+
+    starts, fits = reference.places(shape, counts)
+    if case.layout == "ragged":
+        must(d.offsets.dtype == torch.int32 and d.offsets.tolist() == starts, "offsets", d.offsets, starts)
+    for e, (segment, fit) in enumerate(zip(found, fits, strict=True)):
+        where: Any = (e, slice(0, fit)) if case.layout == "padded" else slice(starts[e], starts[e] + fit)
+        what = f"of local expert {e}"
+        must(d.src_rank[where].tolist() == segment.source[:fit].tolist(), "src_rank", what)
+        must(d.src_token[where].tolist() == segment.token[:fit].tolist(), "src_token", what)
+        must(same_bits(d.weights[where], segment.weight[:fit]), "weights", what)
+        same_rows(where, segment.source[:fit], segment.token[:fit], what)
+        if case.layout == "ragged" and case.zero_pad:
+            gap = slice(min(starts[e] + counts[e], d.x.shape[0]), min(starts[e + 1], d.x.shape[0]))
+            must(not reference.as_bits(d.x[gap]).any(), "a row between segments", what)
+            must(not d.weights[gap].any(), "a weight between segments", what)
+            must(d.scale is None or not d.scale[gap].any(), "a scale between segments", what)
+
+
+def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
+    """What a model would do with d.x. Rows that hold nothing give NaN, which must go nowhere."""
+    shape = case.shape
+    rows = reference.dequantise(d.x, d.scale, case.wire) if shape.quantised else d.x.float()
+    out = torch.full(d.x.shape, torch.nan).to(shape.dtype)
+    first = shape.experts_of(rank).start
+    if case.layout == "compact":
+        n = int(d.num_rows)
+        total = torch.zeros(n, case.hidden)
+        for k in range(case.top_k):
+            ids = d.topk_ids[:n, k].long()
+            use = (ids >= 0).nonzero().reshape(-1)
+            y = reference.expert(shape, first + ids[use], rows[use]).float()
+            total[use] = total[use] + (d.topk_weights[use, k][:, None] * y if weighted else y)
+        out[:n] = total.to(shape.dtype)
+        return out
+    for e, count in enumerate(d.counts.tolist()):
+        where: Any = (e, slice(0, count)) if case.layout == "padded" else slice(int(d.offsets[e]), int(d.offsets[e]) + count)
+        part = rows[where]
+        out[where] = reference.expert(shape, torch.full((part.shape[0],), first + e), part)
+    return out
+
+
+def attach_tails(case: Case, step: Step, rank: int, d: pc.Dispatched) -> torch.Tensor:
+    """A number behind each row received. What must not travel is NaN. Moved as integers: torch may quieten a NaN."""
+    assert step.tails is not None
+    shape, tails = case.shape, [reference.as_bits(t) for t in step.tails]
+    nothing = int(reference.as_bits(torch.tensor([torch.nan])))
+    if case.layout == "compact":
+        tail = torch.full(d.topk_weights.shape, nothing, dtype=torch.int32)
+        for i, (s, t) in enumerate(reference.compact_rows(shape, step.tokens, rank)):
+            here = d.topk_ids[i] >= 0
+            tail[i, here] = tails[s][t, here]
+        return tail.view(torch.float32)
+    tail = torch.full(d.weights.shape, nothing, dtype=torch.int32)
+    found = reference.segments(shape, step.tokens, rank)
+    starts, fits = reference.places(shape, [len(s.token) for s in found])
+    for e, (segment, fit) in enumerate(zip(found, fits, strict=True)):
+        values = [tails[s][t, k] for s, t, k in zip(segment.source, segment.token, segment.choice, strict=True)][:fit]
+        where: Any = (e, slice(0, fit)) if case.layout == "padded" else slice(starts[e], starts[e] + fit)
+        tail[where] = torch.stack(values) if values else torch.empty(0, dtype=torch.int32)
+    return tail.view(torch.float32)
+
+
+def _elsewhere(f: Any) -> Any:
+    """The result of f, called in another thread."""
+    result: list[Any] = []
+
+    def call() -> None:
+        try:
+            result.append((f(), None))
+        except BaseException as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value
+
+
+class Runner:
+    """A rank's way through the steps of a case, up to in_flight of them open at once."""
+
+    def __init__(self, me: Any, case: Case, a2a: pc.AllToAll) -> None:
+        self.rank, self.case, self.a2a = me.rank, case, a2a
+        self.steps = make_steps(case)
+        self.plans: dict[int, pc.Plan] = {}
+        self.random = random.Random(f"{case.seed} rank {me.rank}")  # what ranks may do differently
+        self.digest = hashlib.sha256()
+        self.outputs: dict[int, bytes] = {}  # by step, what combine returned
+
+    def run(self) -> str:
+        case = self.case
+        for begin in range(0, case.steps, case.in_flight):
+            group = list(range(begin, min(begin + case.in_flight, case.steps)))
+            if len(group) == 1:
+                d = self.dispatch(group[0])
+                combined = self.combine_send(group[0], d)
+                if combined is not None:
+                    self.combine_recv(group[0], combined)
+                continue
+            # Every rank in an order of its own: what is in flight is apart. Only the sends are one sequence.
+            opened = {n: self.dispatch_send(n) for n in group}
+            for n in self.random.sample(group, len(group)):
+                self.dispatch_recv(n, opened[n])
+            order = self.random.sample(group, len(group))
+            if any(self.steps[n].late_weights for n in group):
+                order = group  # with weights= a send waits for the others' weights of that step
+            open_steps = {n: self.combine_send(n, opened[n]) for n in order if not self.steps[n].released}
+            # Replicas finish rows for each other in combine_recv: there all take one order.
+            alike = random.Random(f"{case.seed} {begin}") if case.replicas > 1 else self.random
+            for n in alike.sample(sorted(open_steps), len(open_steps)):
+                self.combine_recv(n, open_steps[n])
+            for n in group:
+                if self.steps[n].released:
+                    opened[n].release()
+        return self.digest.hexdigest()
+
+    def _dispatch_arguments(self, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        step, mine = self.steps[n], self.steps[n].tokens[self.rank]
+        x = _spread(mine.x, self.random) if step.strided[self.rank] else mine.x
+        options: dict[str, Any] = {}
+        if mine.x_scale is not None:
+            options["x_scale"] = mine.x_scale
+            if step.strided[self.rank]:
+                options["x_scale"] = _columns(mine.x_scale)
+                if self.case.wire == "mxfp8":
+                    options["x_scale"] = options["x_scale"].view(torch.float8_e8m0fnu)
+        if step.plan_of is not None:
+            options["plan"] = self.plans[step.plan_of]
+            weights = None if mine.weights is self.steps[step.plan_of].tokens[self.rank].weights else mine.weights
+            return (x, None, weights), options
+        return (x, mine.ids, mine.weights), options
+
+    def dispatch_send(self, n: int) -> pc.Dispatched:
+        arguments, options = self._dispatch_arguments(n)
+        d = self.a2a.dispatch_send(*arguments, **options)
+        self.plans[n] = d.plan
+        # Sent: the caller may do with it what he likes.
+        if self.steps[n].strided[self.rank]:
+            arguments[0].fill_(float("nan"))
+        return d
+
+    def dispatch_recv(self, n: int, d: pc.Dispatched) -> pc.Dispatched:
+        how = self.steps[n].how[self.rank]
+        d = _elsewhere(d.wait) if how == "other_thread" else d.wait() if how == "async" else self.a2a.dispatch_recv(d)
+        check_dispatched(self.case, self.steps[n], self.rank, d)
+        self._digest(d)
+        return d
+
+    def dispatch(self, n: int) -> pc.Dispatched:
+        how = self.steps[n].how[self.rank]
+        if how == "halves":
+            return self.dispatch_recv(n, self.dispatch_send(n))
+        arguments, options = self._dispatch_arguments(n)
+        d = self.a2a.dispatch(*arguments, **options, async_op=how != "whole")
+        if how == "other_thread":
+            _elsewhere(d.wait)
+        d.wait()
+        self.plans[n] = d.plan
+        check_dispatched(self.case, self.steps[n], self.rank, d)
+        self._digest(d)
+        return d
+
+    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | None:
+        step = self.steps[n]
+        if step.released:
+            d.release()
+            return None
+        expert_out = run_experts(self.case, self.rank, d, step.weighted)
+        if step.strided[self.rank]:
+            expert_out = _spread(expert_out, self.random)
+        options: dict[str, Any] = {"weighted": step.weighted}
+        if step.late_weights is not None:
+            options["weights"] = step.late_weights[self.rank]
+        if step.tails is not None:
+            options["tail"] = attach_tails(self.case, step, self.rank, d)
+            if step.strided[self.rank]:
+                bits = reference.as_bits(options["tail"])
+                options["tail"] = torch.stack([bits, torch.full_like(bits, 77)], dim=-1)[..., 0].view(torch.float32)
+        if step.given_out:
+            tokens = step.tokens[self.rank].ids.shape[0]
+            out = torch.full((tokens, self.case.hidden), torch.nan).to(DTYPES[self.case.dtype])
+            if step.start is not None:
+                out, options["accumulate"] = step.start[self.rank].clone(), True
+            options["out"] = _spread(out, self.random) if step.strided[self.rank] else out
+        how = step.how[self.rank]
+        if how == "halves" or self.case.in_flight > 1:
+            c = self.a2a.combine_send(expert_out, d, **options)
+        else:
+            c = self.a2a.combine(expert_out, d, **options, async_op=True)
+        expert_out.fill_(float("nan"))  # sent
+        if step.tails is not None:
+            options["tail"].fill_(77.0)
+        return c
+
+    def combine_recv(self, n: int, c: pc.Combining) -> None:
+        step, how = self.steps[n], self.steps[n].how[self.rank]
+        y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+        if step.tails is not None:
+            y, tail = y
+            came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
+            must(same_bits(tail, came), "the tail", tail, "must be", came)
+            self.digest.update(reference.as_bits(tail).numpy().tobytes())
+        wanted = reference.combine(
+            self.case.shape, step.tokens, self.rank, weighted=step.weighted,
+            weights=None if step.late_weights is None else step.late_weights[self.rank],
+            start=None if step.start is None else step.start[self.rank],
+        )  # fmt: skip
+        if not same_bits(y, wanted):
+            wrong = (reference.as_bits(y) != reference.as_bits(wanted)).nonzero()
+            t, h = wrong[0].tolist()
+            raise Failed(
+                f"y differs in {len(wrong)} of {y.numel()}, first [{t}, {h}]: {y[t, h]!r}, must be {wanted[t, h]!r}; {y.shape}"
+            )
+        self.digest.update(reference.as_bits(y).numpy().tobytes())
+        self.outputs[n] = reference.as_bits(y).numpy().tobytes()
+
+    def _digest(self, d: pc.Dispatched) -> None:
+        self.digest.update(d.counts.numpy().tobytes())
+        rows = reference.as_bits(d.x)
+        if self.case.layout == "ragged":
+            for e, count in enumerate(d.counts.tolist()):
+                self.digest.update(rows[int(d.offsets[e]) : int(d.offsets[e]) + count].numpy().tobytes())
+
+
+def exchange(me: Any, case: Case) -> str:
+    """All of a case, every result compared. Returns a digest of what came out."""
+    try:
+        with open_all_to_all(me, case) as a2a:
+            return Runner(me, case, a2a).run()
+    except BaseException as error:
+        raise Failed(f"{case}: {type(error).__name__}: {error}") from error
+
+
+def as_without_replicas(me: Any, case: Case) -> None:
+    """The same tokens with replicas, and with every rank sending all of its own: combine returns the same bits."""
+    outputs = []
+    for variant in (case, replace(case, replicas=1)):
+        with open_all_to_all(me, variant) as a2a:
+            runner = Runner(me, variant, a2a)
+            runner.steps = make_steps(case)
+            runner.run()
+            outputs.append(runner.outputs)
+    must(outputs[0] == outputs[1], f"{case}: outputs with replicas and without")
+
+
+def exchange_each(me: Any, cases: list[Case]) -> list[str]:
+    return [exchange(me, case) for case in cases]
+
+
+def variants(case: Case, **changes: list[Any]) -> list[Case]:
+    """The case with each value of each change, one at a time."""
+    return [replace(case, **{name: value}) for name, values in changes.items() for value in values]
+
+
+def many_steps(me: Any, case: Case, steps: int) -> None:
+    """The steps of a short case over and over, as fast as they go: compared each time, with little Python in between."""
+    prepared = make_steps(replace(case, steps=8))
+    shape = case.shape
+    with open_all_to_all(me, case) as a2a:
+        wanted = [reference.combine(shape, s.tokens, me.rank) for s in prepared]
+        rows = [[len(g.token) for g in reference.segments(shape, s.tokens, me.rank)] for s in prepared]
+        opened: list[tuple[int, pc.Dispatched]] = []
+
+        def finish() -> None:
+            n, d = opened.pop(0)
+            c = a2a.combine_send(run_experts(case, me.rank, d, True), d)
+            y = a2a.combine_recv(c)
+            must(same_bits(y, wanted[n % 8]), "y of step", n)
+
+        for n in range(steps):
+            mine = prepared[n % 8].tokens[me.rank]
+            d = a2a.dispatch(mine.x, mine.ids, mine.weights)
+            must(d.counts.tolist() == rows[n % 8], "counts of step", n)
+            opened.append((n, d))
+            if len(opened) == case.in_flight:
+                finish()
+        while opened:
+            finish()
+        must(a2a.stats()["steps"] == steps and a2a.stats()["open_steps"] == 0, "stats", a2a.stats())
+
+
+def interleaved(me: Any, cases: list[Case]) -> None:
+    with contextlib.ExitStack() as stack:
+        runners = [Runner(me, case, stack.enter_context(open_all_to_all(me, case))) for case in cases]
+        for n in range(cases[0].steps):
+            opened = [(runner, runner.dispatch(n)) for runner in runners]
+            sent = [(runner, runner.combine_send(n, d)) for runner, d in reversed(opened)]
+            for runner, c in sent:
+                if c is not None:
+                    runner.combine_recv(n, c)
+
+
+def shard_statistics(me: Any) -> dict[str, int]:
+    """Writes that one large step takes."""
+    with open_all_to_all(me, Case(1, me.world_size, transport="proxy:tcp", hidden=1024, max_tokens=16)) as a2a:
+        before = a2a.stats()["proxy"]["writes"]
+        runner = Runner(me, Case(1, me.world_size, hidden=1024, max_tokens=16, steps=1), a2a)
+        runner.steps[0].released = False
+        runner.steps[0].late_weights = None
+        runner.run()
+        me.comm.barrier()  # the others have this rank's last block, so all of it was posted
+        return {"writes": a2a.stats()["proxy"]["writes"] - before, "blocks": 2 * (me.world_size - 1)}
+
+
+def two_proxies(me: Any, case: Case) -> None:
+    """The same bits as with one."""
+    digests = [exchange(me, replace(case, proxy_threads=n)) for n in (1, 2)]
+    must(digests[0] == digests[1], f"{case}: what two proxies bring and what one does")
+
+
+def both_proxies_carry(me: Any, case: Case) -> None:
+    with open_all_to_all(me, case) as one, open_all_to_all(me, replace(case, proxy_threads=2)) as two:
+        for a2a in (one, two):
+            Runner(me, case, a2a).run()
+        # Each other rank is a peer of one of them; a step is two blocks for each, and a block is a write.
+        peers = [sum((me.rank + peer) % 2 == n for peer in range(case.world_size) if peer != me.rank) for n in (0, 1)]
+        blocks = [2 * case.steps * n for n in peers]
+
+        def writes() -> list[int]:
+            return [each["writes"] for each in two.stats()["proxy"]["proxies"]]
+
+        # A rank may have its last rows before its own last blocks are posted, and a block may be there before it is counted.
+        me.comm.barrier()
+        until("all writes are counted", lambda: sum(writes()) >= sum(blocks) <= one.stats()["proxy"]["writes"])
+        stats = two.stats()["proxy"]
+        must(writes() == blocks, "writes of the proxies", writes(), "to peers", peers)
+        must(stats["writes"] == sum(blocks) == one.stats()["proxy"]["writes"], "as many writes as with one proxy", stats)
+        for name, total in (("bytes", stats["bytes"]), ("dropped", 0), ("duplicates", 0)):
+            must(sum(each[name] for each in stats["proxies"]) == total, name, stats)
+        must(sum(nic["bytes"] for nic in stats["nics"]) == stats["bytes"], "bytes of the NICs", stats)
+
+
+def nics(me: Any, case: Case) -> list[str]:
+    """The endpoints that this rank's proxy posts on."""
+    with open_all_to_all(me, case) as a2a:
+        Runner(me, case, a2a).run()
+        return [nic["nic"] for nic in a2a.stats()["proxy"]["nics"]]
+
+
+def overflow(me: Any, case: Case) -> int:
+    """Steps that overflow somewhere, each followed by one that says so and sends nothing. How many did."""
+    happened = 0
+    with open_all_to_all(me, case) as a2a:
+        runner = Runner(me, case, a2a)
+        for n in range(case.steps):
+            d = runner.dispatch(n)
+            c = runner.combine_send(n, d)
+            if c is not None:
+                runner.combine_recv(n, c)
+            small = [rank for rank in range(me.world_size) if reference.overflows(case.shape, runner.steps[n].tokens, rank)]
+            if not small:
+                a2a.check()
+                continue
+            happened += 1
+            try:
+                runner.dispatch(n) if n % 2 else a2a.check()
+            except pc.PeerError as error:
+                raise Failed("an overflow is no peer's failure") from error
+            except pc.Error as error:
+                must(any(f"rank {rank}" in str(error) for rank in small), "names a rank:", error)
+            else:
+                raise Failed(f"step {n} overflowed on ranks {small}, and nothing was said")
+            a2a.check()  # said once
+    return happened
+
+
+# ---- good steps, and what a call raises -----------------------------------------------------------------------------------------
+
+
+class Starved:
+    """How long this process was ready to run and had no core, by its hungriest thread: on a busy machine that is no fault of the library."""
+
+    def __init__(self) -> None:
+        self.again()
+
+    def again(self) -> None:
+        self.begin = self._waited()
+
+    def seconds(self) -> float:
+        return max(waited - self.begin.get(thread, 0) for thread, waited in self._waited().items()) * 1e-9
+
+    @staticmethod
+    def _waited() -> dict[str, int]:
+        waited = {}
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError, IndexError):  # it ended just now; or a kernel that does not count
+                waited[thread] = int(open(f"/proc/self/task/{thread}/schedstat").read().split()[1])
+        return waited or {"": 0}
+
+
+def raised(call: Any, starved: Starved | None = None) -> dict[str, Any]:
+    """What the call raises, or that it returned."""
+    starved = starved or Starved()
+    begin = time.monotonic()
+    try:
+        value = call()
+    except BaseException as error:
+        return {
+            "type": type(error).__name__,
+            "is_error": isinstance(error, pc.Error),
+            "is_peer": isinstance(error, pc.PeerError),
+            "is_timeout": isinstance(error, TimeoutError),
+            "message": str(error),
+            "peer": getattr(error, "peer", None),
+            "phase": getattr(error, "phase", None),
+            "step": getattr(error, "step", None),
+            "expected": getattr(error, "expected", None),
+            "seen": getattr(error, "seen", None),
+            "seconds": time.monotonic() - begin,
+            "at": time.monotonic(),
+            "starved": starved.seconds(),
+        }
+    return {
+        "type": "", "message": f"returned {value!r}", "at": time.monotonic(), "seconds": time.monotonic() - begin, "starved": starved.seconds(),
+    }  # fmt: skip
+
+
+def mistake(call: Any, pattern: str) -> None:
+    """The call is refused: the caller's own mistake, with a message that says which."""
+    r = raised(call)
+    must(bool(r.get("is_error")) and not r.get("is_peer"), f"for {pattern!r}:", r["type"], r["message"])
+    must(re.search(pattern, r["message"]) is not None, f"the message must have {pattern!r}:", r["message"])
+
+
+class Good:
+    """A case's steps, one after the other, each compared: what works must go on working."""
+
+    def __init__(self, me: Any, case: Case, a2a: pc.AllToAll) -> None:
+        self.runner = Runner(me, replace(case, steps=64), a2a)
+        for step in self.runner.steps:
+            step.plan_of, step.released = None, False
+        self.n = 0
+        self.last_step: int | None = None
+
+    def dispatch(self) -> pc.Dispatched:
+        d = self.runner.dispatch(self.n)
+        must(self.last_step is None or d.step == self.last_step + 1, "a step was lost:", self.last_step, d.step)
+        self.last_step = d.step
+        return d
+
+    def combine(self, d: pc.Dispatched) -> None:
+        c = self.runner.combine_send(self.n, d)
+        assert c is not None
+        self.runner.combine_recv(self.n, c)
+        self.n += 1
+
+    def step(self) -> None:
+        self.combine(self.dispatch())
+
+    @property
+    def mine(self) -> Tokens:
+        return self.runner.steps[self.n].tokens[self.runner.rank]
+
+
+def end_of(me: Any, a2a: pc.AllToAll, close: bool) -> float:
+    begin = time.monotonic()
+    me.whole_end = me.whole_end or not close
+    if close:
+        a2a.close()
+        me.close()
+    return time.monotonic() - begin

@@ -1,0 +1,220 @@
+"""Invariants 5 and 6 (docs/design.md): what a caller can get wrong raises before anything is sent and takes no step; constructors agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import Crew, Crews
+from rank_cases import Case
+
+import pplx_comm as pc
+import pplx_comm._core as _core
+
+CASES = [
+    Case(11, 3, routing="uniform", num_experts=7, top_k=3, crowd="uneven"),
+    Case(12, 3, transport="proxy:tcp", wire="fp8_ue8m0", hidden=136, layout="padded", top_k=2, crowd="uneven"),
+    Case(13, 3, transport="proxy:shm", dtype="float32", wire="fp8", layout="compact", num_experts=9, top_k=1),
+    Case(14, 3, dtype="float16", wire="mxfp8", layout="ragged", scale_layout="tma", align=8, num_experts=5, top_k=4),
+]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    crews = Crews(3)
+    yield crews
+    crews.close()
+
+
+def test_bad_replicas() -> None:
+    with Crew(4) as four:
+        four.run("misuse_cases:bad_replicas")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
+@pytest.mark.parametrize("clumsy", [0, 2])
+def test_bad_dispatches(crew: Crews, case: Case, clumsy: int) -> None:
+    crew.run("misuse_cases:bad_dispatches", case, clumsy)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
+@pytest.mark.parametrize("clumsy", [0, 2])
+def test_bad_combines(crew: Crews, case: Case, clumsy: int) -> None:
+    crew.run("misuse_cases:bad_combines", case, clumsy)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.transport}-{c.wire}-{c.layout}")
+def test_after_close(crew: Crews, case: Case) -> None:
+    crew.run("misuse_cases:after_close", case)
+
+
+def test_odd_views(crew: Crews) -> None:
+    crew.run("misuse_cases:numbers_of_tokens")
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("num_experts", (8, 9)),
+        ("top_k", (2, 3)),
+        ("hidden", (64, 72)),
+        ("max_tokens_per_rank", (8, 16)),
+        ("wire", ("native", "fp8")),
+        ("transport", ("auto", "mapped")),
+        ("in_flight", (1, 2)),
+        ("timeout", (100.0, 5.0)),
+        ("provider", ("tcp", "shm")),
+        ("scale_layout", ("row", "tma")),
+        ("node_size", (None, 3)),
+        ("layout", (pc.Ragged(align=8), pc.Ragged(align=1))),
+        ("layout", (pc.Compact(), pc.Padded())),
+        ("layout", (pc.Padded(align=64), pc.Padded())),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_ranks_that_differ(crew: Crews, field: str, values: tuple[Any, Any]) -> None:
+    """Every rank names the field, the ranks and both values."""
+    for r in crew.run("misuse_cases:construct", {field: values[0]}, {1: {field: values[1]}}, {}):
+        assert r["is_error"], r
+        for part in (
+            field,
+            "rank 1",
+            "ranks 0, 2",
+            str(getattr(values[0], "align", values[0])),
+            str(getattr(values[1], "align", values[1])),
+        ):
+            assert part.split("(")[0] in r["message"], r
+
+
+def test_same_wire_by_two_names(crew: Crews) -> None:
+    """A string and the enumeration's member are the same thing."""
+    for r in crew.run("misuse_cases:construct", {"wire": "fp8"}, {1: {"wire": pc.Wire.FP8}, 2: {"wire": "FP8"}}, {}):
+        assert r["type"] == "", r
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ({"hidden": 12}, ["hidden=12", "16 bytes"]),
+        ({"hidden": 0}, ["hidden=0"]),
+        ({"hidden": 64.0}, ["hidden", "integer"]),
+        ({"top_k": 0}, ["top_k=0", "1 to 16"]),
+        ({"top_k": 17}, ["top_k=17", "1 to 16"]),
+        ({"num_experts": 0}, ["num_experts=0"]),
+        ({"num_experts": True}, ["num_experts"]),
+        ({"max_tokens_per_rank": 0}, ["max_tokens_per_rank=0"]),
+        ({"max_tokens_per_rank": 2**20 + 1}, ["max_tokens_per_rank"]),
+        ({"in_flight": 3}, ["in_flight"]),
+        ({"in_flight": 16}, ["in_flight=16"]),
+        ({"timeout": 0}, ["timeout=0"]),
+        ({"timeout": float("nan")}, ["timeout=nan"]),
+        ({"timeout": float("inf")}, ["timeout=inf"]),
+        ({"timeout": 1e10}, ["timeout=10000000000.0", "at most 1000000"]),
+        ({"timeout": "5"}, ["timeout='5'"]),
+        ({"wire": "fp9"}, ["fp9", "native"]),
+        ({"wire": 8}, ["wire=8"]),
+        ({"transport": "pigeon"}, ["pigeon", "mapped"]),
+        ({"transport": "proxy", "provider": "pigeon"}, ["pigeon"]),
+        ({"placement": "moon"}, ["placement='moon'", "host"]),
+        ({"placement": "device"}, ["placement='device'", "device='cuda'"]),
+        ({"device": "tpu"}, ["tpu"]),
+        ({"device": "meta"}, ["meta", "cpu"]),
+        ({"layout": "ragged"}, ["layout", "Ragged"]),
+        ({"scale_layout": "column"}, ["scale_layout='column'", "tma"]),
+        ({"node_size": 0}, ["node_size=0"]),
+        ({"node_size": 4}, ["node_size=4"]),
+        ({"num_sms": 0}, ["num_sms=0"]),
+        # The dtype is not 'supported', whatever it is.
+        ({"dtype": None}, ["dtype=None"]),
+        ({"dtype": "bfloat16"}, ["bfloat16"]),
+        ({"hidden": 7168, "max_tokens_per_rank": 65536, "top_k": 8}, ["max_rows=", "GiB", "bytes"]),
+        ({"hidden": 7168, "max_tokens_per_rank": 65536, "top_k": 8, "layout": pc.Padded()}, ["max_tokens_per_expert=", "GiB"]),
+        ({"max_tokens_per_rank": 2**20}, ["max_tokens_per_rank", "top_k", str(2**20)]),
+        ({"num_experts": 3 * 4096 + 1}, ["4096"]),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",
+)
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_bad_configurations(crew: Crews, arguments: dict[str, Any], parts: list[str], who: str) -> None:
+    """Wrong on all ranks or on one of them: all raise, and say what and where. What comes next works."""
+    everywhere, on_one = (arguments, {}) if who == "all" else ({}, {1: arguments})
+    results = crew.run("misuse_cases:construct", everywhere, on_one, {})
+    for rank, r in enumerate(results):
+        assert r.get("is_error"), r
+        assert r["seconds"] < 5, r
+        for part in parts:
+            assert part in r["message"], r
+        if who == "one" and rank != 1:
+            assert "rank 1" in r["message"], r
+
+
+def test_more_memory_than_there_is(crew: Crews) -> None:
+    huge = {"max_tokens_per_rank": 2**19, "hidden": 2**20, "layout": pc.Ragged(max_rows=8)}
+    for r in crew.run("misuse_cases:construct", huge, {}, {}):
+        assert r.get("is_error"), r
+        for part in ("bytes", "available", "max_tokens_per_rank"):
+            assert part in r["message"], r
+
+
+def test_one_rank_fails_to_construct(crew: Crews) -> None:
+    """Something that goes wrong on one rank only, in the middle."""
+    for setting in ({"PPLX_COMM_THREADS": "none"}, {"PPLX_COMM_THREADS": "0"}):
+        for r in crew.run("misuse_cases:construct", {}, {}, {2: setting}):
+            assert r.get("is_error"), r
+            assert "PPLX_COMM_THREADS" in r["message"], r
+    for r in crew.run("misuse_cases:other_first_step", 0):
+        assert r.get("is_error"), r
+        assert "first_step" in r["message"], r
+
+
+def test_the_cpu_by_number(crew: Crews) -> None:
+    """torch's index of a CPU is no GPU's."""
+    assert not any(r.get("is_error") for r in crew.run("misuse_cases:construct", {"device": "cpu:0"}, {}, {}))
+
+
+def test_a_missing_provider() -> None:
+    """No libfabric on one rank, or no NIC for the provider on any: all are told who lacks what, soon, and what comes next works."""
+    proxy = {"transport": "proxy", "provider": "tcp"}
+    missing = "/nowhere/libfabric.so.1"
+    with Crew(3) as crew:
+        for rank, r in enumerate(crew.run("misuse_cases:construct", proxy, {}, {1: {"PPLX_LIBFABRIC": missing}})):
+            assert r.get("is_error") and r["seconds"] < 5, r
+            assert missing in r["message"] and "cannot be loaded" in r["message"], r
+            assert rank == 1 or (r["peer"] == 1 and "rank 1" in r["message"]), r
+        if _core.libfabric_status()["providers"]["efa"]["available"]:
+            return  # on a machine with EFA no provider is missing
+        for r in crew.run("misuse_cases:construct", {"transport": "proxy", "provider": "efa"}, {}, {}):
+            assert r.get("is_error") and r["seconds"] < 5, r
+            assert "efa" in r["message"], r
+
+
+def test_another_version(crew: Crews) -> None:
+    for r in crew.run("misuse_cases:other_version", 1):
+        assert r.get("is_error"), r
+        for part in ("version", "rank 1", "0.0.1+other"):
+            assert part in r["message"], r
+
+
+def test_a_ninth_all_to_all(crew: Crews) -> None:
+    for r in crew.run("misuse_cases:ninth"):
+        assert r.get("is_error") and not r["is_peer"], r
+        assert "8" in r["message"], r
+
+
+@pytest.mark.parametrize("layout", [{"align": 0}, {"align": 1.5}, {"max_rows": 0}, {"max_rows": -1}, {"align": True}])
+def test_bad_layouts(layout: dict[str, Any]) -> None:
+    with pytest.raises(pc.Error, match=next(iter(layout))):
+        pc.Ragged(**layout)
+
+
+def test_required_bytes() -> None:
+    """Grows with everything that it depends on, and refuses what the constructor refuses."""
+    usual: dict[str, Any] = {"world_size": 4, "num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
+    base = pc.AllToAll.required_bytes(**usual)
+    assert base > 4 * 8 * 64 * 2
+    for more in ({"hidden": 4096}, {"max_tokens_per_rank": 512}, {"world_size": 64}, {"in_flight": 8}, {"remote_peers": 3}):
+        assert pc.AllToAll.required_bytes(**{**usual, **more}) > base, more
+    for bad in ({"hidden": 12}, {"world_size": 2000}, {"remote_peers": 4}):
+        with pytest.raises(pc.Error):
+            pc.AllToAll.required_bytes(**{**usual, **bad})

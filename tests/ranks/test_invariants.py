@@ -1,0 +1,167 @@
+"""Invariants 1 to 3 and 8 (docs/design.md) on real ranks: every routed choice arrives once, bit-exact, and sums are the reference's bits.
+
+The simulation (proxy/sim) and the emulation (tests/emulation) draw shapes by the thousand. What only real processes show is here:
+memory that they share, a provider's wire, threads, and the Python surface. What a case is, and how its results are compared, is in
+rank_cases.py and reference.py. A failure prints its case and seed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+from harness import Crew, Crews, seed
+from rank_cases import CROWDS, ROUTINGS, TRANSPORTS, WIRES, Case, random_case, variants
+
+LAYOUTS = ("ragged", "padded", "compact")
+CASES = {1: 5, 2: 16, 3: 16, 4: 14, 5: 5, 8: 4}
+"""By number of ranks."""
+DRAWN = {
+    "transport": TRANSPORTS, "wire": WIRES, "layout": LAYOUTS, "routing": ROUTINGS, "crowd": CROWDS, "in_flight": (1, 2, 4),
+    "dtype": ("bfloat16", "float16", "float32"), "scale_layout": ("row", "tma"), "proxy_threads": (1, 2), "replicas": (1, 2),
+    "first_step": (0, 1, 2**32 - 5, 2**32 - 1),
+}  # fmt: skip
+"""What the cases of all numbers of ranks together must have had, each at least once."""
+
+
+@pytest.fixture(scope="module", params=sorted(CASES), ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+def random_cases(world_size: int) -> list[Case]:
+    return [random_case(seed() * 100_000 + number, world_size) for number in range(CASES[world_size])]
+
+
+def few(*world_sizes: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("crew", world_sizes, indirect=True, ids=lambda n: f"ep{n}")
+
+
+def test_random_shapes(crew: Crews) -> None:
+    for case in random_cases(crew.world_size):
+        crew.run("rank_cases:exchange", case)
+
+
+def test_random_shapes_have_everything() -> None:
+    drawn = [asdict(case) for world_size in CASES for case in random_cases(world_size)]
+    for name, values in DRAWN.items():
+        had = Counter(case[name] for case in drawn)
+        assert all(had[value] for value in values), (name, had)
+
+
+def test_ranks_may_be_of_one_mind(crew: Crews) -> None:
+    """The edges, each for itself: nobody has tokens, everything goes to one expert, most ranks own none, one token of 16 bytes."""
+    edges = [
+        Case(1, crew.world_size, crowd="nobody"),
+        Case(2, crew.world_size, crowd="one_has_all", in_flight=2, steps=4),
+        Case(3, crew.world_size, crowd="one_has_none", routing="zipf"),
+        Case(4, crew.world_size, routing="to_one", max_tokens=16, top_k=8),
+        Case(5, crew.world_size, num_experts=1, layout="padded"),
+        Case(6, crew.world_size, num_experts=crew.world_size + 1, top_k=16, layout="compact"),
+        Case(7, crew.world_size, hidden=8, max_tokens=1, top_k=1),
+        Case(8, crew.world_size, hidden=4, dtype="float32", wire="fp8", max_tokens=1, top_k=1),
+        Case(9, crew.world_size, hidden=128 * 3 + 8, wire="fp8", scale_layout="tma"),
+        Case(10, crew.world_size, hidden=128 * 3 + 8, wire="fp8", layout="padded", scale_layout="tma", max_tokens=3),
+        Case(11, crew.world_size, routing="repeats", top_k=16, align=128, zero_pad=True),
+        Case(12, crew.world_size, routing="sparse", top_k=4, dtype="float16", in_flight=4, steps=12),
+    ]
+    for case in edges:
+        for transport in TRANSPORTS if crew.world_size == 3 else ("mapped",):
+            crew.run("rank_cases:exchange", replace(case, transport=transport))
+
+
+@few(2, 4)
+def test_same_bits_everywhere(crew: Crews) -> None:
+    """On every transport and number of threads, and a second time."""
+    begin = seed() * 100_000 + 90_000
+    for number in range(3):
+        case = replace(random_case(begin + number, crew.world_size), transport="mapped", threads=1, crowd="uneven", max_tokens=24)
+        digests = {}
+        transports = TRANSPORTS if crew.world_size > 1 else ("mapped",)
+        for variant in [case, *variants(case, transport=list(transports), threads=[2, 3])]:
+            digests[str(variant)] = crew.run("rank_cases:exchange", variant)
+        assert len({tuple(d) for d in digests.values()}) == 1, digests
+
+
+@pytest.mark.parametrize(
+    ("crew", "transport"),
+    [(n, "mapped") for n in (2, 3, 4, 8)] + [(4, transport) for transport in TRANSPORTS[1:]],
+    indirect=["crew"],
+    ids=lambda value: f"ep{value}" if isinstance(value, int) else value,
+)
+def test_replicas(crew: Crews, transport: str) -> None:
+    """Groups that hold the same tokens: combine returns the bits of a world without them. Fewer tokens than replicas, too."""
+    world_size = crew.world_size
+    for replicas in (2, 3, 4, 8):
+        if world_size % replicas or (transport != "mapped" and replicas != 2) or (world_size == 8 and replicas < 8):
+            continue
+        for number, max_tokens in enumerate([1, 5, 8]):
+            case = Case(
+                seed() * 100 + number, world_size, replicas=replicas, transport=transport, max_tokens=max_tokens, crowd="uneven",
+                layout=LAYOUTS[(number + TRANSPORTS.index(transport)) % 3], in_flight=(1, 4, 2)[number], steps=6, top_k=3,
+                wire=("native", "fp8", "mxfp8")[number], threads=1 + number, first_step=2**32 - 3,
+                routing=("uniform", "sparse", "zipf")[number],
+            )  # fmt: skip
+            crew.run("rank_cases:as_without_replicas", case)
+
+
+@few(1, 2, 3)
+def test_many_steps(crew: Crews) -> None:
+    for transport, steps in [("mapped", 800), ("proxy:shm", 400), ("proxy:tcp", 400)]:
+        if crew.world_size == 1 and transport != "mapped":
+            continue
+        steps = steps * 2 // max(2, crew.world_size)
+        for in_flight in (1, 4):
+            case = Case(
+                seed() + in_flight, crew.world_size, max_tokens=3, hidden=32, transport=transport, in_flight=in_flight,
+                first_step=2**32 - steps // 2, crowd="uneven", replicas=2 - crew.world_size % 2,
+            )  # fmt: skip
+            crew.run("rank_cases:many_steps", case, steps, timeout=120)
+
+
+@few(2, 3)
+def test_around_the_largest_step_number(crew: Crews) -> None:
+    for transport in TRANSPORTS:
+        for first in (2**32 - 5, 2**31 - 5):
+            case = Case(seed(), crew.world_size, first_step=first, in_flight=4, steps=16, crowd="uneven", transport=transport)
+            crew.run("rank_cases:exchange", case)
+
+
+@few(1, 3)
+def test_several_all_to_alls(crew: Crews) -> None:
+    """Eight of one Communicator, in steps that interleave, each of its own shape and transport."""
+    begin = seed() * 100_000 + 95_000
+    cases = [replace(random_case(begin + i, crew.world_size), in_flight=1, steps=4) for i in range(8)]
+    crew.run("rank_cases:interleaved", cases)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_shards(world_size: int) -> None:
+    """Blocks that travel in pieces over several endpoints."""
+    begin = seed() * 100_000 + 97_000
+    with Crew(world_size, {"PPLX_COMM_ENDPOINTS": "3", "PPLX_COMM_SHARD_BYTES": "300"}) as crew:
+        for number in range(10):
+            case = random_case(begin + number, world_size, ("proxy:shm", "proxy:tcp", "mixed:tcp"))
+            crew.run("rank_cases:exchange", case)
+        for stats in crew.run("rank_cases:shard_statistics"):
+            assert stats["writes"] > 2 * stats["blocks"], stats
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_too_small_a_buffer(layout: str, transport: str) -> None:
+    """Rows that do not fit count as zero; the step completes; every rank hears of it once, and the next step works."""
+    begin = seed() * 100_000 + 98_000
+    with Crew(3) as crew:
+        overflowed = 0
+        for number in range(6):
+            case = replace(
+                random_case(begin + number, 3, (transport,)), layout=layout, rows=1 + 2 * number, in_flight=1, max_tokens=8,
+                routing=("uniform", "to_one", "zipf")[number % 3], crowd="full",
+            )  # fmt: skip
+            overflowed += crew.run("rank_cases:overflow", case)[0]
+        assert overflowed >= 3

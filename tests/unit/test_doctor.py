@@ -1,0 +1,162 @@
+"""python -m pplx_comm doctor: what it must find on any machine, and what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pplx_comm
+from pplx_comm import doctor
+from pplx_comm.cli import main
+from pplx_comm.settings import Settings
+from pplx_comm.wiring import libfabric
+from pplx_comm.wiring.placement import OWNER, placement
+
+LAYER = {"num_experts": 64, "top_k": 4, "hidden": 1024}
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["doctor", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def finding(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in found["findings"] if one["name"] == name)
+
+
+def test_what_every_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys)
+    assert found["version"] == pplx_comm.__version__
+    names = [one["name"] for one in found["findings"]]
+    assert len(names) == len(set(names))
+    assert {"cpu", "memory", "mapped", "/dev/shm", "torch", "mpi", "libfabric", "cuda", "nvshmem", "environment"} <= set(names)
+    assert finding(found, "cpu")["on"] is True
+    assert f"{len(os.sched_getaffinity(0))} " in finding(found, "cpu")["says"]
+    assert finding(found, "mapped")["on"] is True
+    assert all(one["says"] for one in found["findings"])
+
+
+def test_memory_is_what_construction_reserves(capsys: pytest.CaptureFixture[str]) -> None:
+    layer = ["--experts", "64", "--top-k", "4", "--hidden", "1024", "--wire", "fp8", "--ranks", "4"]
+    found = report(capsys, "--tokens", "16,64", *layer)["memory_per_rank"]
+    assert [row["max_tokens_per_rank"] for row in found] == [16, 64]
+    for row in found:
+        same = {"world_size": 4, "max_tokens_per_rank": row["max_tokens_per_rank"], "wire": "fp8", **LAYER}
+        assert row["mapped"] == pplx_comm.AllToAll.required_bytes(**same)
+        assert row["proxy"] == pplx_comm.AllToAll.required_bytes(**same, remote_peers=3)
+        assert row["proxy"] > row["mapped"]
+
+
+@pytest.mark.parametrize(
+    ("wire", "token"), [("native", 2 * 1024), ("fp8", 1024 + 32), ("fp8_ue8m0", 1024 + 32), ("mxfp8", 1024 + 32)]
+)
+def test_memory_of_what_a_dispatch_returns(capsys: pytest.CaptureFixture[str], wire: str, token: int) -> None:
+    layer = ["--experts", "64", "--top-k", "4", "--hidden", "1024", "--wire", wire, "--ranks", "4", "--layout", "compact"]
+    (row,) = report(capsys, "--tokens", "16", *layer)["memory_per_rank"]
+    assert row["output_at_most"] == 4 * 16 * token
+
+
+def test_a_configuration_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    (row,) = report(capsys, "--tokens", "8", "--hidden", "7")["memory_per_rank"]
+    assert "hidden=7" in row["error"]
+
+
+def test_text_shows_every_finding_and_how_to_turn_it_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--tokens", "8"]) == 0
+    text = capsys.readouterr().out
+    for one in doctor.findings():
+        assert one.name in text
+        if one.turn_on:
+            assert f"-> {one.turn_on}\n" in text
+    assert "memory of one of 8 ranks" in text
+
+
+def test_a_build_or_host_without_libfabric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    status: dict[str, Any] = {"compiled_in": False, "path": None, "version": None, "error": None, "providers": {}}
+    monkeypatch.setattr(libfabric, "status", lambda: status)
+    off = finding(report(capsys), "libfabric")
+    assert (off["on"], "libfabric-dev" in off["turn_on"]) == (False, True)
+    status.update(compiled_in=True, error="no libfabric.so.1 found")
+    off = finding(report(capsys), "libfabric")
+    assert (off["on"], off["says"]) == (False, "no libfabric.so.1 found")
+    assert "PPLX_LIBFABRIC" in off["turn_on"]
+
+
+def test_the_secret_stays_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("PPLX_COMM_SECRET", "hunter2")
+    monkeypatch.setenv("PPLX_COMM_THREADS", "3")
+    says = finding(report(capsys), "environment")["says"]
+    assert "PPLX_COMM_THREADS=3" in says
+    assert "hunter2" not in says
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in (
+        (["--version"], pplx_comm.__version__),
+        (["doctor", "--help"], "--top-k"),
+        (["--help"], "bench/latency.py"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        assert words in capsys.readouterr().out
+
+
+@pytest.mark.skipif(libfabric.status()["error"] is not None, reason="needs libfabric")
+def test_the_nics_a_rank_would_take_and_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, "_gpu_addresses", list)
+    monkeypatch.setenv("PPLX_COMM_PROVIDER", "tcp")
+    monkeypatch.setenv("PPLX_COMM_NICS", "lo, lo")
+    says = finding(report(capsys), "NICs")["says"]
+    assert says.startswith("lo 127.0.0.1, lo 127.0.0.1 by tcp")
+    assert "asked for by name" in says and "proxy on" in says
+    monkeypatch.delenv("PPLX_COMM_NICS")
+    monkeypatch.setenv("PPLX_COMM_IFACE", "lo")
+    assert finding(report(capsys), "NICs")["says"].startswith("lo 127.0.0.1 by tcp")
+    monkeypatch.delenv("PPLX_COMM_IFACE")
+    assert "default route" in finding(report(capsys), "NICs")["says"]
+    monkeypatch.setenv("PPLX_COMM_NICS", "eth77")
+    off = finding(report(capsys), "NICs")
+    assert (off["on"], "eth77" in off["says"], "it has" in off["says"]) == (False, True, True)
+
+
+def test_gpus_of_a_host(tmp_path: Path) -> None:
+    """In the order of their addresses, and nobody else's display adapter."""
+    devices = {
+        "0000:9b:00.0": ("0x10de", "0x030200"), "0000:1b:00.0": ("0x10de", "0x030200"), "0000:02:00.0": ("0x1a03", "0x030000"),
+        "0000:1c:00.0": ("0x10de", "0x068000"),
+    }  # fmt: skip
+    for address, (vendor, kind) in devices.items():
+        folder = tmp_path / "bus/pci/devices" / address
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    (tmp_path / "bus/pci/devices/0000:ff:00.0").mkdir()
+    assert doctor._gpu_addresses(tmp_path) == ["0000:1b:00.0", "0000:9b:00.0"]
+
+
+def test_placement() -> None:
+    """GPU memory only where the GPU is open to NICs, the provider takes it without CUDA calls, and writes become visible in order."""
+    assert placement(OWNER, "efa", None).where == "device"
+    assert placement(200, "efa", None).where == "device"
+    for ordering, refusal, word in [
+        (None, None, "GPUDirect"),
+        (0, None, "order"),
+        (200, "provider tcp does not reach GPU memory", "provider tcp"),
+        (None, "provider tcp does not reach GPU memory", "GPUDirect"),
+    ]:
+        chosen = placement(ordering, "efa", refusal)
+        assert chosen.where == "host" and word in chosen.why, chosen
+
+
+def test_placement_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, doctor says where its remote blocks would lie, and why; here sysfs says that there is one."""
+    monkeypatch.setattr(doctor, "_gpu_addresses", lambda: ["0000:53:00.0"])
+    said = [one for one in doctor._choices(Settings()) if one.name == "placement of GPU 0"]
+    if libfabric.status()["error"] is None:
+        assert len(said) == 1 and "host memory" in said[0].says, said

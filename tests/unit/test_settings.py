@@ -1,0 +1,71 @@
+"""The variables of the environment: each is read once, says what is wrong with it, and is documented."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pplx_comm import settings
+from pplx_comm.errors import Error
+from pplx_comm.settings import Settings, Start, read
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_defaults_and_empty_values() -> None:
+    assert read(Start, {}) == Start()
+    assert read(Settings, {variable.name: "" for variable in settings.variables() if not variable.hidden}) == Settings()
+
+
+def test_values() -> None:
+    assert read(Start, {"PPLX_COMM_ADDR": "[fe80::1]:99"}).address == ("fe80::1", 99)
+    assert read(Start, {"PPLX_COMM_ADDR": "node0", "PPLX_COMM_PORT": "7"}) == Start(address=("node0", None), port=7)
+    assert read(Settings, {"PPLX_COMM_NICS": " a, b,"}).nics == ("a", "b")
+    assert not read(Settings, {"PPLX_COMM_GDRCOPY": "0"}).gdrcopy
+    assert read(Settings, {"PPLX_COMM_SHARD_BYTES": "300", "PPLX_COMM_THREADS": "3"}) == Settings(shard_bytes=300, threads=3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "must"),
+    [
+        (Start, "PPLX_COMM_ADDR", "h:port", "host:port"),
+        (Start, "PPLX_COMM_ADDR", "h:0", "between 1 and 65535"),
+        (Start, "PPLX_COMM_PORT", "65536", "1 to 65535"),
+        (Settings, "PPLX_COMM_THREADS", "0", "a positive integer"),
+        (Settings, "PPLX_COMM_THREADS", "-1", "a positive integer"),
+        (Settings, "PPLX_COMM_ENDPOINTS", "two", "a positive integer"),
+        (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "a positive integer"),
+        (Settings, "PPLX_COMM_PLACEMENT", "gpu", "'auto', 'host' or 'device'"),
+        (Settings, "PPLX_COMM_GDRCOPY", "no", "0 or 1"),
+        (Settings, "PPLX_LIBFABRIC", "libfabric.so.1", "an absolute path"),
+    ],
+)
+def test_what_is_wrong(kind: type, name: str, value: str, must: str) -> None:
+    with pytest.raises(Error) as raised:
+        read(kind, {name: value})
+    assert f"{name}={value!r} must be" in str(raised.value) and must in str(raised.value)
+
+
+def test_a_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    for secret in ("", "hunter2"):
+        with pytest.raises(Error, match=f"PPLX_COMM_SECRET has {len(secret)} characters") as raised:
+            read(Start, {"PPLX_COMM_SECRET": secret})
+        assert "hunter2" not in str(raised.value)
+    monkeypatch.setenv("PPLX_COMM_SECRET", "hunter2")
+    assert settings.in_force()["PPLX_COMM_SECRET"] == "..."
+
+
+def test_one_place() -> None:
+    """No other file of the library looks at the environment for a variable of ours, but for those that settings.py names."""
+    named = re.findall(r"read(?: again)? by (\S+\.cpp)", (ROOT / "pplx_comm" / "settings.py").read_text())
+    assert len(named) == 2
+    sources = [path for folder in ("pplx_comm", "src", "proxy") for path in (ROOT / folder).rglob("*") if path.is_file()]
+    looks = re.compile(r"""(?:environ|getenv)\b[^\n]*"PPLX_""")
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in sources
+        if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh") and looks.search(path.read_text()) is not None
+    }
+    assert readers == {*named, "pplx_comm/settings.py"}
