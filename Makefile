@@ -68,7 +68,7 @@ tests-built: build
 	cmake --build $(BUILD) --target pplx_tests
 
 test: tests-built  ## the tests, without the slow ones
-	$(PY) -m pytest tests
+	$(PY) tests/halves.py
 
 bench: build  ## four processes on this host: latency beside the floor
 	mpirun -n $(RANKS) $(PY) bench/latency.py --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
@@ -95,7 +95,7 @@ lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are 
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(call make_stubs,--check)
 
-mutants: $(deps)  ## plants protocol bugs, one at a time, and shows that the tests catch each
+mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
 
 cpp: build  ## the C++ tests
@@ -128,12 +128,11 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 
 comma := ,
 
-# Mutants take two cores; the sanitizers' programs have one thread or wait, so their trees go side by side. pytest measures times and
-# has the machine for itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow
-# tests too.
+# Mutants take two cores; the sanitizers' programs have one thread or wait, so their trees go side by side. pytest comes last, so that
+# its closing line is the last thing printed. An empty expression selects the slow tests too.
 check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
-	$(PY) -m pytest tests -m '' --durations=15
+	$(PY) tests/halves.py -m '' --durations=15
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
