@@ -37,6 +37,21 @@ inline float rounded(float x, const Format& f) {
   return static_cast<float>(std::copysign(near, wide));
 }
 
+// 2^exponent, of those that a double has as normal numbers; exact products of it cost less than ldexp().
+inline double power_of_two(int exponent) {
+  const std::uint64_t u = static_cast<std::uint64_t>(exponent + 1023) << 52;
+  double power;
+  std::memcpy(&power, &u, 8);
+  return power;
+}
+
+// The exponent of a normal number.
+inline int exponent_of(double x) {
+  std::uint64_t u;
+  std::memcpy(&u, &x, 8);
+  return static_cast<int>(u >> 52 & 0x7ff) - 1023;
+}
+
 inline float rounded_to(float x, Dtype dtype) { return dtype == Dtype::Float32 ? x : rounded(x, format_of(dtype)); }
 
 // The number that a format's bits mean: sign, exponent, mantissa.
@@ -45,8 +60,8 @@ inline float value_of(std::uint32_t bits, const Format& f, int exponent_bits) {
   const bool negative = (bits >> (exponent_bits + mantissa_bits) & 1) != 0;
   const int exponent = static_cast<int>(bits >> mantissa_bits & ((1u << exponent_bits) - 1));
   const auto mantissa = static_cast<double>(bits & ((1u << mantissa_bits) - 1));
-  const double whole = exponent == 0 ? std::ldexp(mantissa, f.least - mantissa_bits)
-                                     : std::ldexp(mantissa + (1 << mantissa_bits), f.least + exponent - 1 - mantissa_bits);
+  const double whole = exponent == 0 ? mantissa * power_of_two(f.least - mantissa_bits)
+                                     : (mantissa + (1 << mantissa_bits)) * power_of_two(f.least + exponent - 1 - mantissa_bits);
   return static_cast<float>(negative ? -whole : whole);
 }
 
@@ -55,10 +70,9 @@ inline std::uint32_t bits_in(float x, const Format& f, int exponent_bits) {
   const int mantissa_bits = f.bits - 1;
   const std::uint32_t sign = std::signbit(x) ? 1u << (exponent_bits + mantissa_bits) : 0u;
   const double magnitude = std::fabs(static_cast<double>(x));
-  if (magnitude < std::ldexp(1.0, f.least))
-    return sign | static_cast<std::uint32_t>(std::ldexp(magnitude, mantissa_bits - f.least));
-  const int exponent = std::ilogb(magnitude);
-  const auto mantissa = static_cast<std::uint32_t>(std::ldexp(magnitude, mantissa_bits - exponent)) - (1u << mantissa_bits);
+  if (magnitude < power_of_two(f.least)) return sign | static_cast<std::uint32_t>(magnitude * power_of_two(mantissa_bits - f.least));
+  const int exponent = exponent_of(magnitude);
+  const auto mantissa = static_cast<std::uint32_t>(magnitude * power_of_two(mantissa_bits - exponent)) - (1u << mantissa_bits);
   return sign | static_cast<std::uint32_t>(exponent - f.least + 1) << mantissa_bits | mantissa;
 }
 

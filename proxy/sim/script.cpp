@@ -38,7 +38,7 @@ std::vector<std::int32_t> draw_ids(const Config& c, std::uint32_t tokens, Routin
 
 // The least power of two, 2^-127 or more, that is no less than amax / 448.
 float power_for(float amax) {
-  double power = 0x1p-127;
+  double power = amax > 0x1p-100f ? power_of_two(exponent_of(amax) - 9) : 0x1p-127;   // 448 is less than 2^9
   while (power * 448.0 < static_cast<double>(amax)) power *= 2;
   return static_cast<float>(power);
 }
@@ -170,13 +170,15 @@ void decode_row(const Config& c, const char* payload, const char* scales, float*
     for (std::uint32_t i = 0; i < 256; ++i) all[i] = value_of(i, kE4m3, 4);
     return all;
   }();
-  for (std::uint32_t h = 0; h < c.hidden; ++h) {
+  const std::uint32_t block = scale_block(c.wire);
+  for (std::uint32_t begin = 0; begin < c.hidden; begin += block) {
     float scale;
     if (c.wire == Wire::MXFP8)
-      scale = std::ldexp(1.0f, static_cast<std::uint8_t>(scales[h / scale_block(c.wire)]) - 127);
+      scale = std::ldexp(1.0f, static_cast<std::uint8_t>(scales[begin / block]) - 127);
     else
-      std::memcpy(&scale, scales + h / scale_block(c.wire) * sizeof scale, sizeof scale);
-    out[h] = values[static_cast<std::uint8_t>(payload[h])] * scale;
+      std::memcpy(&scale, scales + begin / block * sizeof scale, sizeof scale);
+    for (std::uint32_t h = begin; h < std::min(c.hidden, begin + block); ++h)
+      out[h] = values[static_cast<std::uint8_t>(payload[h])] * scale;
   }
 }
 
@@ -233,7 +235,7 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
   const std::vector<float>& weights = step.late ? part.late_weights : part.weights;
   const std::size_t size = dtype_bytes(c.dtype);
   std::vector<char> y(std::size_t{part.tokens} * c.hidden * size);
-  std::vector<float> total(c.hidden), partial(c.hidden);
+  std::vector<float> total(c.hidden), partial(c.hidden), value(c.hidden);
   for (std::uint32_t t = 0; t < part.tokens; ++t) {
     const float* row = part.seen.data() + std::size_t{t} * c.hidden;
     const std::size_t at = std::size_t{t} * c.top_k;
@@ -252,9 +254,9 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
         const std::uint32_t k = order[i];
         if (part.fits[at + k] == 0) continue;
         const auto expert = static_cast<std::uint32_t>(part.ids[at + k]);
+        expert_row(row, c.hidden, expert, c.dtype, value.data());
         for (std::uint32_t h = 0; h < c.hidden; ++h) {
-          const float value = expert_value(row, c.hidden, h, expert, c.dtype);
-          const float term = step.weighted ? weights[at + k] * value : value;
+          const float term = step.weighted ? weights[at + k] * value[h] : value[h];
           partial[h] = partial[h] + term;
         }
       }

@@ -53,9 +53,12 @@ std::unique_ptr<Step> make_step(const Config& config, const std::vector<bool>& a
                                 std::uint64_t seed);
 
 // The simulated expert: rotates a row's elements by the expert's number, and multiplies them by a power of two.
-inline float expert_value(const float* row, std::uint32_t hidden, std::uint32_t h, std::uint32_t expert, Dtype dtype) {
+inline void expert_row(const float* row, std::uint32_t hidden, std::uint32_t expert, Dtype dtype, float* out) {
   const float factor = static_cast<float>(1 << expert % 3) * (expert % 2 == 0 ? 1.0f : -1.0f);
-  return rounded_to(row[(h + expert) % hidden] * factor, dtype);
+  for (std::uint32_t h = 0, from = expert % hidden; h < hidden; ++h) {
+    out[h] = rounded_to(row[from] * factor, dtype);
+    if (++from == hidden) from = 0;
+  }
 }
 
 // Decodes a payload and its scales.

@@ -281,7 +281,7 @@ void Walker::run_experts() {
   const std::size_t size = dtype_bytes(c_.dtype), stride = c_.hidden * size + kGap;
   expert_out_ = poisoned<char>(output_rows() * stride);
   if (step_->released) return;
-  std::vector<float> row(c_.hidden);
+  std::vector<float> row(c_.hidden), value(c_.hidden), sum(c_.hidden);
   std::vector<char> scales(scale_bytes(c_));
   const auto read = [&](std::uint64_t at) {
     for (std::uint32_t i = 0; i < scales_per_row(c_); ++i)
@@ -292,17 +292,18 @@ void Walker::run_experts() {
   if (c_.layout == LayoutKind::Compact) {   // the caller sums over its experts
     for (std::uint64_t at = 0; at < std::min<std::uint64_t>(static_cast<std::uint64_t>(num_rows_), c_.max_rows); ++at) {
       read(at);
-      for (std::uint32_t h = 0; h < c_.hidden; ++h) {
-        float sum = 0;
-        for (std::uint32_t k = 0; k < c_.top_k; ++k) {
-          const std::int32_t id = topk_ids_[at * c_.top_k + k];
-          if (id < 0) continue;
-          const float term = topk_weights_[at * c_.top_k + k] *
-                             expert_value(row.data(), c_.hidden, h, first + static_cast<std::uint32_t>(id), c_.dtype);
-          sum = sum + term;
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (std::uint32_t k = 0; k < c_.top_k; ++k) {
+        const std::int32_t id = topk_ids_[at * c_.top_k + k];
+        if (id < 0) continue;
+        expert_row(row.data(), c_.hidden, first + static_cast<std::uint32_t>(id), c_.dtype, value.data());
+        for (std::uint32_t h = 0; h < c_.hidden; ++h) {
+          const float term = topk_weights_[at * c_.top_k + k] * value[h];
+          sum[h] = sum[h] + term;
         }
-        store(expert_out_.data() + at * stride + h * size, rounded_to(sum, c_.dtype), c_.dtype);
       }
+      for (std::uint32_t h = 0; h < c_.hidden; ++h)
+        store(expert_out_.data() + at * stride + h * size, rounded_to(sum[h], c_.dtype), c_.dtype);
     }
     return;
   }
@@ -312,8 +313,8 @@ void Walker::run_experts() {
     const std::uint64_t most = padded ? start + c_.max_per_expert : c_.max_rows;
     for (std::uint64_t at = start; at < start + static_cast<std::uint64_t>(counts_[e]) && at < most; ++at) {
       read(at);
-      for (std::uint32_t h = 0; h < c_.hidden; ++h)
-        store(expert_out_.data() + at * stride + h * size, expert_value(row.data(), c_.hidden, h, first + e, c_.dtype), c_.dtype);
+      expert_row(row.data(), c_.hidden, first + e, c_.dtype, value.data());
+      for (std::uint32_t h = 0; h < c_.hidden; ++h) store(expert_out_.data() + at * stride + h * size, value[h], c_.dtype);
     }
   }
 }
