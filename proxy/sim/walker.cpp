@@ -101,7 +101,7 @@ void Walker::begin_dispatch_send() {
     std::vector<std::int64_t> ids(part_.ids.begin(), part_.ids.end());
     for (std::int64_t& id : ids)
       if (id < -1) id = -id - 2;   // an expert of a dead rank; the caller does not know that it is dead
-    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), part_.tokens, &e_.alive()));
+    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), part_.tokens, &e_.blocks().alive()));
   }
   const std::size_t row = std::size_t{c_.hidden} * (step_->quantised ? 1 : dtype_bytes(c_.dtype)), stride = row + kGap;
   x_.resize(part_.tokens * stride);
@@ -369,15 +369,15 @@ void Walker::check_combine() const {
 void Walker::poison_slots(Op op) {
   constexpr std::uint64_t kEnough = 2048;
   const std::uint32_t set = set_of(c_, number_);
-  for (std::uint32_t peer : e_.peers())
-    std::memset(e_.own_slot(set, op, peer), kPoison, std::min(kEnough, e_.heap().slot_bytes[static_cast<std::uint32_t>(op)]));
-  totals_.count(Fault::Poisoned, e_.peers().size());
+  for (std::uint32_t peer : e_.blocks().peers())
+    std::memset(e_.blocks().own_slot(set, op, peer), kPoison, std::min(kEnough, e_.blocks().heap().slot_bytes[static_cast<std::uint32_t>(op)]));
+  totals_.count(Fault::Poisoned, e_.blocks().peers().size());
 }
 
 void Walker::poison_shares() {
-  for (std::uint32_t replica : e_.replicas())
-    std::memset(e_.own_share(set_of(c_, number_), replica), kPoison, e_.heap().share_bytes);
-  if (!step_->released && !e_.replicas().empty()) totals_.count(Fault::Shared, plan_->lane.tokens(plan_->tokens));
+  for (std::uint32_t replica : e_.blocks().replicas())
+    std::memset(e_.blocks().own_share(set_of(c_, number_), replica), kPoison, e_.blocks().heap().share_bytes);
+  if (!step_->released && !e_.blocks().replicas().empty()) totals_.count(Fault::Shared, plan_->lane.tokens(plan_->tokens));
 }
 
 }  // namespace pplx::sim

@@ -132,7 +132,7 @@ void World::build() {
     }
     for (Rank& rank : ranks_) {
       Object& object = rank.objects[o];
-      Exchange::Memory memory;
+      Memory memory;
       memory.own = object.base();
       for (Rank& peer : ranks_) memory.peers.push_back(peer.node == rank.node ? peer.objects[o].base() : nullptr);
       object.exchange = std::make_unique<Exchange>(object.config, memory, 1, timeout_, [this] { return clock_.seconds(); });
@@ -177,7 +177,7 @@ void World::start(Rank& rank) {
           o.peers[peer.number] = std::make_unique<RemoteRegion>(
               rank.fabric->import_region(static_cast<int>(peer.number), peer.objects[object.config.object].region.description));
       o.on_failure = [this, &rank, &object](const ProxyFailure& f) {
-        object.exchange->lost_network(f.abort(rank.number), f.text(rank.number));
+        object.exchange->failures().lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
       // The immediate of a step whose eight bits no step of this generation has.
@@ -284,7 +284,7 @@ bool World::begin_step(Rank& rank, Object& object) {
   if (object.begun == steps_ || object.walkers.size() >= object.config.in_flight || !random_.chance(0.5)) return false;
   for (const std::unique_ptr<Walker>& w : object.walkers)
     if (!w->has_sent() || set_of(object.config, w->number()) == set_of(object.config, object.exchange->next_step())) return false;
-  object.exchange->raise_failure();
+  object.exchange->failures().raise();
   try {
     object.exchange->raise_notice();
   } catch (const Misuse& notice) {
@@ -468,7 +468,7 @@ void World::leave(Rank& rank) {
   for (Rank& other : ranks_)
     if (other.alive && other.number != rank.number)
       later(random_.between<Time>(1, 50) * kMicrosecond, [&other, who = rank.number] {
-        for (Object& object : other.objects) object.exchange->peer_left(who);
+        for (Object& object : other.objects) object.exchange->failures().peer_left(who);
       });
 }
 
@@ -516,7 +516,7 @@ void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
   if (rank.told || !rank.alive) return;
   rank.told = abort.peer;
   log_.line("rank %u: is told to blame rank %u", rank.number, abort.peer);
-  for (Object& object : rank.objects) object.exchange->fail(abort, message);
+  for (Object& object : rank.objects) object.exchange->failures().fail(abort, message);
   wake(*rank.phases_actor);
 }
 
@@ -654,7 +654,7 @@ void World::finish_in_trouble() {
     rank.running = false;
     for (Object& object : rank.objects) {
       try {
-        object.exchange->raise_failure();
+        object.exchange->failures().raise();
         throw Violation(rank_text(rank.number) + " forgot its failure");
       } catch (const PeerFailure& failure) {
         check_failure(rank, object, failure);
@@ -710,9 +710,9 @@ void World::reset() {
       object.plan.reset();
       object.begun = object.closed = 0;
       object.exchange->reset(generation_, alive_);
-      totals_.count(Fault::ReplicaLost, object.exchange->replicas().size() + 1 < object.config.replicas);
+      totals_.count(Fault::ReplicaLost, object.exchange->blocks().replicas().size() + 1 < object.config.replicas);
       // Words are never cleared, so words of the old generation claim that everything has arrived.
-      const Heap& heap = object.exchange->heap();
+      const Heap& heap = object.exchange->blocks().heap();
       for (std::uint32_t set = 0; set < object.config.in_flight; ++set)
         for (std::uint32_t signal = 0; signal < kSignals; ++signal)
           for (std::uint32_t peer = 0; peer < object.config.world; ++peer) {
@@ -737,7 +737,7 @@ void World::check_noticed() {
   Object& object = victim.objects[network_.trap().immediate.object];
   try {
     if (trouble_ == Trouble::FailWrite || trouble_ == Trouble::FailSomewhere || trouble_ == Trouble::Overrun)
-      object.exchange->raise_failure();
+      object.exchange->failures().raise();
   } catch (const PeerFailure& failure) {
     check_failure(victim, object, failure);
     return;

@@ -55,7 +55,7 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
                                               const std::map<std::uint32_t, std::shared_ptr<Mapping>>& peers, unsigned threads,
                                               double timeout) {
   const std::uint64_t bytes = heap_of(config).bytes;
-  Exchange::Memory memory;
+  cpu::Memory memory;
   memory.own = own->data();
   memory.peers.assign(config.world, nullptr);
   std::vector<std::shared_ptr<Mapping>> mappings{std::move(own)};
@@ -146,20 +146,15 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
   cls.def(
          "fail",
          [](CarriedExchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
-           Abort abort;
-           abort.reason = reason_named(reason);
-           abort.origin = origin < 0 ? kNoRank : static_cast<std::uint32_t>(origin);
-           abort.peer = peer < 0 ? kNoRank : static_cast<std::uint32_t>(peer);
-           abort.step = step;
-           e.exchange.fail(abort, message);
+           e.exchange.failures().fail(abort_named(reason, origin, peer, step), message);
          },
          py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("close", [](CarriedExchange& e) { e.exchange.close(); }, "Ends the calls that other threads wait in.")
-      .def("peer_left", [](CarriedExchange& e, std::uint32_t peer) { e.exchange.peer_left(peer); }, py::arg("peer"))
-      .def("name_networks", [](CarriedExchange& e, std::vector<std::string> by_peer) { e.exchange.name_networks(std::move(by_peer)); },
+      .def("peer_left", [](CarriedExchange& e, std::uint32_t peer) { e.exchange.failures().peer_left(peer); }, py::arg("peer"))
+      .def("name_networks", [](CarriedExchange& e, std::vector<std::string> by_peer) { e.exchange.failures().name_networks(std::move(by_peer)); },
            py::arg("by_peer"))
       .def("raise_trouble", [](CarriedExchange& e) {
-        e.exchange.raise_failure();
+        e.exchange.failures().raise();
         e.exchange.raise_notice();
       })
       .def("reset", [](CarriedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },

@@ -13,7 +13,7 @@
 namespace pplx {
 
 struct CarriedExchange : Carried {
-  CarriedExchange(const Config& config, cpu::Exchange::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
+  CarriedExchange(const Config& config, cpu::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
                  double timeout)
       : mappings(std::move(mappings)), own(memory.own), outputs(cpu_output_layout(config)), exchange(config, std::move(memory), threads, timeout) {}
 
@@ -21,7 +21,7 @@ struct CarriedExchange : Carried {
   std::uint32_t generation() const override { return exchange.generation(); }
   char* memory() const override { return own; }
   std::size_t bytes() const override { return mappings.front()->bytes(); }
-  void lost_network(const Abort& abort, const std::string& message) override { exchange.lost_network(abort, message); }
+  void lost_network(const Abort& abort, const std::string& message) override { exchange.failures().lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
   char* own;

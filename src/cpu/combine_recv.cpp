@@ -4,14 +4,15 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
 class CombineRecv final : public PhaseRun {
  public:
-  CombineRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const Result& output)
-      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
+  CombineRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output)
+      : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
         own_(plan_.lane.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
         block_(combine_block(c_)) {}
 
@@ -20,15 +21,15 @@ class CombineRecv final : public PhaseRun {
 
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     switch (stage) {
-      case kBlocks: units.assign(e_.peers().size(), 1); return true;
+      case kBlocks: units.assign(b_.peers().size(), 1); return true;
       case kTokens:
-        if (!released_ && (own_ > 0 || !e_.replicas().empty()))
-          units.push_back(e_.units_of(own_, block_.row_bytes, &tokens_per_unit_));
+        if (!released_ && (own_ > 0 || !b_.replicas().empty()))
+          units.push_back(units_of(own_, block_.row_bytes, &tokens_per_unit_));
         return true;
       case kShares:
         if (released_) return true;
-        for (std::uint32_t replica : e_.replicas())   // there is a header to read even if there are no rows
-          units.push_back(std::max(1u, e_.units_of(lane(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
+        for (std::uint32_t replica : b_.replicas())   // there is a header to read even if there are no rows
+          units.push_back(std::max(1u, units_of(lane(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
         return true;
       default: return false;
     }
@@ -36,54 +37,48 @@ class CombineRecv final : public PhaseRun {
 
   bool ready(int stage, std::uint32_t group) override {
     switch (stage) {
-      case kBlocks: return e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);
-      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);
+      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);
+      case kShares: return b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);
       default: return true;
     }
   }
 
   Waiting waiting(int stage, std::uint32_t group) const override {
     if (stage == kShares)
-      return e_.waiting_for(step_, Signal::Share, e_.replicas()[group], "the finished rows");
-    return e_.waiting_for(step_, Signal::Combine, e_.peers()[group], "the combine block");
+      return b_.waiting_for(step_, Signal::Share, b_.replicas()[group], "the finished rows");
+    return b_.waiting_for(step_, Signal::Combine, b_.peers()[group], "the combine block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     switch (stage) {
-      case kBlocks: read_header(e_.peers()[group]); break;
+      case kBlocks: read_header(b_.peers()[group]); break;
       case kTokens: add_tokens(unit); break;
-      default: read_share(e_.replicas()[group], unit);
+      default: read_share(b_.replicas()[group], unit);
     }
   }
 
   void finished(int stage, std::uint32_t) override {
     if (stage != kTokens) return;
-    const BlockHeader header = e_.header(step_, own_, share_flags());
-    for (std::uint32_t replica : e_.replicas()) {
-      std::memcpy(e_.share_at_peer(set_, replica), &header, sizeof header);
-      e_.raise_at_peer(step_, Signal::Share, replica);
-      e_.count_block(replica, own_, block_.bytes(own_), true);
+    const BlockHeader header = b_.header(step_, own_, share_flags());
+    for (std::uint32_t replica : b_.replicas()) {
+      std::memcpy(b_.share_at_peer(set_, replica), &header, sizeof header);
+      b_.raise_at_peer(step_, Signal::Share, replica);
+      b_.count_block(replica, own_, block_.bytes(own_), true);
     }
   }
 
   void read_header(std::uint32_t peer) const {
     BlockHeader header;
-    std::memcpy(&header, e_.own_slot(set_, Op::Combine, peer), sizeof header);
-    e_.check_header(header, Phase::CombineRecv, step_, Op::Combine, peer);
-    const bool theirs = (header.flags & kReleased) != 0;
-    if (theirs != released_)
-      e_.protocol_error(Phase::CombineRecv, step_, peer,
-                        theirs ? "a release() of a step that this rank combines" : "a combine of a step that this rank released");
-    if (((header.flags & kHasTail) != 0) != has_tail_)
-      e_.protocol_error(Phase::CombineRecv, step_, peer,
-                        has_tail_ ? "a combine without tail=, which this rank passed"
-                                  : "a combine with tail=, which this rank did not pass");
+    std::memcpy(&header, b_.own_slot(set_, Op::Combine, peer), sizeof header);
+    b_.check_header(header, Phase::CombineRecv, step_, Op::Combine, peer);
+    const std::uint32_t mine = (released_ ? kReleased : 0u) | (has_tail_ ? kHasTail : 0u), theirs = header.flags & (kReleased | kHasTail);
+    if (theirs != mine) b_.protocol_error(Phase::CombineRecv, step_, peer, difference_text(mine, theirs));
     const std::uint32_t expected = released_ ? 0 : plan_.rows(peer);
     if (header.rows != expected)
-      e_.protocol_error(Phase::CombineRecv, step_, peer,
+      b_.protocol_error(Phase::CombineRecv, step_, peer,
                         std::to_string(header.rows) + " rows for the " + std::to_string(expected) + " it was sent");
-    if ((header.flags & kOverflowed) != 0) e_.note_overflow(peer);
-    e_.count_block(peer, header.rows, block_.bytes(header.rows), false);
+    if ((header.flags & kOverflowed) != 0) b_.note_overflow(peer);
+    b_.count_block(peer, header.rows, block_.bytes(header.rows), false);
   }
 
   void add_tokens(std::uint32_t unit) const {
@@ -98,8 +93,8 @@ class CombineRecv final : public PhaseRun {
       char* y = out_.y + t * out_.stride;
       k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
       if (has_tail_ && out_.tail != nullptr) read_tail(t);
-      for (std::uint32_t replica : e_.replicas()) {
-        char* row = e_.share_at_peer(set_, replica) + block_.row_at(own);
+      for (std::uint32_t replica : b_.replicas()) {
+        char* row = b_.share_at_peer(set_, replica) + block_.row_at(own);
         k_.copy(row, y, row_bytes());
         if (has_tail_ && out_.tail != nullptr) std::memcpy(row + block_.tail_at, tail_of(t), tail_bytes());
       }
@@ -107,13 +102,13 @@ class CombineRecv final : public PhaseRun {
   }
 
   const char* row_of(std::uint32_t ref) const {
-    return e_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
+    return b_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
   }
 
   void read_share(std::uint32_t replica, std::uint32_t unit) const {
     const Lane theirs = lane(replica);
     const std::uint32_t rows = theirs.tokens(plan_.tokens);
-    const char* block = e_.own_share(set_, replica);
+    const char* block = b_.own_share(set_, replica);
     if (unit == 0) check_share(replica, rows, block);
     const std::uint32_t end = std::min(rows, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
@@ -126,15 +121,13 @@ class CombineRecv final : public PhaseRun {
   void check_share(std::uint32_t replica, std::uint32_t rows, const char* block) const {
     BlockHeader header;
     std::memcpy(&header, block, sizeof header);
-    e_.check_header(header, Phase::CombineRecv, step_, Op::Combine, replica);
+    b_.check_header(header, Phase::CombineRecv, step_, Op::Combine, replica);
     if (header.rows != rows)
-      e_.protocol_error(Phase::CombineRecv, step_, replica,
+      b_.protocol_error(Phase::CombineRecv, step_, replica,
                         std::to_string(header.rows) + " finished rows, where its replicas wait for " + std::to_string(rows));
     if (header.flags != share_flags())
-      e_.protocol_error(Phase::CombineRecv, step_, replica,
-                        out_.accumulate ? "a combine without accumulate=, which this rank passed"
-                                        : "a combine with accumulate=, which this rank did not pass");
-    e_.count_block(replica, rows, block_.bytes(rows), false);
+      b_.protocol_error(Phase::CombineRecv, step_, replica, difference_text(share_flags(), header.flags));
+    b_.count_block(replica, rows, block_.bytes(rows), false);
   }
 
   void read_tail(std::uint32_t token) const {
@@ -142,7 +135,7 @@ class CombineRecv final : public PhaseRun {
     std::memset(to, 0, tail_bytes());
     for (std::uint32_t i = plan_.token_begin[token]; i < plan_.token_begin[token + 1]; ++i) {
       const RowRef& from = plan_.token_rows[i];
-      const char* tail = e_.own_slot(set_, Op::Combine, from.rank) + block_.row_at(from.row) + block_.tail_at;
+      const char* tail = b_.own_slot(set_, Op::Combine, from.rank) + block_.row_at(from.row) + block_.tail_at;
       for (std::uint32_t k = 0; k < c_.top_k; ++k) {
         const std::int32_t id = plan_.ids[std::size_t{token} * c_.top_k + k];
         if (id >= 0 && rank_of_expert(c_, static_cast<std::uint32_t>(id)) == from.rank)
@@ -151,13 +144,13 @@ class CombineRecv final : public PhaseRun {
     }
   }
 
-  Lane lane(std::uint32_t replica) const { return lane_of(c_, replica, &e_.alive()); }
+  Lane lane(std::uint32_t replica) const { return lane_of(c_, replica, &b_.alive()); }
   std::uint32_t share_flags() const { return out_.accumulate ? kAccumulates : 0u; }
   std::uint64_t row_bytes() const { return std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype); }
   std::uint64_t tail_bytes() const { return c_.top_k * sizeof(float); }
   char* tail_of(std::uint32_t token) const { return reinterpret_cast<char*>(out_.tail) + token * tail_bytes(); }
 
-  Exchange& e_;
+  Blocks& b_;
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
@@ -173,8 +166,8 @@ class CombineRecv final : public PhaseRun {
 
 std::unique_ptr<PhaseRun> Exchange::start_combine_recv(std::uint32_t step, const Result& output) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Open& open = open_step(step, Progress::Combining, "combine_recv");
-  return std::make_unique<CombineRecv>(*this, step, open, output);
+  const OpenStep& open = steps_.expect(step, OpenStep::Progress::Combining, "combine_recv");
+  return std::make_unique<CombineRecv>(blocks_, step, open, output);
 }
 
 }  // namespace pplx::cpu

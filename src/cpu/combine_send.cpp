@@ -3,14 +3,15 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
 class CombineSend final : public PhaseRun {
  public:
-  CombineSend(Exchange& exchange, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
-      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(input), flags_(flags),
+  CombineSend(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
+      : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(input), flags_(flags),
         block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
 
  private:
@@ -20,9 +21,9 @@ class CombineSend final : public PhaseRun {
     blocks_.clear();
     std::uint64_t packed = 0;
     const auto place = [&](Op op, const BlockLayout& layout, std::uint32_t peer, std::uint32_t rows) {
-      char* block = e_.send_area(set_, op) + packed;
-      if (e_.mapped(peer))
-        block = e_.slot_at_peer(set_, op, peer);
+      char* block = b_.send_area(set_, op) + packed;
+      if (b_.mapped(peer))
+        block = b_.slot_at_peer(set_, op, peer);
       else
         packed += align_up(layout.bytes(rows), 64);
       blocks_.push_back(block);
@@ -30,17 +31,17 @@ class CombineSend final : public PhaseRun {
     switch (stage) {
       case kWeights:
         if (!in_.uses_weights) return true;
-        before_ = e_.announced(set_, Op::Weights);
-        for (std::uint32_t peer : e_.peers()) {
+        before_ = b_.announced(set_, Op::Weights);
+        for (std::uint32_t peer : b_.peers()) {
           place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
           units.push_back(1);
         }
         return true;
       case kRows:
-        before_ = e_.announced(set_, Op::Combine);
-        for (std::uint32_t peer : e_.peers()) {
+        before_ = b_.announced(set_, Op::Combine);
+        for (std::uint32_t peer : b_.peers()) {
           place(Op::Combine, block_, peer, rows(peer));
-          units.push_back(e_.units_of(rows(peer), block_.row_bytes, &rows_per_unit_));
+          units.push_back(units_of(rows(peer), block_.row_bytes, &rows_per_unit_));
         }
         return true;
       default: return false;
@@ -48,28 +49,28 @@ class CombineSend final : public PhaseRun {
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = e_.peers()[group];
-    if (!e_.mapped(peer) && !Exchange::have_left(before_)) return false;
+    const std::uint32_t peer = b_.peers()[group];
+    if (!b_.mapped(peer) && !Blocks::have_left(before_)) return false;
     if (stage == kWeights || !in_.uses_weights) return true;
-    if (e_.has_arrived(step_, Signal::Weights, peer)) return true;
-    if (e_.has_arrived(step_, Signal::Combine, peer)) {
+    if (b_.has_arrived(step_, Signal::Weights, peer)) return true;
+    if (b_.has_arrived(step_, Signal::Combine, peer)) {
       BlockHeader header;
-      std::memcpy(&header, e_.own_slot(set_, Op::Combine, peer), sizeof header);
+      std::memcpy(&header, b_.own_slot(set_, Op::Combine, peer), sizeof header);
       if ((header.flags & kUsesWeights) == 0)
-        e_.protocol_error(Phase::Weights, step_, peer, "a combine without weights=, which this rank passed");
+        b_.protocol_error(Phase::Weights, step_, peer, difference_text(kUsesWeights, 0));
     }
     return false;
   }
 
   Waiting waiting(int stage, std::uint32_t group) const override {
-    const std::uint32_t peer = e_.peers()[group];
-    if (stage == kRows && in_.uses_weights && !e_.has_arrived(step_, Signal::Weights, peer))
-      return e_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
-    return e_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
+    const std::uint32_t peer = b_.peers()[group];
+    if (stage == kRows && in_.uses_weights && !b_.has_arrived(step_, Signal::Weights, peer))
+      return b_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
+    return b_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    const std::uint32_t peer = e_.peers()[group];
+    const std::uint32_t peer = b_.peers()[group];
     if (stage == kWeights) {
       write_weights(peer, blocks_[group]);
       return;
@@ -85,12 +86,12 @@ class CombineSend final : public PhaseRun {
   }
 
   void finished(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = e_.peers()[group];
+    const std::uint32_t peer = b_.peers()[group];
     const bool weights = stage == kWeights;
     const std::uint32_t n = weights ? in_.plan->rows(peer) : rows(peer);
-    const BlockHeader header = e_.header(step_, n, flags_);
+    const BlockHeader header = b_.header(step_, n, flags_);
     std::memcpy(blocks_[group], &header, sizeof header);
-    e_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
+    b_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
   }
 
   std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
@@ -109,10 +110,10 @@ class CombineSend final : public PhaseRun {
 
   void check_weights(std::uint32_t peer) const {
     BlockHeader header;
-    std::memcpy(&header, e_.own_slot(set_, Op::Weights, peer), sizeof header);
-    e_.check_header(header, Phase::Weights, step_, Op::Weights, peer);
+    std::memcpy(&header, b_.own_slot(set_, Op::Weights, peer), sizeof header);
+    b_.check_header(header, Phase::Weights, step_, Op::Weights, peer);
     if (header.rows != rows(peer))
-      e_.protocol_error(Phase::Weights, step_, peer, "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
+      b_.protocol_error(Phase::Weights, step_, peer, "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
   }
 
   void write_row(std::uint32_t peer, std::uint32_t row, char* to) const {
@@ -132,7 +133,7 @@ class CombineSend final : public PhaseRun {
     float sent[kMaxTopK];
     const float* from = r.weight.data() + at * c_.top_k;
     if (in_.uses_weights) {
-      std::memcpy(sent, e_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), choices * sizeof(float));
+      std::memcpy(sent, b_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), choices * sizeof(float));
       from = sent;
     }
     std::uint32_t n = 0;
@@ -170,7 +171,7 @@ class CombineSend final : public PhaseRun {
     }
   }
 
-  Exchange& e_;
+  Blocks& b_;
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
@@ -179,22 +180,22 @@ class CombineSend final : public PhaseRun {
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
+  std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
 };
 
 }  // namespace
 
 std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const ExpertOutputs& input) {
   std::lock_guard<std::mutex> lock(mutex_);
-  Open& open = open_step(step, Progress::Received, input.release ? "release" : "combine_send");
-  if (!input.release && (!input.received || input.received->generation != generation_))
+  OpenStep& open = steps_.expect(step, OpenStep::Progress::Received, input.release ? "release" : "combine_send");
+  if (!input.release && (!input.received || input.received->generation != generation()))
     throw Misuse("combine: this handle is from before reset()");
   if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
   open.released = input.release;
   open.has_tail = input.has_tail;
   const std::uint32_t flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
                               (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
-  return std::make_unique<CombineSend>(*this, step, input, flags);
+  return std::make_unique<CombineSend>(blocks_, step, input, flags);
 }
 
 }  // namespace pplx::cpu

@@ -4,15 +4,16 @@
 
 #include "exchange.h"
 #include "scales.h"
+#include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
 class DispatchRecv final : public PhaseRun {
  public:
-  DispatchRecv(Exchange& exchange, std::uint32_t step, const Exchange::Open& open, const DispatchOutput& output,
+  DispatchRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const DispatchOutput& output,
                std::shared_ptr<Received> received)
-      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), open_(open), out_(output),
+      : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), open_(open), out_(output),
         received_(std::move(received)), block_(dispatch_block(c_)), experts_(local_experts(c_, c_.rank)) {}
 
  private:
@@ -23,30 +24,30 @@ class DispatchRecv final : public PhaseRun {
       case kHeaders:
         rows_.assign(c_.world, 0);
         base_.assign(std::size_t{c_.world} * experts_, 0);
-        units.assign(e_.peers().size(), 1);
+        units.assign(b_.peers().size(), 1);
         return true;
       case kRows:
         place_experts();
-        for (std::uint32_t peer : e_.peers()) units.push_back(e_.units_of(rows_[peer], block_.row_bytes, &rows_per_unit_));
+        for (std::uint32_t peer : b_.peers()) units.push_back(units_of(rows_[peer], block_.row_bytes, &rows_per_unit_));
         return true;
       default: return false;
     }
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = e_.peers()[group];
+    const std::uint32_t peer = b_.peers()[group];
     // The proxy raises one word for a whole block.
-    return e_.has_arrived(step_, stage == kHeaders && e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);
+    return b_.has_arrived(step_, stage == kHeaders && b_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);
   }
 
   Waiting waiting(int stage, std::uint32_t group) const override {
-    const bool header = stage == kHeaders && e_.mapped(e_.peers()[group]);
-    return e_.waiting_for(step_, header ? Signal::Header : Signal::Dispatch, e_.peers()[group],
+    const bool header = stage == kHeaders && b_.mapped(b_.peers()[group]);
+    return b_.waiting_for(step_, header ? Signal::Header : Signal::Dispatch, b_.peers()[group],
                           header ? "the dispatch header" : "the dispatch block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    const std::uint32_t peer = e_.peers()[group];
+    const std::uint32_t peer = b_.peers()[group];
     if (stage == kHeaders)
       read_header(peer);
     else
@@ -55,25 +56,25 @@ class DispatchRecv final : public PhaseRun {
 
   void finished(int stage, std::uint32_t group) override {
     if (stage != kRows) return;
-    const std::uint32_t peer = e_.peers()[group];
-    e_.count_block(peer, rows_[peer], block_.bytes(rows_[peer]), false);
+    const std::uint32_t peer = b_.peers()[group];
+    b_.count_block(peer, rows_[peer], block_.bytes(rows_[peer]), false);
   }
 
   void read_header(std::uint32_t peer) {
-    const char* block = e_.own_slot(set_, Op::Dispatch, peer);
+    const char* block = b_.own_slot(set_, Op::Dispatch, peer);
     BlockHeader header;
     std::memcpy(&header, block, sizeof header);
-    e_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
-    const std::vector<std::uint32_t>& replicas = e_.replicas();
+    b_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
+    const std::vector<std::uint32_t>& replicas = b_.replicas();
     if (std::find(replicas.begin(), replicas.end(), peer) != replicas.end())
-      e_.check_replica(header, *open_.input.plan, step_, peer);
+      b_.check_replica(header, *open_.input.plan, step_, peer);
     std::uint32_t* counts = base_.data() + std::size_t{peer} * experts_;
     if (experts_ > 0) std::memcpy(counts, block + sizeof header, 4ull * experts_);
     const std::uint64_t most = std::uint64_t{header.rows} * c_.top_k;
     std::uint64_t sum = 0;
     for (std::uint32_t e = 0; e < experts_; ++e) sum += counts[e];
     if (sum < header.rows || sum > most)
-      e_.protocol_error(Phase::DispatchRecv, step_, peer,
+      b_.protocol_error(Phase::DispatchRecv, step_, peer,
                         "counts that add up to " + std::to_string(sum) + " for " + std::to_string(header.rows) + " rows");
     rows_[peer] = header.rows;
   }
@@ -82,7 +83,7 @@ class DispatchRecv final : public PhaseRun {
   void place_experts() {
     counts_ = base_;
     Received& r = *received_;
-    r.generation = e_.generation();
+    r.generation = b_.generation();
     r.top_k = c_.top_k;
     r.rows_begin.assign(c_.world + 1, 0);
     for (std::uint32_t s = 0; s < c_.world; ++s) r.rows_begin[s + 1] = r.rows_begin[s] + rows_[s];
@@ -115,7 +116,7 @@ class DispatchRecv final : public PhaseRun {
       case LayoutKind::Padded: r.needed_rows = largest; r.overflowed = largest > c_.max_per_expert; break;
       case LayoutKind::Compact: r.needed_rows = total; r.overflowed = total > c_.max_rows; break;
     }
-    if (r.overflowed) e_.note_overflow(c_.rank);
+    if (r.overflowed) b_.note_overflow(c_.rank);
   }
 
   void zero_rows(std::uint64_t begin, std::uint64_t end) {
@@ -137,20 +138,20 @@ class DispatchRecv final : public PhaseRun {
   }
 
   void place_row(std::uint32_t peer, std::uint32_t row) {
-    const char* from = e_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(row);
+    const char* from = b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(row);
     RouteHead head;
     std::memcpy(&head, from + block_.route_at, sizeof head);
     const std::uint32_t n = count_choices(head.choices);
     if (n == 0 || head.choices >> c_.top_k != 0)
-      e_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of choices " + std::to_string(head.choices));
+      b_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of choices " + std::to_string(head.choices));
     const char* payload = from;
     const char* scales = from + block_.scales_at;
     if (peer == c_.rank && open_.own_rows_in_x) {
       if (head.token >= open_.input.plan->tokens)
-        e_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of token " + std::to_string(head.token));
+        b_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of token " + std::to_string(head.token));
       payload = open_.input.x.data + head.token * open_.input.x.stride;
       if (quantised(c_.wire)) {
-        payload = e_.staging(set_) + std::uint64_t{head.token} * block_.route_at;
+        payload = b_.staging(set_) + std::uint64_t{head.token} * block_.route_at;
         scales = payload + block_.scales_at;
       }
     }
@@ -161,7 +162,7 @@ class DispatchRecv final : public PhaseRun {
     for (std::uint32_t i = 0; i < n; ++i) {
       const std::uint32_t expert = route_expert(entries[i].place), index = route_index(entries[i].place);
       if (expert >= experts_ || index >= counts_[std::size_t{peer} * experts_ + expert])
-        e_.protocol_error(Phase::DispatchRecv, step_, peer,
+        b_.protocol_error(Phase::DispatchRecv, step_, peer,
                           "a route to place " + std::to_string(index) + " of its local expert " + std::to_string(expert));
     }
     if (c_.layout == LayoutKind::Compact)
@@ -211,11 +212,11 @@ class DispatchRecv final : public PhaseRun {
     copy_scales(to, out_.scale.scale, scales, each, n, each);
   }
 
-  Exchange& e_;
+  Blocks& b_;
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
-  const Exchange::Open& open_;
+  const OpenStep& open_;
   const DispatchOutput out_;
   const std::shared_ptr<Received> received_;
   const BlockLayout block_;
@@ -230,8 +231,8 @@ class DispatchRecv final : public PhaseRun {
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_recv(std::uint32_t step, const DispatchOutput& output,
                                                         std::shared_ptr<Received> received) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const Open& open = open_step(step, Progress::Sent, "dispatch_recv");
-  return std::make_unique<DispatchRecv>(*this, step, open, output, std::move(received));
+  const OpenStep& open = steps_.expect(step, OpenStep::Progress::Sent, "dispatch_recv");
+  return std::make_unique<DispatchRecv>(blocks_, step, open, output, std::move(received));
 }
 
 }  // namespace pplx::cpu

@@ -3,14 +3,15 @@
 
 #include "exchange.h"
 #include "scales.h"
+#include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
 class DispatchSend final : public PhaseRun {
  public:
-  DispatchSend(Exchange& exchange, std::uint32_t step, const Exchange::Open& open)
-      : e_(exchange), c_(exchange.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
+  DispatchSend(Blocks& blocks, std::uint32_t step, const OpenStep& open)
+      : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
         plan_(*open.input.plan), own_(plan_.lane.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x),
         block_(dispatch_block(c_)),
         quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
@@ -21,26 +22,26 @@ class DispatchSend final : public PhaseRun {
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     switch (stage) {
       case kQuantise:
-        for (std::uint32_t peer : e_.peers()) {
-          if (!e_.mapped(peer)) continue;
-          write_header(peer, e_.slot_at_peer(set_, Op::Dispatch, peer));
-          e_.raise_at_peer(step_, Signal::Header, peer);
+        for (std::uint32_t peer : b_.peers()) {
+          if (!b_.mapped(peer)) continue;
+          write_header(peer, b_.slot_at_peer(set_, Op::Dispatch, peer));
+          b_.raise_at_peer(step_, Signal::Header, peer);
         }
         if (quantises_ && own_ > 0)
-          units.push_back(e_.units_of(own_, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
+          units.push_back(units_of(own_, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
         return true;
       case kRows: {
         std::uint64_t packed = 0;   // remote blocks lie back to back
-        before_ = e_.announced(set_, Op::Dispatch);
-        for (std::uint32_t peer : e_.peers()) {
+        before_ = b_.announced(set_, Op::Dispatch);
+        for (std::uint32_t peer : b_.peers()) {
           const std::uint32_t rows = plan_.rows(peer);
-          char* block = e_.send_area(set_, Op::Dispatch) + packed;
-          if (e_.mapped(peer))
-            block = e_.slot_at_peer(set_, Op::Dispatch, peer);
+          char* block = b_.send_area(set_, Op::Dispatch) + packed;
+          if (b_.mapped(peer))
+            block = b_.slot_at_peer(set_, Op::Dispatch, peer);
           else
             packed += align_up(block_.bytes(rows), 64);
           blocks_.push_back(block);
-          units.push_back(e_.units_of(rows, block_.row_bytes, &rows_per_unit_));
+          units.push_back(units_of(rows, block_.row_bytes, &rows_per_unit_));
         }
         return true;
       }
@@ -49,29 +50,29 @@ class DispatchSend final : public PhaseRun {
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    return stage == kQuantise || e_.mapped(e_.peers()[group]) || Exchange::have_left(before_);
+    return stage == kQuantise || b_.mapped(b_.peers()[group]) || Blocks::have_left(before_);
   }
 
   Waiting waiting(int, std::uint32_t group) const override {
-    return e_.waiting_for(step_, Signal::Dispatch, e_.peers()[group], "the network to take the last dispatch block");
+    return b_.waiting_for(step_, Signal::Dispatch, b_.peers()[group], "the network to take the last dispatch block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     if (stage == kQuantise)
       quantise(unit);
     else
-      write_rows(e_.peers()[group], blocks_[group], unit);
+      write_rows(b_.peers()[group], blocks_[group], unit);
   }
 
   void finished(int stage, std::uint32_t group) override {
     if (stage != kRows) return;
-    const std::uint32_t peer = e_.peers()[group];
-    if (!e_.mapped(peer)) write_header(peer, blocks_[group]);
-    e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
+    const std::uint32_t peer = b_.peers()[group];
+    if (!b_.mapped(peer)) write_header(peer, blocks_[group]);
+    b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
   }
 
   void write_header(std::uint32_t peer, char* block) const {
-    BlockHeader header = e_.header(step_, plan_.rows(peer));
+    BlockHeader header = b_.header(step_, plan_.rows(peer));
     header.tokens = plan_.tokens;
     header.ids_digest = plan_.ids_digest;
     std::memcpy(block, &header, sizeof header);
@@ -82,7 +83,7 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
       const std::uint32_t t = plan_.lane.token(i);
-      char* row = e_.staging(set_) + std::uint64_t{t} * block_.route_at;
+      char* row = b_.staging(set_) + std::uint64_t{t} * block_.route_at;
       k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
                   row + block_.scales_at);
     }
@@ -92,7 +93,7 @@ class DispatchSend final : public PhaseRun {
     const std::uint32_t rows = plan_.rows(peer);
     const std::uint32_t end = std::min(rows, (unit + 1) * rows_per_unit_);
     const bool payload = peer != c_.rank || !own_rows_in_x_;
-    const bool streams = payload && e_.mapped(peer);   // past the caches, since a peer's core reads it; the proxy reads from the caches
+    const bool streams = payload && b_.mapped(peer);   // past the caches, since a peer's core reads it; the proxy reads from the caches
     for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
       char* to = block + block_.row_at(row);
@@ -104,7 +105,7 @@ class DispatchSend final : public PhaseRun {
 
   void write_payload(decltype(Kernels::copy) copy, char* to, std::uint32_t token) const {
     if (quantises_) {
-      copy(to, e_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
+      copy(to, b_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
       return;
     }
     copy(to, in_.x.data + token * in_.x.stride, payload_bytes(c_));
@@ -130,7 +131,7 @@ class DispatchSend final : public PhaseRun {
     std::memcpy(to + sizeof head, entries, n * sizeof(RouteEntry));
   }
 
-  Exchange& e_;
+  Blocks& b_;
   const Config& c_;
   const Kernels& k_;
   const std::uint32_t step_, set_;
@@ -142,7 +143,7 @@ class DispatchSend final : public PhaseRun {
   const bool quantises_;
   std::uint32_t tokens_per_unit_ = 1, rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Exchange::Announced> before_;   // what the send area still holds of the set's last step
+  std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
 };
 
 // A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows that
@@ -161,25 +162,18 @@ void check_scales(const Config& c, const Tokens& input) {
 }  // namespace
 
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std::uint32_t* step) {
-  if (!input.plan || input.plan->tokens > config_.max_tokens || input.plan->top_k != config_.top_k)
+  if (!input.plan || input.plan->tokens > config().max_tokens || input.plan->top_k != config().top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
-  if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config_))
-    throw Misuse(too_many_tokens_text(input.plan->tokens, input.plan->lane.of, max_rows_of_block(config_)));
-  for (std::uint32_t replica : replicas_)
-    if (!mapped(replica)) throw Misuse("dispatch: replicas must share a node, and " + rank_text(replica) + " is behind the proxy");
-  if (input.scales != nullptr && !quantised(config_.wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
-  if (input.scales != nullptr && config_.wire == Wire::FP8_UE8M0) check_scales(config_, input);
+  if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config()))
+    throw Misuse(too_many_tokens_text(input.plan->tokens, input.plan->lane.of, max_rows_of_block(config())));
+  if (input.scales != nullptr && !quantised(config().wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
+  if (input.scales != nullptr && config().wire == Wire::FP8_UE8M0) check_scales(config(), input);
   std::lock_guard<std::mutex> lock(mutex_);
-  Open& open = open_[set_of(config_, next_step_)];
-  if (open.progress != Progress::Closed)
-    throw Misuse("dispatch: step " + std::to_string(open.step) + " is still open, and in_flight=" +
-                 std::to_string(config_.in_flight) + " allows no further one: combine it or call d.release() first");
-  open.progress = Progress::Sent;
-  open.step = *step = next_step_++;
-  open.input = input;
+  OpenStep& open = steps_.open(input);
+  *step = open.step;
   // The quantised rows are not in the caller's memory, so own rows can always be read from there.
-  open.own_rows_in_x = quantised(config_.wire) && input.scales == nullptr ? true : input.keep_own_rows && input.scales == nullptr;
-  return std::make_unique<DispatchSend>(*this, *step, open);
+  open.own_rows_in_x = quantised(config().wire) && input.scales == nullptr ? true : input.keep_own_rows && input.scales == nullptr;
+  return std::make_unique<DispatchSend>(blocks_, *step, open);
 }
 
 }  // namespace pplx::cpu

@@ -4,6 +4,7 @@
 // around poll(); a simulation calls it when it likes. The units of one stage touch no memory in common.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -141,5 +142,12 @@ class PhaseRun {
   std::mutex error_mutex_;
   std::exception_ptr error_;
 };
+
+// How many units so many rows make. One is what a thread does between two looks at what else there is.
+inline std::uint32_t units_of(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t* rows_per_unit) {
+  constexpr std::uint64_t kUnitBytes = 64 * 1024;
+  *rows_per_unit = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, kUnitBytes / std::max<std::uint64_t>(1, row_bytes)));
+  return static_cast<std::uint32_t>((rows + *rows_per_unit - 1) / *rows_per_unit);
+}
 
 }  // namespace pplx::cpu

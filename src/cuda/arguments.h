@@ -18,6 +18,7 @@
 #pragma once
 
 #include "../protocol/heap.h"
+#include "../protocol/notices.h"
 #include "../protocol/replicas.h"
 #include "../protocol/scale_strides.h"
 
@@ -69,10 +70,7 @@ struct Report {
   std::uint64_t left;  // host to kernels: peers that closed their Communicator, a bit each; what they sent is there
   std::uint64_t failure;  // kernels to host, abort_word; written last
   std::uint64_t expected, seen;  // of that failure
-  std::uint32_t bad_ids;  // ids that are no expert's, counted as -1
-  std::uint32_t overflowed;  // 1 + the rank whose output buffer was too small
-  std::uint32_t short_output;  // expert_out or tail had fewer rows than the dispatch filled
-  std::uint32_t bad_scales;  // scales given to FP8_UE8M0 that are no powers of two
+  Notices notices;  // kernels to host
 };
 
 // In a Report's `expected`, beside the flags that a combine's header must have: `seen` are those that it has.

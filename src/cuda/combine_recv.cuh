@@ -24,7 +24,7 @@ __device__ inline void receive_combine_header(const CombineArguments& a, std::ui
   else if (remote)
     pass_on(k, step, Signal::Combine, peer);
   if (remote) see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
-  if ((h.flags & kOverflowed) != 0) k.report->overflowed = 1 + peer;
+  if ((h.flags & kOverflowed) != 0) k.report->notices.overflowed = 1 + peer;
 }
 
 // Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.

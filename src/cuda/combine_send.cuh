@@ -266,7 +266,7 @@ __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choic
   const std::uint32_t from = __shfl_sync(~0u, place, compact ? 0 : __popc(choices & ((1u << lane) - 1)));
   if ((choices >> lane & 1) == 0) return;
   const bool here = from != kNone && from < a.tail_rows;
-  if (from != kNone && !here) k.report->short_output = 1;
+  if (from != kNone && !here) k.report->notices.short_output = 1;
   reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
 }
 
@@ -292,7 +292,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   }
   if (lane >= n) place = kNone;
   if (place != kNone && place >= a.expert_rows) {
-    k.report->short_output = 1;
+    k.report->notices.short_output = 1;
     place = kNone;
   }
   if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;

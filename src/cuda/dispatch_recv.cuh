@@ -143,7 +143,7 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
     const bool compact = k.c.layout == LayoutKind::Compact;
     const bool overflowed = padded ? s.largest > k.c.max_per_expert : (compact ? s.rows_begin[world] : offset) > k.c.max_rows;
     *a.received.overflowed = overflowed;
-    if (overflowed) k.report->overflowed = 1 + k.c.rank;
+    if (overflowed) k.report->notices.overflowed = 1 + k.c.rank;
     if (a.out.offsets != nullptr) a.out.offsets[experts] = static_cast<std::int32_t>(offset);
     if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(s.rows_begin[world]);
   }

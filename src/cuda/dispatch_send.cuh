@@ -133,7 +133,7 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
     const bool nobody = a.common.dead != 0 && (a.common.dead >> a.common.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
     return nobody ? -1 : static_cast<std::int32_t>(id);
   }
-  if (report && id != -1) a.common.report->bad_ids = 1;
+  if (report && id != -1) a.common.report->notices.bad_ids = 1;
   return -1;
 }
 
@@ -374,7 +374,7 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
   const char* from = a.scales + token * a.scale.row;
   if (wire != Wire::MXFP8) {
     const std::uint32_t scale = *reinterpret_cast<const std::uint32_t*>(from + at * a.scale.scale);
-    if (wire == Wire::FP8_UE8M0 && scale != 0 && !is_e8m0(float_of(scale))) a.common.report->bad_scales = 1;
+    if (wire == Wire::FP8_UE8M0 && scale != 0 && !is_e8m0(float_of(scale))) a.common.report->notices.bad_scales = 1;
     return scale;
   }
   std::uint32_t word = 0;

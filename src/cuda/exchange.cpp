@@ -15,17 +15,6 @@ namespace {
 // Generations whose graphs are known to be old. A call that allocates may wait for the device, so all are there from the start.
 constexpr std::uint32_t kControls = 64;
 
-// How a peer ended the step otherwise than this rank.
-std::string difference_text(std::uint32_t mine, std::uint32_t theirs) {
-  const std::uint32_t differ = mine ^ theirs;
-  if ((differ & kReleased) != 0)
-    return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines"
-                                     : "a combine of a step that this rank released";
-  const std::string argument = (differ & kHasTail) != 0 ? "tail=" : (differ & kUsesWeights) != 0 ? "weights=" : "accumulate=";
-  return (theirs & differ) != 0 ? "a combine with " + argument + ", which this rank did not pass"
-                                : "a combine without " + argument + ", which this rank passed";
-}
-
 Control fresh_control(const Config& c) {
   Control control{};
   control.dispatch = static_cast<unsigned long long>(c.first_step) << 32;
@@ -51,7 +40,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), next_step_(config.first_step) {
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
@@ -195,23 +184,23 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   *common_.report = fresh;
   first_.forget();
   launches_.forget_steps();
-  next_step_ = common_.c.first_step;
+  steps_.reset();
 }
 
 void Exchange::rebuild_order(const std::vector<bool>& alive) {
   const Config& c = common_.c;
   common_.living = 0;
   common_.dead = 0;
+  const std::vector<std::uint32_t> order = peer_order(c, alive);
   for (const bool remote : {true, false})
-    for (const std::uint32_t peer : peer_order(c, alive))
+    for (const std::uint32_t peer : order)
       if (((common_.remote >> peer & 1) != 0) == remote) common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
   for (std::uint32_t peer = 0; peer < c.world; ++peer)
     if (!alive[peer]) common_.dead |= 1ull << peer;
   common_.lane = lane_of(c, c.rank, &alive);
   common_.replicas = 0;
-  for (std::uint32_t peer = first_replica(c, c.rank); peer < first_replica(c, c.rank) + c.replicas; ++peer)
-    if (peer != c.rank && alive[peer]) common_.replicas |= 1ull << peer;
-  if ((common_.replicas & common_.remote) != 0) throw Misuse("replicas must share a node, and one is behind the proxy");
+  for (const std::uint32_t peer : other_replicas(c, order, [&](std::uint32_t r) { return (common_.remote >> r & 1) == 0; }))
+    common_.replicas |= 1ull << peer;
 }
 
 void Exchange::write_control(std::uint32_t generation, const Control& value) {
@@ -226,8 +215,7 @@ void Exchange::raise_failure() {
   if (word == 0) word = load_acquire(&common_.report->abort);
   if (word == 0) return;
   const Abort a = read_abort(word, config().world);
-  std::string message = word == load_acquire(&common_.report->abort) ? first_.message() : "";
-  if (message.empty()) message = abort_text(a, a.origin == config().rank ? first_.network_of(a.peer) : "");
+  std::string message = first_.text(word, config());
   const std::uint64_t expected = common_.report->expected;
   const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);
   if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & kFlags) != 0) {
@@ -245,24 +233,6 @@ void Exchange::raise_failure() {
   throw failure;
 }
 
-void Exchange::raise_notice() {
-  Report& r = *common_.report;
-  if (r.bad_ids == 0 && r.bad_scales == 0 && r.overflowed == 0 && r.short_output == 0) return;
-  std::string text;
-  if (r.bad_ids != 0)
-    text = "topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(config().num_experts - 1) +
-           ", nor -1: they counted as -1";
-  else if (r.bad_scales != 0)
-    text = "x_scale of an earlier dispatch had scales that are no powers of two, which those of wire 'fp8_ue8m0' are: they were "
-           "sent as they are";
-  else if (r.overflowed != 0)
-    text = overflow_text(r.overflowed - 1, config().layout);
-  else
-    text = "expert_out or tail of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero";
-  r.bad_ids = r.bad_scales = r.overflowed = r.short_output = 0;
-  throw Misuse(text);
-}
-
 std::uint32_t Exchange::open_steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return static_cast<std::uint32_t>(launches_.eager().open_steps());
@@ -270,7 +240,7 @@ std::uint32_t Exchange::open_steps() const {
 
 std::uint64_t Exchange::steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return steps_;
+  return steps_.closed();
 }
 
 #ifdef PPLX_CUDA_STAGES

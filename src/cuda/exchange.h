@@ -9,7 +9,9 @@
 
 #include "../host/first_failure.h"
 #include "../host/fork_check.h"
+#include "../host/notices.h"
 #include "../host/peer_order.h"
+#include "../host/step_book.h"
 #include "buffer_layout.h"
 #include "calls.h"
 #include "host_heap.h"
@@ -55,7 +57,7 @@ class Exchange {
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
   void raise_failure();
-  void raise_notice();
+  void raise_notice() { raise_notices(common_.report->notices, common_.c); }
   // Of eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
   std::uint64_t steps() const;
@@ -76,8 +78,7 @@ class Exchange {
   std::uint32_t sms_ = 1;
   mutable std::mutex mutex_;
   Launches launches_;
-  std::uint32_t next_step_;   // if there were no replays
-  std::uint64_t steps_ = 0;
+  StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   Control* controls_ = nullptr;  // by generation, in turn
   FirstFailure first_;

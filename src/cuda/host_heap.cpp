@@ -92,8 +92,7 @@ std::optional<DeviceMemory> HostHeap::blocks() const {
 
 void HostHeap::reset(std::uint32_t generation) {
   generation_ = generation;
-  for (const std::uint64_t at : {heap_.mailbox, heap_.sent})
-    std::memset(memory_ + at, 0, std::size_t{kWordBytes} * config_.in_flight * kOps * config_.world);
+  empty_mailbox(heap_, config_, memory_);
 }
 
 }  // namespace pplx::cuda

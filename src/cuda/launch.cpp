@@ -51,8 +51,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const cudaStream_t stream = launch.stream;
   Launches::Sequence& here = launches_.on(stream);
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
-    throw Misuse("dispatch: a step is still open, and in_flight=" + std::to_string(c.in_flight) +
-                 " allows no further one: combine it or call d.release() first");
+    throw Misuse(too_many_open_text("a step", c.in_flight));
   const Lane& lane = common_.lane;
   if ((launch.halves & kSend) != 0 && lane.tokens(tokens.count) > common_.most_rows)
     throw Misuse(too_many_tokens_text(tokens.count, lane.of, common_.most_rows));
@@ -97,7 +96,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   if (!a.recv) here.note_send(stream);
   if (!a.send) return 0;
   here.open(launch.buffer);
-  return here.eager() ? next_step_++ : next_step_;
+  return here.eager() ? steps_.open() : steps_.next();
 }
 
 void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
@@ -136,7 +135,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   }
   if (!a.send) here.note_received(stream);
   opened.close(launch.buffer);
-  steps_ += here.eager();
+  if (here.eager()) steps_.close();
 }
 
 }  // namespace pplx::cuda

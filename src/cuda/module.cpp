@@ -195,12 +195,7 @@ void bind_exchange(py::module_& m) {
       .def(
           "fail",
           [](Exchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {
-            Abort abort;
-            abort.reason = reason_named(reason);
-            abort.origin = origin < 0 ? kNoRank : static_cast<std::uint32_t>(origin);
-            abort.peer = peer < 0 ? kNoRank : static_cast<std::uint32_t>(peer);
-            abort.step = step;
-            e.fail(abort, message);
+            e.fail(abort_named(reason, origin, peer, step), message);
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("peer_left", &Exchange::peer_left, py::arg("peer"))

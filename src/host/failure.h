@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "../protocol/abort.h"
-#include "../protocol/config.h"
+#include "../protocol/block.h"
 
 namespace pplx {
 
@@ -34,12 +34,14 @@ struct PeerFailure : std::runtime_error {
   std::string seen;
 };
 
-// The reason for a name of the control plane.
-inline AbortReason reason_named(const std::string& name) {
-  return name == "death"     ? AbortReason::Death
-         : name == "timeout" ? AbortReason::Timeout
-         : name == "closed"  ? AbortReason::Closed
-                             : AbortReason::User;
+// What the control plane says of it: ranks below 0 are unknown.
+inline Abort abort_named(const std::string& reason, int origin, int peer, std::uint32_t step) {
+  const auto rank = [](int r) { return r < 0 ? kNoRank : static_cast<std::uint32_t>(r); };
+  return {reason == "death"     ? AbortReason::Death
+          : reason == "timeout" ? AbortReason::Timeout
+          : reason == "closed"  ? AbortReason::Closed
+                                : AbortReason::User,
+          Phase::None, rank(origin), rank(peer), step};
 }
 
 // Reads an abort word that came from elsewhere. A rank that does not exist counts as unknown: passed on as it is, others would take this
@@ -110,11 +112,15 @@ inline std::string too_many_tokens_text(std::uint32_t tokens, std::uint32_t repl
          " replicas of this group that are left can send, " + std::to_string(most) + " each";
 }
 
-// Every rank hears of it, once.
-inline std::string overflow_text(std::uint32_t rank, LayoutKind layout) {
-  return "the output buffer of " + rank_text(rank) + " was too small in an earlier step: rows that did not fit counted as zero. " +
-         "Give the layout a larger " + (layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
-         " (d.counts holds the true counts).";
+// How a peer ended a step otherwise than this rank, by the flags of their combine headers.
+inline std::string difference_text(std::uint32_t mine, std::uint32_t theirs) {
+  const std::uint32_t differ = mine ^ theirs;
+  if ((differ & kReleased) != 0)
+    return (theirs & kReleased) != 0 ? "a release() of a step that this rank combines"
+                                     : "a combine of a step that this rank released";
+  const std::string argument = (differ & kHasTail) != 0 ? "tail=" : (differ & kUsesWeights) != 0 ? "weights=" : "accumulate=";
+  return (theirs & differ) != 0 ? "a combine with " + argument + ", which this rank did not pass"
+                                : "a combine without " + argument + ", which this rank passed";
 }
 
 }  // namespace pplx

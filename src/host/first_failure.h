@@ -17,15 +17,20 @@ class FirstFailure {
   // Unless `word` has one already. Safe from any thread.
   void tell(std::uint64_t* word, const Abort& abort, const std::string& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (store_if_zero(word, abort_word(abort))) message_ = message;   // a peer may have been faster, with words of its own
+    if (!store_if_zero(word, abort_word(abort))) return;   // a peer may have been faster, with words of its own
+    told_ = abort_word(abort);
+    message_ = message;
   }
-  // The message that came with the word; empty: none did.
-  std::string message() const {
+  // In the words that came with it, if any did.
+  std::string text(std::uint64_t word, const Config& c) const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return message_;
+    if (word == told_ && !message_.empty()) return message_;
+    const Abort abort = read_abort(word, c.world);
+    return abort_text(abort, abort.origin == c.rank ? network_of(abort.peer) : "");
   }
   void forget() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    told_ = 0;
     message_.clear();
   }
 
@@ -35,6 +40,7 @@ class FirstFailure {
 
  private:
   mutable std::mutex mutex_;
+  std::uint64_t told_ = 0;
   std::string message_;
   std::vector<std::string> networks_;
 };

@@ -4,7 +4,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "../protocol/config.h"
+#include "../protocol/replicas.h"
+#include "failure.h"
 
 namespace pplx {
 
@@ -16,6 +17,18 @@ inline std::vector<std::uint32_t> peer_order(const Config& c, const std::vector<
     if (alive[peer]) order.push_back(peer);
   }
   return order;
+}
+
+// The other living ranks that hold the same tokens, in that order. They store into each other's memory.
+template <typename IsMapped>
+std::vector<std::uint32_t> other_replicas(const Config& c, const std::vector<std::uint32_t>& order, const IsMapped& is_mapped) {
+  std::vector<std::uint32_t> replicas;
+  for (std::uint32_t peer : order) {
+    if (peer == c.rank || first_replica(c, peer) != first_replica(c, c.rank)) continue;
+    if (!is_mapped(peer)) throw Misuse("replicas must share a node, and " + rank_text(peer) + " is behind the proxy");
+    replicas.push_back(peer);
+  }
+  return replicas;
 }
 
 }  // namespace pplx

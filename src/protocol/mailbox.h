@@ -12,6 +12,8 @@
 // own.
 #pragma once
 
+#include <cstring>
+
 #include "arrival.h"
 
 namespace pplx {
@@ -66,6 +68,13 @@ PPLX_BOTH std::uint64_t load_mail(const MailboxEntry& entry) {
 template <typename Atomics>
 PPLX_BOTH void say_sent(const MailboxEntry& entry, std::uint32_t generation, std::uint32_t step) {
   Atomics::store_release(entry.sent, arrival_word(generation, step));
+}
+
+// Both, while neither is at work: the proxy of the next generation finds nothing.
+inline void empty_mailbox(const Heap& heap, const Config& c, char* memory) {
+  const std::size_t bytes = kWordBytes * std::size_t{c.in_flight} * kOps * c.world;
+  std::memset(memory + heap.mailbox, 0, bytes);
+  std::memset(memory + heap.sent, 0, bytes);
 }
 
 }  // namespace pplx

@@ -35,7 +35,7 @@ class LocalRanks {
       rank.heap = std::make_unique<std::uint64_t[]>(heap_of(rank.config).bytes / 8 + 8);
     }
     for (LocalRank& rank : ranks) {
-      cpu::Exchange::Memory memory;
+      cpu::Memory memory;
       memory.own = rank.memory();
       for (std::uint32_t p = 0; p < config.world; ++p)
         memory.peers.push_back(same_node(rank.config.rank, p) ? ranks[p].memory() : nullptr);

@@ -20,7 +20,7 @@ struct Node {
     config.hidden = 8;
     config.max_rows = ranks;
     for (std::uint32_t r = 0; r < ranks; ++r) heaps.push_back(std::make_unique<std::uint64_t[]>(heap_of(config).bytes / 8 + 8));
-    Exchange::Memory memory;
+    Memory memory;
     for (const auto& heap : heaps) memory.peers.push_back(reinterpret_cast<char*>(heap.get()));
     for (std::uint32_t r = 0; r < ranks; ++r) {
       config.rank = r;
@@ -58,7 +58,7 @@ struct Node {
 
   PeerFailure heard(std::uint32_t rank) {
     try {
-      exchanges[rank]->raise_failure();
+      exchanges[rank]->failures().raise();
     } catch (const PeerFailure& failure) {
       return failure;
     }
@@ -96,7 +96,7 @@ void own_failure() {
 void told_failure() {
   Node node(4);
   const Abort abort{AbortReason::Fabric, Phase::CombineRecv, 3, 0, 5};
-  node.meanwhile = [&] { node.exchanges[2]->fail(abort, "in more words than a word has"); };
+  node.meanwhile = [&] { node.exchanges[2]->failures().fail(abort, "in more words than a word has"); };
   const PeerFailure told = node.wait_in_vain(2);
   CHECK_EQ(told.peer, 0u);
   CHECK(says(told, "in more words"));
@@ -125,8 +125,8 @@ void damaged_word() {
 // The first failure wins.
 void two_failures() {
   Node node(3);
-  node.exchanges[1]->fail({AbortReason::Death, Phase::None, 1, 0, 0}, "");
-  node.exchanges[1]->fail({AbortReason::Death, Phase::None, 1, 2, 0}, "");
+  node.exchanges[1]->failures().fail({AbortReason::Death, Phase::None, 1, 0, 0}, "");
+  node.exchanges[1]->failures().fail({AbortReason::Death, Phase::None, 1, 2, 0}, "");
   CHECK_EQ(node.heard(1).peer, 0u);
   node.wait_in_vain(2);
   CHECK_EQ(node.heard(1).peer, 0u);
@@ -135,7 +135,7 @@ void two_failures() {
 // A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be on their way.
 void goodbye() {
   Node node(3);
-  node.meanwhile = [&] { node.exchanges[0]->peer_left(1); };
+  node.meanwhile = [&] { node.exchanges[0]->failures().peer_left(1); };
   const PeerFailure left = node.wait_in_vain(0);
   CHECK(left.reason == AbortReason::Closed);
   CHECK_EQ(left.peer, 1u);
@@ -148,10 +148,10 @@ void reset() {
   Node node(3);
   node.wait_in_vain(0);
   for (const std::uint32_t r : {0u, 1u, 2u}) node.exchanges[r]->reset(2, {true, false, true});
-  for (const std::uint32_t r : {0u, 1u, 2u}) node.exchanges[r]->raise_failure();
+  for (const std::uint32_t r : {0u, 1u, 2u}) node.exchanges[r]->failures().raise();
   CHECK_EQ(node.wait_in_vain(0).peer, 2u);
   CHECK_EQ(node.heard(2).peer, 2u);
-  node.exchanges[1]->raise_failure();
+  node.exchanges[1]->failures().raise();
 }
 
 }  // namespace

@@ -76,7 +76,7 @@ void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
   const BlockLayout layout = block_layout(c, op);
   for (std::uint32_t peer = 0; peer < c.world; ++peer) {
     if (peer == c.rank || random.chance(0.5)) continue;
-    damage(rank.exchange->own_slot(0, op, peer), layout.bytes(c.max_tokens), layout.header_bytes + layout.row_bytes, random);
+    damage(rank.exchange->blocks().own_slot(0, op, peer), layout.bytes(c.max_tokens), layout.header_bytes + layout.row_bytes, random);
   }
 }
 

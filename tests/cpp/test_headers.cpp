@@ -40,7 +40,7 @@ struct Pair {
     for (Rank& r : ranks) r.heap = std::make_unique<std::uint64_t[]>(heap_of(c).bytes / 8 + 8);
     for (c.rank = 0; c.rank < 2; ++c.rank) {
       Rank& r = ranks[c.rank];
-      r.exchange = std::make_unique<Exchange>(c, Exchange::Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0);
+      r.exchange = std::make_unique<Exchange>(c, Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0);
       r.x.assign(kTokens * c.hidden, 1.0f);
       r.weights.assign(kTokens * c.top_k, 0.5f);
       route(c.rank, kIds);
@@ -89,7 +89,7 @@ struct Pair {
     return *reinterpret_cast<std::uint64_t*>(ranks[0].memory() + heap().arrival_at(config(), 0, signal, 1));
   }
   const Config& config() const { return ranks[0].exchange->config(); }
-  const Heap& heap() const { return ranks[0].exchange->heap(); }
+  const Heap& heap() const { return ranks[0].exchange->blocks().heap(); }
 
   std::vector<Rank> ranks;
   std::uint32_t step = 0;

@@ -212,7 +212,7 @@ void play(const Scene& scene, std::uint64_t seed) {
     ranks[r].heap = std::make_unique<std::uint64_t[]>(heap_of(ranks[r].config).bytes / 8 + 8);
   }
   for (Rank& rank : ranks) {
-    Exchange::Memory memory;
+    Memory memory;
     memory.own = rank.memory();
     for (std::uint32_t p = 0; p < scene.ranks; ++p)
       memory.peers.push_back(rank.config.rank / scene.node_size == p / scene.node_size ? ranks[p].memory() : nullptr);

@@ -10,12 +10,12 @@ namespace {
 
 // Rank 0 of two on one node, without the other one. The test is its clock.
 struct Lonely {
-  explicit Lonely(Exchange::Clock clock) {
+  explicit Lonely(Clock clock) {
     config.num_experts = config.world = 2;
     config.top_k = 1;
     config.hidden = 64;
     config.max_tokens = 4;
-    Exchange::Memory memory;
+    Memory memory;
     for (auto& heap : heaps) {
       heap = std::make_unique<std::uint64_t[]>(heap_of(config).bytes / 8);
       memory.peers.push_back(reinterpret_cast<char*>(heap.get()));
@@ -50,7 +50,7 @@ void stopped_for_a_while() {
   int reads = 0, asked = 0;
   Lonely rank([&] { return time += ++reads == 200 ? 100 : 0.01; });
   CHECK(rank.dispatch([&] {
-    if (time > 100 && ++asked == 3) rank.exchange->fail(kDeath, "");
+    if (time > 100 && ++asked == 3) rank.exchange->failures().fail(kDeath, "");
   }) == AbortReason::Death);
   // But it does not wait for ever.
   rank.exchange->reset(2, {true, true});
@@ -64,8 +64,8 @@ void a_lost_network_may_be_a_death() {
     Lonely rank([&] { return time += 0.01; });
     double lost = 0;
     const AbortReason reason = rank.dispatch([&] {
-      if (lost == 0) rank.exchange->lost_network(kLost, ""), lost = time;
-      if (died && time > lost + 0.1) rank.exchange->fail(kDeath, "");
+      if (lost == 0) rank.exchange->failures().lost_network(kLost, ""), lost = time;
+      if (died && time > lost + 0.1) rank.exchange->failures().fail(kDeath, "");
     });
     CHECK(reason == (died ? AbortReason::Death : AbortReason::Fabric));
     CHECK(time < lost + 1);
@@ -77,8 +77,8 @@ void a_lost_network_may_be_a_goodbye() {
   double time = 1, lost = 0;
   Lonely rank([&] { return time += 0.01; });
   const AbortReason reason = rank.dispatch([&] {
-    if (lost == 0) rank.exchange->lost_network(kLost, ""), lost = time;
-    if (time > lost + 0.1) rank.exchange->peer_left(1);
+    if (lost == 0) rank.exchange->failures().lost_network(kLost, ""), lost = time;
+    if (time > lost + 0.1) rank.exchange->failures().peer_left(1);
   });
   CHECK(reason == AbortReason::Closed);
   CHECK(time < lost + 1);
@@ -95,7 +95,7 @@ void abort_of_one_left_out() {
   LocalRanks local(config, 3, 1, 1024, 1);
   const auto aborted = [&](std::uint32_t rank) {
     try {
-      local.ranks[rank].exchange->raise_failure();
+      local.ranks[rank].exchange->failures().raise();
     } catch (const PeerFailure&) {
       return true;
     }
@@ -103,11 +103,11 @@ void abort_of_one_left_out() {
   };
   const Abort late{AbortReason::Interrupted, Phase::DispatchRecv, 2, 2, 7};
   for (std::uint32_t rank : {0u, 1u}) local.ranks[rank].exchange->reset(2, {true, true, false});
-  local.ranks[2].exchange->fail(late, "");
+  local.ranks[2].exchange->failures().fail(late, "");
   CHECK(aborted(2));
   CHECK(!aborted(0) && !aborted(1));
   // It left no trace that would hide the next one.
-  local.ranks[1].exchange->fail({AbortReason::Interrupted, Phase::CombineRecv, 1, 1, 1}, "");
+  local.ranks[1].exchange->failures().fail({AbortReason::Interrupted, Phase::CombineRecv, 1, 1, 1}, "");
   CHECK(aborted(0) && aborted(1));
 }
 

@@ -40,7 +40,8 @@ class Mutant:
 
 ARRIVALS = "proxy/arrivals.h"
 PROXY = "proxy/proxy.cpp"
-EXCHANGE = "src/cpu/exchange.cpp"
+BLOCKS = "src/cpu/blocks.cpp"
+FAILURES = "src/cpu/failures.cpp"
 PEER_ORDER = "src/host/peer_order.h"
 DISPATCH_SEND = "src/cpu/dispatch_send.cpp"
 DISPATCH_RECV = "src/cpu/dispatch_recv.cpp"
@@ -192,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "a header's step is not checked",
-        EXCHANGE,
+        BLOCKS,
         '  if (h.step != step) differs("step", h.step, step);\n',
         "",
         "a damaged or misplaced block is taken for this step's",
@@ -200,14 +201,14 @@ MUTANTS = [
     ),
     Mutant(
         "a header's generation is not checked",
-        EXCHANGE,
+        BLOCKS,
         '  if (h.generation != generation_) differs("generation", h.generation, generation_);\n',
         "",
         "a block of before a reset is taken for one of after it",
     ),
     Mutant(
         "a header's rows are not checked",
-        EXCHANGE,
+        BLOCKS,
         "  if (h.rows > max_rows_of_block(config_))\n",
         "  if (h.rows > 2 * max_rows_of_block(config_))\n",
         "what a peer sends is used as an index outside of its slot",
@@ -215,14 +216,14 @@ MUTANTS = [
     ),
     Mutant(
         "timeouts are ignored",
-        EXCHANGE,
-        "  const bool late = left <= 0;\n",
+        FAILURES,
+        "  const bool late = waited >= patience;\n",
         "  const bool late = false;\n",
         "a rank that stands still stops all others for ever",
     ),
     Mutant(
         "a goodbye is ignored",
-        EXCHANGE,
+        FAILURES,
         "  if (goodbye >= 0 && now_() - goodbye > deadlines::kGoodbyeGrace.seconds)\n",
         "  if (goodbye >= 0 && now_() - goodbye > 1000 * deadlines::kGoodbyeGrace.seconds)\n",
         "a rank that left in good order is waited for until the timeout",
@@ -230,9 +231,9 @@ MUTANTS = [
     ),
     Mutant(
         "an abort is not forwarded",
-        EXCHANGE,
-        "    if (memory_.peers[peer] != nullptr && alive_[peer]) store_if_zero(abort_of(peer), word);\n",
-        "    if (memory_.peers[peer] == memory_.own) store_if_zero(abort_of(peer), word);\n",
+        FAILURES,
+        "    if (blocks_.mapped(peer) && blocks_.alive()[peer]) store_if_zero(blocks_.abort_of(peer), word);\n",
+        "    if (peer == blocks_.config().rank) store_if_zero(blocks_.abort_of(peer), word);\n",
         "ranks of the node hear of a failure over the control connections only, if those still work",
         catch="test_aborts",
     ),
@@ -245,17 +246,17 @@ MUTANTS = [
     ),
     Mutant(
         "reset keeps old words",
-        EXCHANGE,
-        "    std::memset(memory_.own + at, 0, mailed_.size() * kWordBytes);\n",
-        "    std::memset(memory_.own + at, 0, 0);\n",
+        "src/protocol/mailbox.h",
+        "  const std::size_t bytes = kWordBytes * std::size_t{c.in_flight} * kOps * c.world;\n",
+        "  const std::size_t bytes = 0 * c.world;\n",
         "the new proxy takes blocks of before the reset out of the mailbox and sends them",
     ),
     # ---- the phases
     Mutant(
         "zero rows are not published",
         DISPATCH_SEND,
-        "    e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
-        "    if (plan_.rows(peer) > 0) e_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
+        "    b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
+        "    if (plan_.rows(peer) > 0) b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);\n",
         "a rank that gets no token waits for ever",
     ),
     Mutant(
@@ -268,7 +269,7 @@ MUTANTS = [
     Mutant(
         "rows are read with the header",
         DISPATCH_RECV,
-        "stage == kHeaders && e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
+        "stage == kHeaders && b_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
         "e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
         "the header travels ahead of its rows; they are read before they are written",
         catch="test_headers",
@@ -298,8 +299,8 @@ MUTANTS = [
     Mutant(
         "combine does not wait",
         COMBINE_RECV,
-        "      case kBlocks: return e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
-        "      case kBlocks: return group > 0 || e_.has_arrived(step_, Signal::Combine, e_.peers()[group]);\n",
+        "      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);\n",
+        "      case kBlocks: return group > 0 || b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);\n",
         "rows of an earlier step are added to the output",
     ),
     Mutant(
@@ -335,8 +336,8 @@ MUTANTS = [
     Mutant(
         "a finished row is not waited for",
         COMBINE_RECV,
-        "      case kShares: return e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
-        "      case kShares: return group > 0 || e_.has_arrived(step_, Signal::Share, e_.replicas()[group]);\n",
+        "      case kShares: return b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);\n",
+        "      case kShares: return group > 0 || b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);\n",
         "replicas return rows of an earlier step",
     ),
     Mutant(
@@ -349,13 +350,13 @@ MUTANTS = [
     Mutant(
         "a replica without tokens is silent",
         COMBINE_RECV,
-        "        if (!released_ && (own_ > 0 || !e_.replicas().empty()))\n",
+        "        if (!released_ && (own_ > 0 || !b_.replicas().empty()))\n",
         "        if (!released_ && own_ > 0)\n",
         "fewer tokens than replicas: the others wait for ever for one that has nothing to finish",
     ),
     Mutant(
         "other tokens on a replica are not noticed",
-        EXCHANGE,
+        BLOCKS,
         "  if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;\n",
         "  if (h.tokens == plan.tokens) return;\n",
         "lanes that were routed apart give outputs that are nobody's, without a word",

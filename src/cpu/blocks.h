@@ -1,0 +1,103 @@
+// The blocks that this rank sends and receives, and the words about them: in its own heap, and in those of the ranks that it has mapped.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "../host/atomic.h"
+#include "../host/notices.h"
+#include "../host/peer_order.h"
+#include "../protocol/mailbox.h"
+#include "../protocol/plan.h"
+#include "phase.h"
+
+namespace pplx::cpu {
+
+struct Memory {
+  char* own = nullptr;
+  std::vector<char*> peers;      // by rank: the peer's heap, mapped; for this rank its own; null behind the proxy
+};
+
+// To and from other ranks, headers included.
+struct Traffic {
+  std::uint64_t rows_sent = 0, rows_received = 0;
+  std::uint64_t bytes_sent = 0, bytes_received = 0;
+};
+
+class Blocks {
+ public:
+  Blocks(const Config& config, Memory memory);
+
+  const Config& config() const { return config_; }
+  const Heap& heap() const { return heap_; }
+  std::uint32_t generation() const { return generation_; }
+  const std::vector<bool>& alive() const { return alive_; }
+  // The living peers, in the order in which a rank visits them: rank + 1 first, itself last.
+  const std::vector<std::uint32_t>& peers() const { return order_; }
+  // The other living ranks that hold the same tokens.
+  const std::vector<std::uint32_t>& replicas() const { return replicas_; }
+  void reset(std::uint32_t generation, const std::vector<bool>& alive);
+
+  bool mapped(std::uint32_t peer) const { return memory_.peers[peer] != nullptr; }
+  char* own_slot(std::uint32_t set, Op op, std::uint32_t peer) const { return memory_.own + heap_.slot_at(config_, set, op, peer); }
+  char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const {
+    return memory_.peers[peer] + heap_.slot_at(config_, set, op, config_.rank);
+  }
+  char* own_share(std::uint32_t set, std::uint32_t replica) const { return memory_.own + heap_.share_at(config_, set, replica); }
+  char* share_at_peer(std::uint32_t set, std::uint32_t replica) const {
+    return memory_.peers[replica] + heap_.share_at(config_, set, config_.rank);
+  }
+  char* send_area(std::uint32_t set, Op op) const { return memory_.own + heap_.send_at(set, op); }
+  char* staging(std::uint32_t set) { return staging_[set].data(); }
+  // Of this rank, and of those that it has mapped.
+  std::uint64_t* abort_of(std::uint32_t rank) const { return word(memory_.peers[rank], Heap::abort_at(generation_)); }
+
+  std::uint64_t arrival(std::uint32_t set, Signal signal, std::uint32_t peer) const {
+    return load_acquire(word(memory_.own, heap_.arrival_at(config_, set, signal, peer)));
+  }
+  bool has_arrived(std::uint32_t step, Signal signal, std::uint32_t peer) const {
+    return arrived(arrival(set_of(config_, step), signal, peer), generation_, step);
+  }
+  Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
+  // The blocks that this rank has announced to the proxy in (set, op) so far. Once have_left() says that they have left for good, their
+  // memory may be used again.
+  struct Announced {
+    MailboxEntry entry;
+    std::uint64_t last;
+  };
+  std::vector<Announced> announced(std::uint32_t set, Op op) const;
+  static bool have_left(const std::vector<Announced>& blocks);
+  // Announces a finished block: raises the peer's arrival word, or the proxy's mailbox word.
+  void publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block);
+  void raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer);
+
+  BlockHeader header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags = 0) const;
+  // Throws unless the header fits this step's block of that peer.
+  void check_header(const BlockHeader& header, Phase phase, std::uint32_t step, Op op, std::uint32_t peer) const;
+  // Throws if the replica's dispatch header tells of other tokens than this rank has.
+  void check_replica(const BlockHeader& header, const Plan& plan, std::uint32_t step, std::uint32_t peer) const;
+  [[noreturn]] void protocol_error(Phase phase, std::uint32_t step, std::uint32_t peer, const std::string& what) const;
+
+  void note_overflow(std::uint32_t rank) { pplx::note_overflow(notices_, rank); }
+  void raise_notices() { pplx::raise_notices(notices_, config_); }
+  void count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent);
+  Traffic traffic() const { return {rows_sent_, rows_received_, bytes_sent_, bytes_received_}; }
+
+ private:
+  static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
+  void rebuild_order();
+
+  const Config config_;
+  const Heap heap_;
+  const Memory memory_;
+  std::uint32_t generation_ = 1;
+  std::vector<bool> alive_;
+  std::vector<std::uint32_t> order_, replicas_;
+  std::vector<std::vector<char>> staging_;
+  std::vector<std::uint64_t> mailed_;   // by word_index: the arrival_word that `sent` must reach
+  Notices notices_;
+  std::atomic<std::uint64_t> rows_sent_{0}, rows_received_{0}, bytes_sent_{0}, bytes_received_{0};
+};
+
+}  // namespace pplx::cpu

@@ -1,0 +1,64 @@
+// What can end a wait other than what it waits for. The first failure latches, and this rank tells all that it has mapped.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../host/first_failure.h"
+#include "../host/lost_network.h"
+#include "blocks.h"
+
+namespace pplx::cpu {
+
+// Monotonic seconds since any fixed moment, for timeouts. A simulation brings its own.
+using Clock = std::function<double()>;
+
+class Failures {
+ public:
+  Failures(const Blocks& blocks, Clock clock);
+
+  // Safe from any thread, and from the proxy.
+  void fail(const Abort& abort, const std::string& message);
+  // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead rank.
+  void lost_network(const Abort& abort, const std::string& message);
+  void peer_left(std::uint32_t peer);
+  void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }
+
+  // Throws the latched failure, if there is one; the arguments say what this rank was doing.
+  void raise(Phase phase = Phase::None, std::uint32_t step = 0);
+  [[noreturn]] void latch(PeerFailure failure);
+  // Throws if this wait should end: somebody failed, the peer has left, or it took longer than `patience`.
+  void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
+  // Forgets all. `begin_generation` is called in between: what fail() says comes before both, or after.
+  template <typename F>
+  void reset(F&& begin_generation) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    begin_generation();
+    failure_.reset();
+    first_.forget();
+    network_is_lost_ = false;
+    store_release(own_word(), 0);
+  }
+
+ private:
+  std::uint64_t* own_word() const { return blocks_.abort_of(blocks_.config().rank); }
+  std::uint64_t seen();                 // this rank's abort word
+  void tell_node(std::uint64_t word);   // writes the abort words of the ranks that share memory with this one
+
+  const Blocks& blocks_;
+  const Clock now_;
+  std::mutex mutex_;
+  std::vector<std::atomic<double>> left_at_;  // by peer: when it said goodbye; negative: it has not
+  std::atomic<bool> someone_left_{false};
+  LostNetwork lost_network_;
+  double lost_at_ = 0;
+  std::atomic<bool> network_is_lost_{false};
+  std::unique_ptr<PeerFailure> failure_;
+  FirstFailure first_;
+};
+
+}  // namespace pplx::cpu

@@ -1,0 +1,78 @@
+// Which steps are open on this rank, and what each has to do next.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "../host/failure.h"
+#include "../host/step_book.h"
+#include "../protocol/step.h"
+#include "arguments.h"
+
+namespace pplx::cpu {
+
+struct OpenStep {
+  enum class Progress : std::uint8_t { Closed, Sent, Received, Combining };
+  Progress progress = Progress::Closed;
+  std::uint32_t step = 0;
+  Tokens input;
+  bool own_rows_in_x = false;
+  bool overflowed = false;
+  bool released = false;
+  bool has_tail = false;
+};
+
+class OpenSteps {
+ public:
+  using Progress = OpenStep::Progress;
+
+  explicit OpenSteps(const Config& config) : config_(config), book_(config), by_set_(config.in_flight) {}
+
+  const StepBook& book() const { return book_; }
+  std::uint32_t count() const {
+    std::uint32_t n = 0;
+    for (const OpenStep& open : by_set_) n += open.progress != Progress::Closed;
+    return n;
+  }
+  OpenStep& of(std::uint32_t step) { return by_set_[set_of(config_, step)]; }
+
+  OpenStep& open(const Tokens& input) {
+    OpenStep& open = of(book_.next());
+    if (open.progress != Progress::Closed) throw Misuse(too_many_open_text("step " + std::to_string(open.step), config_.in_flight));
+    open.progress = Progress::Sent;
+    open.step = book_.open();
+    open.input = input;
+    return open;
+  }
+
+  // The step, if `call` is what it has to do next.
+  OpenStep& expect(std::uint32_t step, Progress expected, const char* call) {
+    OpenStep& open = of(step);
+    if (open.progress == Progress::Closed || open.step != step)
+      throw Misuse(std::string(call) + ": step " + std::to_string(step) + " is not open (it was combined or released already)");
+    if (open.progress != expected) {
+      const char* next = open.progress == Progress::Sent       ? "dispatch_recv"
+                         : open.progress == Progress::Received ? "combine_send (or release)"
+                                                               : "combine_recv";
+      throw Misuse(std::string(call) + ": out of order, step " + std::to_string(step) + " expects " + next + " next");
+    }
+    return open;
+  }
+
+  void close(std::uint32_t step) {
+    of(step) = OpenStep();
+    book_.close();
+  }
+
+  void reset() {
+    book_.reset();
+    for (OpenStep& open : by_set_) open = OpenStep();
+  }
+
+ private:
+  const Config& config_;
+  StepBook book_;
+  std::vector<OpenStep> by_set_;
+};
+
+}  // namespace pplx::cpu
