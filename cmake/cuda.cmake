@@ -50,7 +50,7 @@ endforeach()
 configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BINARY_DIR}/generated/protocol_headers.h")
 
 file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu"
-  "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp")
+  "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp" "${PROJECT_SOURCE_DIR}/src/bindings/cuda/*.cpp")
 pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
 # What every module with CUDA in it is built like.
 function(pplx_as_cuda_module target)

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "../src/host/device_memory.h"
+
 namespace pplx {
 
 using Blob = std::vector<std::uint8_t>;
@@ -26,16 +28,6 @@ struct LocalRegion {
   std::size_t bytes = 0;
   std::size_t shared_bytes = 0;
   Blob description;            // send it to the peer, which calls import_region to be able to write here
-};
-
-// GPU memory of this process, to be registered.
-struct DeviceMemory {
-  void* base = nullptr;
-  std::size_t bytes = 0;
-  std::size_t shared_bytes = 0;              // the first so many: peers may write there
-  int device = 0;                            // as CUDA counts
-  int dmabuf = -1;                           // a file descriptor of it, -1: none
-  std::uint64_t dmabuf_offset = 0;           // of `base` within it
 };
 
 // The part of a peer's registered memory that others may write into, as write() needs it.

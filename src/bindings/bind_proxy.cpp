@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "blob.h"
-#include "proxy/carried.h"
+#include "host/carried.h"
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
-#include "src/protocol/heap.h"
+#include "protocol/heap.h"
 
 namespace py = pybind11;
 

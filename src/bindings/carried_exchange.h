@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "cpu/exchange.h"
+#include "host/carried.h"
 #include "host/mapping.h"
-#include "proxy/carried.h"
 
 namespace pplx {
 

@@ -1,7 +1,7 @@
 // GPU memory that NICs read and write: the blocks of ranks of other nodes, where the provider takes it.
 #pragma once
 
-#include "../../proxy/carried.h"
+#include "../host/device_memory.h"
 
 namespace pplx::cuda {
 

@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../proxy/carried.h"
+#include "../host/carried.h"
 #include "../host/fork_check.h"
 #include "../host/lost_network.h"
 #include "../protocol/mailbox.h"

@@ -5,9 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "../src/protocol/config.h"
-#include "../src/protocol/abort.h"
-#include "fabric.h"
+#include "../protocol/abort.h"
+#include "device_memory.h"
 
 namespace pplx {
 

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "../bindings/bound_struct.h"
-#include "error.h"
-#include "exchange.h"
-#include "stages.h"
+#include "bindings/bound_struct.h"
+#include "cuda/error.h"
+#include "cuda/exchange.h"
+#include "cuda/stages.h"
 
 namespace py = pybind11;
 
