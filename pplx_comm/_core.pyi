@@ -582,11 +582,11 @@ def output_layout(config: Config) -> OutputLayout:
     """
     On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.
     """
-def pick_cpus(places: collections.abc.Sequence[tuple[str, collections.abc.Sequence[int]]], near: collections.abc.Sequence[collections.abc.Sequence[int]], proxies: int) -> list[int]:
+def pick_cpus(localities: collections.abc.Sequence[tuple[str, collections.abc.Sequence[int]]], near: collections.abc.Sequence[collections.abc.Sequence[int]], proxies: int) -> list[int]:
     """
     The CPUs of all processes' first proxies, then of their second ones; -1: any.
     """
-def pick_nics(names: collections.abc.Sequence[str], places: collections.abc.Sequence[tuple[str, collections.abc.Sequence[int]]], sysfs: str = '/sys') -> list[tuple[list[str], str, int]]:
+def pick_nics(names: collections.abc.Sequence[str], localities: collections.abc.Sequence[tuple[str, collections.abc.Sequence[int]]], sysfs: str = '/sys') -> list[tuple[list[str], str, int]]:
     """
     For each process of a host, (PCI address of its GPU or "", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.
     """

@@ -97,14 +97,14 @@ class Communicator:
 
     def barrier(self, timeout: float | None = None) -> None:
         """Until every rank is here. PeerError if one died or left, StepTimeout naming those that did not come."""
-        self.control.exchange(None, "barrier", timeout)
+        self.control.all_gather(None, "barrier", timeout)
 
     def agree(self, ready: bool, timeout: float | None = None) -> bool:
         """Collective over the ranks that are left: whether every one of them is ready.
 
         For what must happen on all ranks in the same step, such as the move to a new Communicator (see `from_env`).
         """
-        answers = self.control.exchange({"ready": bool(ready)}, "agree", timeout)
+        answers = self.control.all_gather({"ready": bool(ready)}, "agree", timeout)
         return all(answer["ready"] for answer in answers if answer is not None)
 
     @property

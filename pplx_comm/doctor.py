@@ -161,12 +161,12 @@ def _gpu_addresses(sysfs: Path = Path("/sys")) -> list[str]:
 
 def _choices(settings: Settings) -> list[Finding]:
     """What ranks would take: one for each GPU, or one for this host."""
-    places = [libfabric.this_place(gpu) for gpu in _gpu_addresses()] or [libfabric.this_place()]
+    localities = [libfabric.this_locality(gpu) for gpu in _gpu_addresses()] or [libfabric.this_locality()]
     findings = []
-    for number, place in enumerate(places):
-        name = f"NICs of GPU {number}" if place.gpu else "NICs"
+    for number, locality in enumerate(localities):
+        name = f"NICs of GPU {number}" if locality.gpu else "NICs"
         try:
-            taken = libfabric.choice(settings, places, number)
+            taken = libfabric.choice(settings, localities, number)
         except _core.FabricError as problem:
             says = str(problem).splitlines()[0]
             return [Finding(name, False, says, "PPLX_COMM_NICS and PPLX_COMM_PROVIDER must name what this host has")]
@@ -174,20 +174,20 @@ def _choices(settings: Settings) -> list[Finding]:
             f"its proxy on CPU {taken.cpu}" if taken.cpu >= 0 else "its proxy on any CPU (one of its own needs two for each rank)"
         )
         findings.append(Finding(name, None, f"{', '.join(taken.nics)} by {taken.provider} ({taken.why}); {proxy}"))
-        if place.gpu:
-            findings.append(_placement(number, taken.provider, list(settings.nics) or None, places))
+        if locality.gpu:
+            findings.append(_placement(number, taken.provider, list(settings.nics) or None, localities))
     return findings
 
 
-def _placement(number: int, provider: str, nics: list[str] | None, places: list[libfabric.Place]) -> Finding:
+def _placement(number: int, provider: str, nics: list[str] | None, localities: list[libfabric.Locality]) -> Finding:
     """Where this GPU's blocks for other nodes would lie."""
     name = f"placement of GPU {number}"
     try:
         import pplx_comm._cuda as _cuda
     except ImportError:
         return Finding(name, None, "this build has no CUDA module, so remote blocks are the CPU device's, in host memory")
-    ordering = _cuda.write_ordering(places[number].gpu)
-    refusal = libfabric.refuses_device_memory(provider, nics, places, number)
+    ordering = _cuda.write_ordering(localities[number].gpu)
+    refusal = libfabric.refuses_device_memory(provider, nics, localities, number)
     chosen = placement(ordering, provider, refusal)
     memory = "GPU memory" if chosen.where == "device" else "pinned host memory, which kernels write and read"
     refusal = _cuda.gdrcopy_refusal(number) if number < _cuda.device_count() else "this process does not see the GPU"

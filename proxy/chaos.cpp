@@ -167,17 +167,17 @@ Post ChaosFabric::write(const Write& write) {
     ++counts_.refused;
     return Post::Again;
   }
-  if (parts_.size() >= kMostParts) return Post::Again;
+  if (pieces_.size() >= kMostParts) return Post::Again;
   const std::uint64_t id = next_id_++;
   Operation& operation = operations_[id];
   operation.write = write;
   if (write.source != nullptr) operation.source = *write.source;
   if (write.target != nullptr) operation.target = *write.target;
   if (const ChaosOptions::Cut* c = cut_to(write.peer)) {
-    operation.parts = 1;
+    operation.pieces = 1;
     operation.swallowed = c->silent;
     ++(c->silent ? counts_.swallowed : counts_.failed);
-    if (!c->silent) end_part(id, kCutError, "write to peer " + std::to_string(write.peer) + ": chaos cut the link");
+    if (!c->silent) end_piece(id, kCutError, "write to peer " + std::to_string(write.peer) + ": chaos cut the link");
     return Post::Accepted;
   }
   ++written_[write.peer];
@@ -204,7 +204,7 @@ void ChaosFabric::divide(std::uint64_t id, Operation& operation) {
   for (std::uint32_t i = 1; i < pieces; ++i) ends.push_back(below(w.bytes + 1));
   std::sort(ends.begin(), ends.end());
   ends.push_back(w.bytes);
-  operation.parts = pieces;
+  operation.pieces = pieces;
   const Clock::time_point now = now_();
   const Immediate whole = unpack(w.immediate);
   std::size_t begin = 0;
@@ -213,42 +213,42 @@ void ChaosFabric::divide(std::uint64_t id, Operation& operation) {
     immediate.shards = whole.shards * pieces;
     immediate.shard = whole.shard * pieces + i;
     const int endpoint = pieces > 1 ? static_cast<int>(below(static_cast<std::size_t>(endpoints()))) : w.endpoint;
-    parts_.push_back({id, begin, ends[i] - begin, pieces > 1 ? pack(immediate) : w.immediate, endpoint, due_after(now)});
+    pieces_.push_back({id, begin, ends[i] - begin, pieces > 1 ? pack(immediate) : w.immediate, endpoint, due_after(now)});
     begin = ends[i];
   }
 }
 
-void ChaosFabric::post_parts(Clock::time_point now) {
-  for (std::size_t tries = parts_.size(); tries > 0 && !parts_.empty(); --tries) {
-    const std::size_t which = parts_.size() > 1 && chance(options_.shuffle) ? below(parts_.size()) : 0;
-    const Part part = parts_[which];
-    parts_.erase(parts_.begin() + static_cast<long>(which));
-    Operation& operation = operations_.at(part.operation);
-    if (part.due > now) {
-      parts_.push_back(part);
+void ChaosFabric::post_pieces(Clock::time_point now) {
+  for (std::size_t tries = pieces_.size(); tries > 0 && !pieces_.empty(); --tries) {
+    const std::size_t which = pieces_.size() > 1 && chance(options_.shuffle) ? below(pieces_.size()) : 0;
+    const Piece piece = pieces_[which];
+    pieces_.erase(pieces_.begin() + static_cast<long>(which));
+    Operation& operation = operations_.at(piece.operation);
+    if (piece.due > now) {
+      pieces_.push_back(piece);
       continue;
     }
     if (which != 0) ++counts_.shuffled;
     Write w = operation.write;
-    w.endpoint = part.endpoint;
+    w.endpoint = piece.endpoint;
     w.source = operation.write.source != nullptr ? &operation.source : nullptr;
-    w.source_offset += part.begin;
+    w.source_offset += piece.begin;
     w.target = operation.write.target != nullptr ? &operation.target : nullptr;
-    w.target_offset += part.begin;
-    w.bytes = part.bytes;
-    w.immediate = part.immediate;
-    w.context = part.operation;
+    w.target_offset += piece.begin;
+    w.bytes = piece.bytes;
+    w.immediate = piece.immediate;
+    w.context = piece.operation;
     w.more = false;   // the next write may be held back
     try {
-      if (inner_->write(w) == Post::Again) parts_.push_back(part);
+      if (inner_->write(w) == Post::Again) pieces_.push_back(piece);
     } catch (const FabricError& error) {
-      end_part(part.operation, kCutError, error.what());
+      end_piece(piece.operation, kCutError, error.what());
     }
   }
 }
 
-// The caller hears of a write when its last part has ended: until then the fabric may read its source.
-void ChaosFabric::end_part(std::uint64_t id, int error, const std::string& text) {
+// The caller hears of a write when its last piece has ended: until then the fabric may read its source.
+void ChaosFabric::end_piece(std::uint64_t id, int error, const std::string& text) {
   const auto found = operations_.find(id);
   if (found == operations_.end()) return;
   Operation& operation = found->second;
@@ -256,7 +256,7 @@ void ChaosFabric::end_part(std::uint64_t id, int error, const std::string& text)
     operation.error = error;
     operation.text = text;
   }
-  if (--operation.parts > 0) return;
+  if (--operation.pieces > 0) return;
   Completion c;
   c.kind = operation.error == 0 ? Completion::Kind::Sent : Completion::Kind::Failed;
   c.endpoint = operation.write.endpoint;
@@ -274,16 +274,16 @@ void ChaosFabric::end_part(std::uint64_t id, int error, const std::string& text)
 void ChaosFabric::remove_peer(int peer) {
   const std::string text = "write to peer " + std::to_string(peer) + ": the peer was removed";
   inner_->remove_peer(peer);   // its writes come back as Failed
-  for (std::size_t i = parts_.size(); i-- > 0;) {
-    const std::uint64_t id = parts_[i].operation;
+  for (std::size_t i = pieces_.size(); i-- > 0;) {
+    const std::uint64_t id = pieces_[i].operation;
     if (operations_.at(id).write.peer != peer) continue;
-    parts_.erase(parts_.begin() + static_cast<long>(i));
-    end_part(id, kCutError, text);
+    pieces_.erase(pieces_.begin() + static_cast<long>(i));
+    end_piece(id, kCutError, text);
   }
   std::vector<std::uint64_t> swallowed;
   for (const auto& [id, operation] : operations_)
     if (operation.write.peer == peer && operation.swallowed) swallowed.push_back(id);
-  for (std::uint64_t id : swallowed) end_part(id, kCutError, text);
+  for (std::uint64_t id : swallowed) end_piece(id, kCutError, text);
 }
 
 // ---- completions -------------------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ void ChaosFabric::stand_still() {
 int ChaosFabric::poll(Completion* out, int capacity) {
   stand_still();
   const Clock::time_point now = now_();
-  post_parts(now);
+  post_pieces(now);
   Completion batch[64];
   const int n = inner_->poll(batch, 64);
   for (int i = 0; i < n; ++i) take(batch[i], now);
@@ -310,10 +310,10 @@ int ChaosFabric::poll(Completion* out, int capacity) {
 
 void ChaosFabric::take(const Completion& c, Clock::time_point now) {
   switch (c.kind) {
-    case Completion::Kind::Sent: end_part(c.context, 0, ""); return;
+    case Completion::Kind::Sent: end_piece(c.context, 0, ""); return;
     case Completion::Kind::Failed:
       if (c.has_context)
-        end_part(c.context, c.error, inner_->describe_error(c));
+        end_piece(c.context, c.error, inner_->describe_error(c));
       else
         hold(c, now);
       return;

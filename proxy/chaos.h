@@ -79,17 +79,17 @@ class ChaosFabric final : public Fabric {
  private:
   void forget_past();
   void stand_still();
-  // A write that the caller posted. Its regions are copies, because the caller may drop its own before a delayed part leaves.
+  // A write that the caller posted. Its regions are copies, because the caller may drop its own before a delayed piece leaves.
   struct Operation {
     Write write;
     LocalRegion source;
     RemoteRegion target;
-    std::uint32_t parts = 0;         // not ended yet
+    std::uint32_t pieces = 0;        // not ended yet
     bool swallowed = false;          // by a mute link
     int error = 0;
     std::string text;
   };
-  struct Part {
+  struct Piece {
     std::uint64_t operation;         // what the inner fabric gets as context
     std::size_t begin, bytes;
     std::uint32_t immediate;
@@ -110,8 +110,8 @@ class ChaosFabric final : public Fabric {
   const ChaosOptions::Cut* cut_to(int peer) const;
   std::uint32_t pieces_of(const Write& write) const;
   void divide(std::uint64_t id, Operation& operation);
-  void post_parts(Clock::time_point now);
-  void end_part(std::uint64_t id, int error, const std::string& text);
+  void post_pieces(Clock::time_point now);
+  void end_piece(std::uint64_t id, int error, const std::string& text);
   void take(const Completion& completion, Clock::time_point now);
   void hold(const Completion& completion, Clock::time_point due);
   void hold_copy(std::uint32_t immediate, Clock::time_point due);
@@ -127,7 +127,7 @@ class ChaosFabric final : public Fabric {
   std::uint64_t arrivals_ = 0;                         // handed out
   std::unordered_map<std::uint64_t, Operation> operations_;
   std::unordered_map<int, std::uint64_t> written_;     // by peer: writes accepted
-  std::deque<Part> parts_;                             // not posted yet
+  std::deque<Piece> pieces_;                             // not posted yet
   std::deque<Held> held_;
   std::deque<std::uint32_t> past_;                     // immediates that came lately
   std::deque<std::pair<std::uint64_t, std::string>> errors_;   // by the caller's context

@@ -177,7 +177,7 @@ bool Proxy::begin(Object& object, const Job& job, std::uint64_t mail) {
   Outgoing& out = object.out[job.index];
   out.begun = true;
   out.step = m.step;
-  out.source = place_of(mailbox_entry(object.heap, object.o.memory, job.index));
+  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, job.index));
   out.bytes = object.layout[std::uint32_t(job.op)].bytes(m.rows);
   out.shards = 1;
   out.piece = out.bytes;

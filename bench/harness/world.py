@@ -81,7 +81,7 @@ class World:
 
     def gather(self, value: Any, tag: str, patience: float | None = None) -> list[Any]:
         """The value of every rank, by rank. JSON must be able to carry it."""
-        answers = self.comm.control.exchange({"value": value}, f"bench: {tag}", self.patience if patience is None else patience)
+        answers = self.comm.control.all_gather({"value": value}, f"bench: {tag}", self.patience if patience is None else patience)
         return [answer["value"] if answer is not None else None for answer in answers]
 
     def all_or_none(self, attempt: Callable[[], T], tag: str, patience: float | None = None) -> T:

@@ -79,7 +79,7 @@ NullFabric::Clock::time_point CostRun::announce() {
     const std::uint32_t peer = (config_.rank + i) % config_.world;
     const MailboxEntry entry = mailbox_entry(heap_, config_, memory_[0].get(), step_, op_, peer);
     std::uint64_t last = 0;   // settled() looks at `sent` itself
-    set_place(entry, heap_.send_at(set, op_));
+    set_outgoing(entry, heap_.send_at(set, op_));
     pplx::announce<HostAtomics>(entry, 1, {step_, rows}, last);
   }
   return begin;

@@ -14,7 +14,7 @@ from pplx_comm.control.sockets import remaining
 from pplx_comm.errors import Error, PeerError, StepTimeout
 
 
-def exchange(mesh: Mesh, payload: Any, tag: str, timeout: float, ranks: Iterable[int] | None = None) -> list[Any]:
+def all_gather(mesh: Mesh, payload: Any, tag: str, timeout: float, ranks: Iterable[int] | None = None) -> list[Any]:
     """Everybody's payload, by rank; None for ranks that do not take part.
 
     ranks: a subset, which all of them name alike.
@@ -22,7 +22,7 @@ def exchange(mesh: Mesh, payload: Any, tag: str, timeout: float, ranks: Iterable
     body = encode(payload)
     call, others = _open(mesh, tag, ranks)
     try:
-        mesh.send(others, frame(Kind.EXCHANGE, call.pack() + body))
+        mesh.send(others, frame(Kind.ALL_GATHER, call.pack() + body))
         with mesh.condition:
             inbox = mesh.inbox.payloads(call)
             _wait_for(mesh, others, inbox.__contains__, call, timeout)
@@ -61,7 +61,7 @@ def share_fds(mesh: Mesh, fds: Sequence[int], tag: str, peers: Iterable[int], ti
             if short and not problem:
                 problem = f"rank {mesh.rank} did not get all file descriptors of ranks {short}: raise `ulimit -n`"
             received = {peer: inbox.pop(peer).fds for peer in others}
-        problems = exchange(mesh, problem, f"{tag} arrived", remaining(deadline), [*others, mesh.rank])
+        problems = all_gather(mesh, problem, f"{tag} arrived", remaining(deadline), [*others, mesh.rank])
         problem = "; ".join(text for text in problems if text)
         if problem:
             raise Error(f"cannot share file descriptors for {tag!r}: {problem}")

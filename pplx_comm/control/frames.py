@@ -26,7 +26,7 @@ class Kind(enum.IntEnum):
     FAIL = 10
     GOODBYE = 16
     ABORT = 17
-    EXCHANGE = 18
+    ALL_GATHER = 18
     FDS = 19
     PROPOSE = 20
     DECIDE = 21
@@ -44,7 +44,7 @@ LIMIT = {
     Kind.FAIL: MiB,
     Kind.GOODBYE: 64 * KiB,
     Kind.ABORT: 64 * KiB,
-    Kind.EXCHANGE: 64 * MiB,
+    Kind.ALL_GATHER: 64 * MiB,
     Kind.FDS: 4 * KiB,
     Kind.PROPOSE: 64 * KiB,
     Kind.DECIDE: 64 * KiB,

@@ -222,7 +222,7 @@ class Mesh:
                 for kind, payload, fds in frames:
                     if connection.rank in self.lost:
                         close_fds(fds)
-                    elif kind == Kind.EXCHANGE:
+                    elif kind == Kind.ALL_GATHER:
                         self.inbox.receive(self.generation, connection.rank, payload)
                     elif kind == Kind.FDS:
                         self.inbox.receive_fds(self.generation, connection.rank, payload, fds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pplx_comm.control.callbacks import Callback
-from pplx_comm.control.collectives import exchange, share_fds
+from pplx_comm.control.collectives import all_gather, share_fds
 from pplx_comm.control.deadlines import checked_timeout
 from pplx_comm.control.failure import Failure, is_rank
 from pplx_comm.control.mesh import Mesh
@@ -36,13 +36,13 @@ class ControlPlane:
 
     # ---- collectives -----------------------------------------------------------------------------------------------------
 
-    def exchange(self, payload: dict[str, Any] | None, tag: str, timeout: float | None = None) -> list[Any]:
+    def all_gather(self, payload: dict[str, Any] | None, tag: str, timeout: float | None = None) -> list[Any]:
         """Collective: everybody's JSON-able payload, by rank; None for ranks that `agree_survivors` found dead.
 
         Calls are matched by tag and by how often the tag was used. A failure latched here or anywhere ends it with that
         cause.
         """
-        return exchange(self._mesh, payload, tag, self._seconds(timeout))
+        return all_gather(self._mesh, payload, tag, self._seconds(timeout))
 
     def share_fds(self, fds: Sequence[int], tag: str, timeout: float | None = None) -> dict[int, list[int]]:
         """Collective among the live ranks of this node: theirs by rank, this rank not among them. The caller closes all

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pplx_comm.control.collectives import exchange, share_fds
+from pplx_comm.control.collectives import all_gather, share_fds
 from pplx_comm.control.memfd import allocate
 from pplx_comm.control.mesh import Mesh
 from pplx_comm.errors import Error, PeerError
@@ -107,13 +107,13 @@ def probe(mesh: Mesh, neighbours: Sequence[int], timeout: float) -> list[set[int
             with contextlib.suppress(OSError, ValueError), mmap.mmap(peer_fd, TOKEN * (1 + mesh.world_size)) as page:
                 read[str(peer)] = page[:TOKEN].hex()
                 page[TOKEN * (1 + rank) : TOKEN * (2 + rank)] = _answer(page[:TOKEN], rank)
-        answers = exchange(mesh, {"read": read}, "node probe", timeout)
+        answers = all_gather(mesh, {"read": read}, "node probe", timeout)
         proved = [
             peer
             for peer in pages
             if _claims(answers[peer], rank) == token.hex() and mine[TOKEN * (1 + peer) : TOKEN * (2 + peer)] == _answer(token, peer)
         ]
-    verdicts = exchange(mesh, {"proved": proved}, "node probe verdict", timeout)
+    verdicts = all_gather(mesh, {"proved": proved}, "node probe verdict", timeout)
     return [set(verdict["proved"]) if verdict else set() for verdict in verdicts]
 
 

@@ -52,7 +52,7 @@ def listen_tcp(host: str, port: int) -> socket.socket:
 
 
 def watch_for_loss(sock: socket.socket) -> None:
-    """TCP only. The kernel probes an idle link every second, and gives up 5 s after the last acknowledgement.
+    """TCP only. The kernel probes an idle connection every second, and gives up 5 s after the last acknowledgement.
 
     Keepalive and not messages of our own: the peer's kernel answers for a process that is slow or stopped, nothing
     piles up in that process's receive buffer (a full one would trip TCP_USER_TIMEOUT), and no thread wakes up for it.

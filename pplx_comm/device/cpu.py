@@ -12,7 +12,7 @@ from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
 from pplx_comm.device.outputs import Outputs, Reserved
-from pplx_comm.device.parts import Links
+from pplx_comm.device.parts import Tickets
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
@@ -214,29 +214,29 @@ class Cpu:
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 
-    def links(self) -> Links:
+    def tickets(self) -> Tickets:
         outputs = self._outputs
         rows = outputs.parts["topk_weights" if "topk_weights" in outputs.parts else "weights"].shape
-        return Links(outputs.x.shape, outputs.parts, rows, outputs.small_bytes // 4, (torch.int64, 1), outputs.scale)
+        return Tickets(outputs.x.shape, outputs.parts, rows, outputs.small_bytes // 4, (torch.int64, 1), outputs.scale)
 
-    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+    def as_tensors(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
         assert isinstance(d, CpuDispatched)
         weights = d.topk_weights if d.weights is None else d.weights
         assert weights is not None
         scale = torch.empty(0) if d.scale is None else d.scale
-        bare = CpuDispatched(d.plan, d.step)  # a link keeps no rows
+        bare = CpuDispatched(d.plan, d.step)  # a ticket keeps no rows
         bare.routes, bare.received = d.routes, True
         return d.x, scale, weights.clone(), self._held.keep(bare, d.small).view(torch.float32)
 
-    def plan_link(self, plan: Plan) -> torch.Tensor:
+    def plan_ticket(self, plan: Plan) -> torch.Tensor:
         return self._held.keep(plan, torch.empty(1, dtype=torch.int64))
 
-    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> Plan:
-        plan = self._held.of(link)
+    def of_plan_ticket(self, owner: Owner, ticket: torch.Tensor, tokens: int) -> Plan:
+        plan = self._held.of(ticket)
         assert isinstance(plan, Plan)
         return plan
 
-    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
-        d = self._held.of(link)
+    def of_ticket(self, owner: Owner, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        d = self._held.of(ticket)
         assert isinstance(d, Dispatched)
         return d

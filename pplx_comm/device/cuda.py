@@ -9,7 +9,7 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm.device.checks import Checks
-from pplx_comm.device.parts import Links, Part, parts_of
+from pplx_comm.device.parts import Part, Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.gpus import built
@@ -86,7 +86,7 @@ class Cuda:
         self.parts = parts_of(layout)
         self._buffer_bytes = layout.nbytes
         self._weights = "topk_weights" if "topk_weights" in self.parts else "weights"
-        self._link_bytes = self.parts[self._weights].at
+        self._ticket_bytes = self.parts[self._weights].at
         self.plan_layout: _cuda.PlanLayout = module.plan_layout(config)
         self._plan_bytes = self.plan_layout.nbytes
         # Kept: looking a name up in the module takes as long as half of the call.
@@ -168,7 +168,7 @@ class Cuda:
             device_plan, weights = known, known.topk_weights
             x, stride = self._rows_of(x)
         rows = self._rows_apart(zeroed) if apart else None
-        buffer = torch.empty(self._buffer_bytes if rows is None else self._link_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(self._buffer_bytes if rows is None else self._ticket_bytes, dtype=torch.uint8, device=self._device)
         launch = self._launch(halves, device_plan, buffer)
         at = x.data_ptr()
         weights_at = 0 if weights is None else weights.data_ptr()
@@ -335,26 +335,26 @@ class Cuda:
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 
-    def links(self) -> Links:
+    def tickets(self) -> Tickets:
         rows = self.parts[self._weights].shape
-        words, plan = self._link_bytes // 4, (torch.uint8, self._plan_bytes)
-        return Links(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
+        words, plan = self._ticket_bytes // 4, (torch.uint8, self._plan_bytes)
+        return Tickets(self.parts["x"].shape, self.parts, rows, words, plan, self.parts.get("scale"))
 
-    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+    def as_tensors(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
         """Each has memory of its own if `d` was dispatched apart."""
         assert isinstance(d, DeviceDispatched)
         scale = torch.empty(0, device=self._device) if d.scale is None else d.scale
-        return d.x, scale, getattr(d, self._weights), d.buffer[: self._link_bytes].view(torch.float32)
+        return d.x, scale, getattr(d, self._weights), d.buffer[: self._ticket_bytes].view(torch.float32)
 
-    def plan_link(self, plan: Plan) -> torch.Tensor:
+    def plan_ticket(self, plan: Plan) -> torch.Tensor:
         assert isinstance(plan, DevicePlan)
         return plan.buffer
 
-    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> DevicePlan:
-        return DevicePlan(owner, self, link, tokens, False)
+    def of_plan_ticket(self, owner: Owner, ticket: torch.Tensor, tokens: int) -> DevicePlan:
+        return DevicePlan(owner, self, ticket, tokens, False)
 
-    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
-        return DeviceDispatched(self, self.of_plan_link(owner, plan, tokens), -1, link.view(torch.uint8), True)
+    def of_ticket(self, owner: Owner, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
+        return DeviceDispatched(self, self.of_plan_ticket(owner, plan, tokens), -1, ticket.view(torch.uint8), True)
 
 
 class DeviceCombining(Combining):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from pplx_comm.device.checks import Checks
-from pplx_comm.device.parts import Links
+from pplx_comm.device.parts import Tickets
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
 
 
@@ -32,7 +32,7 @@ class Device(Protocol):
     ) -> Dispatched:
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
-        apart: for linked(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
+        apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...
@@ -71,13 +71,13 @@ class Device(Protocol):
 
     # ---- as tensors, for torch_ops ---------------------------------------------------------------------------------------
 
-    def links(self) -> Links: ...
+    def tickets(self) -> Tickets: ...
 
-    def linked(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
-        """x, scale, weights and link, each its own memory."""
+    def as_tensors(self, d: Dispatched) -> tuple[torch.Tensor, ...]:
+        """x, scale, weights and ticket, each its own memory."""
 
-    def plan_link(self, plan: Plan) -> torch.Tensor: ...
+    def plan_ticket(self, plan: Plan) -> torch.Tensor: ...
 
-    def of_plan_link(self, owner: Owner, link: torch.Tensor, tokens: int) -> Plan: ...
+    def of_plan_ticket(self, owner: Owner, ticket: torch.Tensor, tokens: int) -> Plan: ...
 
-    def of_link(self, owner: Owner, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched: ...
+    def of_ticket(self, owner: Owner, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched: ...

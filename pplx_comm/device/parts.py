@@ -31,14 +31,14 @@ def parts_of(layout: _core.OutputLayout) -> dict[str, Part]:
     }
 
 
-class Links(NamedTuple):
+class Tickets(NamedTuple):
     """The tensors that a dispatch is to the operators of torch_ops."""
 
     x_shape: tuple[int, ...]
     parts: dict[str, Part]
-    """Those that lie in a link."""
+    """Those that lie in a ticket."""
     weights_shape: tuple[int, ...]
     words: int
-    """The size of a link in 4-byte words."""
+    """The size of a ticket in 4-byte words."""
     plan: tuple[torch.dtype, int]
     scale: Part | None

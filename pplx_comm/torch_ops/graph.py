@@ -19,9 +19,9 @@ Optional = torch.Tensor | None
 class GraphPlan(Plan):
     """A plan that is a tensor."""
 
-    def __init__(self, graph: Graph, link: torch.Tensor, weights: Optional, tokens: Any) -> None:
+    def __init__(self, graph: Graph, ticket: torch.Tensor, weights: Optional, tokens: Any) -> None:
         self.owner = graph.steps
-        self._link = link
+        self._ticket = ticket
         self.tokens = tokens  # while it is traced, a symbol
         self._weights = weights
         self._spec = graph.spec
@@ -33,7 +33,7 @@ class GraphPlan(Plan):
     def rows(self, rank: int) -> int:
         steps = self.owner
         assert isinstance(steps, Steps)
-        return steps.device.of_plan_link(steps, self._link, self.tokens).rows(rank)
+        return steps.device.of_plan_ticket(steps, self._ticket, self.tokens).rows(rank)
 
 
 class GraphDispatched(Dispatched):
@@ -41,11 +41,11 @@ class GraphDispatched(Dispatched):
 
     plan: GraphPlan
 
-    def __init__(self, graph: Graph, plan: GraphPlan, link: torch.Tensor, row_weights: torch.Tensor) -> None:
+    def __init__(self, graph: Graph, plan: GraphPlan, ticket: torch.Tensor, row_weights: torch.Tensor) -> None:
         self.owner = graph.steps
         self._graph = graph
         self.plan = plan
-        self._link = link
+        self._ticket = ticket
         self._row_weights = row_weights
         self.received = True
         self.used = False
@@ -63,24 +63,24 @@ class Graph:
         self.steps = steps
         session = steps.session
         self._wire = session.wire
-        links = steps.device.links()
-        scale = links.scale
+        tickets = steps.device.tickets()
+        scale = tickets.scale
         spec = Spec(
             number=enroll(steps), generation=steps.device.core.generation, hidden=session.hidden, top_k=session.top_k,
             dtype=_name(session.dtype), x_dtype=_name(torch.float8_e4m3fn if session.wire.quantised else session.dtype),
-            x_shape=list(links.x_shape),
+            x_shape=list(tickets.x_shape),
             scale=None if scale is None else (_name(scale.dtype), list(scale.shape), list(scale.strides)),
-            weights_shape=list(links.weights_shape), link_words=links.words, plan=(_name(links.plan[0]), links.plan[1]),
+            weights_shape=list(tickets.weights_shape), ticket_words=tickets.words, plan=(_name(tickets.plan[0]), tickets.plan[1]),
         )  # fmt: skip
         self.spec = spec.text()
         self._compact = isinstance(session.layout, Compact)
         self._weights = "topk_weights" if self._compact else "weights"
         self._parts = [
-            (name, *part) for name, part in links.parts.items() if part.dtype == torch.int32 and name not in ("x", "scale")
+            (name, *part) for name, part in tickets.parts.items() if part.dtype == torch.int32 and name not in ("x", "scale")
         ]
         self._absent = [
             name for name in ("offsets", "weights", "topk_ids", "topk_weights", "num_rows")
-            if name not in links.parts
+            if name not in tickets.parts
         ]  # fmt: skip
 
     def renew(self) -> None:
@@ -130,16 +130,16 @@ class Graph:
         zeroed = torch.is_grad_enabled() and (x.requires_grad or (topk_weights is not None and topk_weights.requires_grad))
         if zeroed:
             self._check_differentiable("dispatch")
-        rows, scale, row_weights, link, new_plan = torch.ops.pplx_comm.dispatch(
-            self.spec, x, topk_ids, topk_weights, x_scale, None if plan is None else plan._link, zeroed, False
+        rows, scale, row_weights, ticket, new_plan = torch.ops.pplx_comm.dispatch(
+            self.spec, x, topk_ids, topk_weights, x_scale, None if plan is None else plan._ticket, zeroed, False
         )
         if plan is None or topk_weights is not plan.topk_weights:
             kept = None if topk_weights is None else topk_weights.detach().clone()
-            plan = GraphPlan(self, new_plan if plan is None else plan._link, kept, x.shape[0])
-        d = GraphDispatched(self, plan, link, row_weights)
+            plan = GraphPlan(self, new_plan if plan is None else plan._ticket, kept, x.shape[0])
+        d = GraphDispatched(self, plan, ticket, row_weights)
         d.x = rows
         d.scale = scale if self._wire.quantised else None
-        words = link.detach().view(torch.int32)
+        words = ticket.detach().view(torch.int32)
         for name, at, _, shape, strides in self._parts:
             setattr(d, name, words.as_strided(shape, strides, at // 4))
         for name in self._absent:
@@ -169,7 +169,7 @@ class Graph:
         weighted = weighted and not self._compact  # which are weighted already
         plan = d.plan
         y, back = torch.ops.pplx_comm.combine(
-            self.spec, expert_out, d._row_weights, d._link, plan._link, plan.tokens, weights, weighted, tail,
+            self.spec, expert_out, d._row_weights, d._ticket, plan._ticket, plan.tokens, weights, weighted, tail,
             out if accumulate else None,
         )  # fmt: skip
         if out is not None:
@@ -185,14 +185,14 @@ class Graph:
                 raise Error(f"combine: {name}= has no gradient; topk_weights of dispatch() do, and so does expert_out")
         if expert_out.requires_grad:
             self._check_differentiable("combine")
-        if out is not None and (expert_out.requires_grad or d._link.requires_grad):
+        if out is not None and (expert_out.requires_grad or d._ticket.requires_grad):
             raise Error("combine: with out= there is no gradient; leave it out, or call it under torch.no_grad()")
 
     def release(self, d: GraphDispatched) -> None:
         if d.used:
             raise Error("release: this dispatch was combined or released already")
         self._check_current("release: this dispatch", d.plan._spec)
-        torch.ops.pplx_comm.release(self.spec, d._link, d.plan._link, d.plan.tokens)
+        torch.ops.pplx_comm.release(self.spec, d._ticket, d.plan._ticket, d.plan.tokens)
         d.used = True
 
     # ---- handles of calls that were not here -----------------------------------------------------------------------------
@@ -201,21 +201,21 @@ class Graph:
         return d if isinstance(d, GraphDispatched) else self._linked(d)
 
     def _adopt_plan(self, plan: Plan) -> GraphPlan:
-        return plan if isinstance(plan, GraphPlan) else self._linked_plan(plan)
+        return plan if isinstance(plan, GraphPlan) else self._plan_of(plan)
 
     @torch.compiler.disable
     def _linked(self, d: Dispatched) -> GraphDispatched:
         device = self.steps.device
         device.checks.received(d)
-        _, _, weights, link = device.linked(d)
+        _, _, weights, ticket = device.as_tensors(d)
         # The caller's d.weights may change in place; what the backward pass takes may not.
-        return GraphDispatched(self, self._linked_plan(d.plan), link, weights.clone())
+        return GraphDispatched(self, self._plan_of(d.plan), ticket, weights.clone())
 
     @torch.compiler.disable
-    def _linked_plan(self, plan: Plan) -> GraphPlan:
+    def _plan_of(self, plan: Plan) -> GraphPlan:
         device = self.steps.device
         device.checks.plan_of(plan, self.steps, device.core.generation, None)
-        return GraphPlan(self, device.plan_link(plan), plan.topk_weights, plan.tokens)
+        return GraphPlan(self, device.plan_ticket(plan), plan.topk_weights, plan.tokens)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,10 +1,10 @@
 """dispatch and combine as torch's operators, for torch.compile and autograd. torch sees tensors in and tensors out:
 
-spec   which AllToAll, and all that the shapes of the outputs follow from: they are functions of the arguments alone
-link   what a dispatch leaves for its combine, in memory that is the handle's; float32, so that it has a gradient, for the backward
-       pass is a step too: the gradient of a link is the link of the backward step, which combine's backward opens and dispatch's
-       backward closes. A link is combined once, so nothing is ever added to it.
-plan   the routing, for further dispatches
+spec    which AllToAll, and all that the shapes of the outputs follow from: they are functions of the arguments alone
+ticket  what a dispatch leaves for its combine, in memory that is the handle's; float32, so that it has a gradient, for the backward
+        pass is a step too: the gradient of a ticket is the ticket of the backward step, which combine's backward opens and
+        dispatch's backward closes. A ticket is combined once, so nothing is ever added to it.
+plan    the routing, for further dispatches
 
 Each has memory of its own, as torch wants it of what an operator returns.
 
@@ -36,13 +36,13 @@ Optional = torch.Tensor | None
 _library = torch.library.Library("pplx_comm", "DEF")
 _library.define(
     "dispatch(str spec, Tensor x, Tensor? topk_ids, Tensor? topk_weights, Tensor? x_scale, Tensor? plan, "
-    "bool zeroed, bool closed) -> (Tensor x, Tensor scale, Tensor weights, Tensor link, Tensor plan)"
+    "bool zeroed, bool closed) -> (Tensor x, Tensor scale, Tensor weights, Tensor ticket, Tensor plan)"
 )
 _library.define(
-    "combine(str spec, Tensor expert_out, Tensor row_weights, Tensor link, Tensor plan, SymInt tokens, "
+    "combine(str spec, Tensor expert_out, Tensor row_weights, Tensor ticket, Tensor plan, SymInt tokens, "
     "Tensor? weights, bool weighted, Tensor? tail, Tensor? onto) -> (Tensor y, Tensor tail)"
 )
-_library.define("release(str spec, Tensor link, Tensor plan, SymInt tokens) -> ()")
+_library.define("release(str spec, Tensor ticket, Tensor plan, SymInt tokens) -> ()")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Spec:
     """dtype, shape and strides."""
     weights_shape: list[int]
     """The shape of the rows' weights; Compact: of topk_weights."""
-    link_words: int
+    ticket_words: int
     plan: tuple[str, int]
     """dtype and elements."""
 
@@ -115,29 +115,29 @@ def _dispatch(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     steps = _steps(spec)
     device = steps.device
-    known = None if plan is None else device.of_plan_link(steps, plan, x.shape[0])
+    known = None if plan is None else device.of_plan_ticket(steps, plan, x.shape[0])
     d = steps.dispatch(_core.BOTH, x, topk_ids, topk_weights, x_scale, known, apart=True, zeroed=zeroed)
     with Failing(steps.session, "dispatch"):  # nobody else could close the step
-        outputs = *device.linked(d), _nothing(x) if plan is not None else device.plan_link(d.plan)
+        outputs = *device.as_tensors(d), _nothing(x) if plan is not None else device.plan_ticket(d.plan)
     if closed:
         steps.release(d)
     return outputs
 
 
 def _combine(
-    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: int,
+    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, ticket: torch.Tensor, plan: torch.Tensor, tokens: int,
     weights: Optional, weighted: bool, tail: Optional, onto: Optional,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     steps = _steps(spec)
-    d = steps.device.of_link(steps, link, plan, tokens)
+    d = steps.device.of_ticket(steps, ticket, plan, tokens)
     out = None if onto is None else onto.clone(memory_format=torch.contiguous_format)
     result = steps.combine(_core.BOTH, expert_out, d, weights, weighted, tail, out, out is not None).result
     return result if isinstance(result, tuple) else (result, _nothing(expert_out, torch.float32))
 
 
-def _release(spec: str, link: torch.Tensor, plan: torch.Tensor, tokens: int) -> None:
+def _release(spec: str, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> None:
     steps = _steps(spec)
-    steps.release(steps.device.of_link(steps, link, plan, tokens))
+    steps.release(steps.device.of_ticket(steps, ticket, plan, tokens))
 
 
 # ---- what a compiler is told -------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def _dispatch_shapes(
         scale = torch.empty_strided(shape, strides, dtype=_dtype(dtype), device=x.device)
     plan_dtype, elements = s.plan
     return (
-        tensor(s.x_dtype, s.x_shape), scale, tensor("float32", s.weights_shape), tensor("float32", [s.link_words]),
+        tensor(s.x_dtype, s.x_shape), scale, tensor("float32", s.weights_shape), tensor("float32", [s.ticket_words]),
         tensor(plan_dtype, [elements]) if plan is None else _nothing(x),
     )  # fmt: skip
 
 
 def _combine_shapes(
-    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, link: torch.Tensor, plan: torch.Tensor, tokens: Any,
+    spec: str, expert_out: torch.Tensor, row_weights: torch.Tensor, ticket: torch.Tensor, plan: torch.Tensor, tokens: Any,
     weights: Optional, weighted: bool, tail: Optional, onto: Optional,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     s = Spec.of(spec)
@@ -173,7 +173,7 @@ def _combine_shapes(
     return y, torch.empty(back, dtype=torch.float32, device=expert_out.device)
 
 
-def _release_shapes(spec: str, link: torch.Tensor, plan: torch.Tensor, tokens: Any) -> None:
+def _release_shapes(spec: str, ticket: torch.Tensor, plan: torch.Tensor, tokens: Any) -> None:
     pass
 
 
@@ -196,21 +196,21 @@ def _keep_of_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
     ctx.set_materialize_grads(False)
 
 
-def _dispatch_backward(ctx: Any, rows: Optional, _: Any, weights: Optional, link: Optional, __: Any) -> tuple[Any, ...]:
+def _dispatch_backward(ctx: Any, rows: Optional, _: Any, weights: Optional, ticket: Optional, __: Any) -> tuple[Any, ...]:
     """A combine, on the step that combine's backward has opened."""
     (plan,) = ctx.saved_tensors
     s, ops = Spec.of(ctx.spec), torch.ops.pplx_comm
     dtype, device = _dtype(s.dtype), plan.device
-    if link is None:  # what was dispatched was used, but not combined
+    if ticket is None:  # what was dispatched was used, but not combined
         nothing = torch.zeros((ctx.tokens, s.hidden), dtype=dtype, device=device)
-        _, _, _, link, _ = ops.dispatch(ctx.spec, nothing, None, None, None, plan, False, False)
+        _, _, _, ticket, _ = ops.dispatch(ctx.spec, nothing, None, None, None, plan, False, False)
     if rows is None:
         rows = torch.zeros(s.x_shape, dtype=dtype, device=device)
     tail = None
     if ctx.needs_input_grad[3]:
         tail = torch.zeros(s.weights_shape, dtype=torch.float32, device=device) if weights is None else weights
     unweighted = _nothing(plan, torch.float32)
-    dx, dw = ops.combine(ctx.spec, rows.contiguous(), unweighted, link, plan, ctx.tokens, None, False, tail, None)
+    dx, dw = ops.combine(ctx.spec, rows.contiguous(), unweighted, ticket, plan, ctx.tokens, None, False, tail, None)
     return None, dx if ctx.needs_input_grad[1] else None, None, None if tail is None else dw, None, None, None, None
 
 
@@ -225,11 +225,11 @@ def _combine_backward(ctx: Any, dy: Optional, _: Any) -> tuple[Any, ...]:
     """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x."""
     expert_out, row_weights, plan, weights = ctx.saved_tensors
     s = Spec.of(ctx.spec)
-    wants_weights, wants_link = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+    wants_weights, wants_ticket = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
     if dy is None:
         dy = torch.zeros(ctx.y_shape, dtype=_dtype(s.dtype), device=plan.device)
-    rows, _, late_weights, link, _ = torch.ops.pplx_comm.dispatch(
-        ctx.spec, dy.contiguous(), None, weights, None, plan, True, not wants_link
+    rows, _, late_weights, ticket, _ = torch.ops.pplx_comm.dispatch(
+        ctx.spec, dy.contiguous(), None, weights, None, plan, True, not wants_ticket
     )
     rows = rows[: expert_out.shape[0]]  # the caller may leave out unused rows at the end
     d_out, d_weights = rows, None
@@ -239,7 +239,7 @@ def _combine_backward(ctx: Any, dy: Optional, _: Any) -> tuple[Any, ...]:
         if wants_weights:
             d_weights = torch.zeros_like(row_weights)
             d_weights[: rows.shape[0]] = (rows.float() * expert_out.float()).sum(-1)
-    return None, d_out, d_weights, link if wants_link else None, None, None, None, None, None, None
+    return None, d_out, d_weights, ticket if wants_ticket else None, None, None, None, None, None, None
 
 
 for _name, _run, _shapes in (

@@ -17,7 +17,7 @@ from pplx_comm.control.failure import Failure
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.settings import Settings
-from pplx_comm.wiring.libfabric import Place, open_fabric
+from pplx_comm.wiring.libfabric import Locality, open_fabric
 
 log = logging.getLogger("pplx_comm")
 
@@ -50,8 +50,8 @@ class Network:
     proxies: int  # threads, each with a fabric of its own
     device_memory: bool  # only a provider that reaches GPU memory
     one_host: bool  # no peer lives elsewhere
-    places: list[Place]  # of the processes of this host
-    place: int  # this one's
+    localities: list[Locality]  # of the processes of this host
+    locality: int  # this one's
     settings: Settings
 
     def key(self, generation: int) -> Key:
@@ -65,8 +65,8 @@ class Network:
             nics=list(self.nics) or None,
             address=self.settings.interface,
             peers_on_this_host=self.one_host,
-            places=self.places,
-            place=self.place,
+            localities=self.localities,
+            locality=self.locality,
             proxies=self.proxies,
             proxy=proxy,
             device_memory=self.device_memory,

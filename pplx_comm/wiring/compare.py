@@ -32,7 +32,7 @@ class Attempts:
 
 def agree(control: ControlPlane, tag: str, payload: dict[str, Any], timeout: float) -> Answers:
     """Exchanges payloads; if any rank reports an error, all raise it."""
-    answers = control.exchange(payload, tag, timeout)
+    answers = control.all_gather(payload, tag, timeout)
     for rank, answer in enumerate(answers):
         if answer is not None and answer.get("error"):
             text = answer["error"]

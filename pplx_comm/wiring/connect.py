@@ -64,8 +64,8 @@ def _network(control: ControlPlane, request: Request, wiring: Wiring, alive: lis
         proxies=request.proxies,
         device_memory=wiring.blocks_on_gpu,
         one_host=len({wiring.hosts[rank] for rank in alive}) == 1,
-        places=list(wiring.places.values()),  # with the dead: the others keep their shares of the NICs
-        place=list(wiring.places).index(control.rank),
+        localities=list(wiring.localities.values()),  # with the dead: the others keep their shares of the NICs
+        locality=list(wiring.localities).index(control.rank),
         settings=settings,
     )
 

@@ -15,7 +15,7 @@ from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.gpus import built, cuda_module
 from pplx_comm.wiring.compare import Attempts, agree
-from pplx_comm.wiring.libfabric import Place
+from pplx_comm.wiring.libfabric import Locality
 from pplx_comm.wiring.peers import Peers
 from pplx_comm.wiring.placement import blocks_on_gpu
 from pplx_comm.wiring.request import Request
@@ -49,7 +49,7 @@ class Opened:
 
 
 def make_gpu_exchange(
-    control: ControlPlane, request: Request, peers: Peers, proxied: bool, places: dict[int, Place]
+    control: ControlPlane, request: Request, peers: Peers, proxied: bool, localities: dict[int, Locality]
 ) -> GpuExchange:
     """Collective. GPUs of a node that do not reach each other are remote to each other."""
     config, timeout, gpu = request.config, request.patience, request.gpu
@@ -74,7 +74,9 @@ def make_gpu_exchange(
     heaps = {rank: heap for rank, heap in opened.heaps.items() if rank in peers.mapped}
     config.remote_peers = len(peers.remote)
     make = cuda_module().Exchange
-    on_gpu = attempts.run(lambda: proxied and blocks_on_gpu(request, list(places.values()), list(places).index(control.rank)))
+    on_gpu = attempts.run(
+        lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
+    )
     gdrcopy = request.settings.gdrcopy
     arguments = config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms
     exchange = attempts.run(lambda: make(*arguments))

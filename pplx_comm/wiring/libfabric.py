@@ -14,7 +14,7 @@ from pplx_comm.settings import Settings
 
 
 @dataclass(frozen=True)
-class Place:
+class Locality:
     """Where a process lives."""
 
     gpu: str
@@ -23,8 +23,8 @@ class Place:
     """That it may run on, ascending."""
 
 
-def this_place(gpu: str | None = None) -> Place:
-    return Place(gpu or "", sorted(os.sched_getaffinity(0)))
+def this_locality(gpu: str | None = None) -> Locality:
+    return Locality(gpu or "", sorted(os.sched_getaffinity(0)))
 
 
 def wheel_candidates() -> list[str]:
@@ -51,8 +51,8 @@ def open_fabric(
     *,
     endpoints: int = 0,
     nics: list[str] | None = None,
-    places: Sequence[Place] = (),
-    place: int = 0,
+    localities: Sequence[Locality] = (),
+    locality: int = 0,
     proxies: int = 1,
     proxy: int = 0,
     address: str | None = None,
@@ -64,7 +64,7 @@ def open_fabric(
     provider: efa, efa-direct, verbs, tcp, "tcp;ofi_rxm", shm, sockets or net; None takes the best there is.
     endpoints: 0 means one per NIC that is named or picked.
     nics: domain names of efa and verbs, interfaces or addresses for the others.
-    places, place: where the processes of this host are that share its NICs, and which of them this one is. With efa and
+    localities, locality: where the processes of this host are that share its NICs, and which of them this one is. With efa and
         verbs each takes the nearest, or its share of them; and the proxy gets a CPU near them.
     proxies, proxy: how many proxies each process has, and whose fabric this is: each gets a CPU of its own.
     address: interface or address for tcp, net and sockets; the default is the interface of the default route.
@@ -73,8 +73,8 @@ def open_fabric(
     """
     options: dict[str, Any] = {
         "endpoints": endpoints,
-        "places": [(one.gpu, one.cpus) for one in places],
-        "place": place,
+        "localities": [(one.gpu, one.cpus) for one in localities],
+        "locality": locality,
         "proxies": proxies,
         "proxy": proxy,
         "peers_on_this_host": peers_on_this_host,
@@ -87,10 +87,12 @@ def open_fabric(
     return _core.Fabric(provider or "auto", options)
 
 
-def refuses_device_memory(provider: str | None, nics: list[str] | None, places: Sequence[Place], place: int) -> str | None:
+def refuses_device_memory(
+    provider: str | None, nics: list[str] | None, localities: Sequence[Locality], locality: int
+) -> str | None:
     """Why no fabric could be opened for GPU memory; None: one could."""
     try:
-        open_fabric(provider, nics=nics, places=places, place=place, device_memory=True).close()
+        open_fabric(provider, nics=nics, localities=localities, locality=locality, device_memory=True).close()
     except _core.FabricError as problem:
         return str(problem).splitlines()[0]
     return None
@@ -107,10 +109,10 @@ class Choice:
     """Of the proxy's thread; -1: any."""
 
 
-def choice(settings: Settings, places: Sequence[Place], place: int) -> Choice:
+def choice(settings: Settings, localities: Sequence[Locality], locality: int) -> Choice:
     """Opens what a rank would open, and closes it."""
     nics = list(settings.nics) or None
-    fabric = open_fabric(settings.provider, nics=nics, address=settings.interface, places=places, place=place)
+    fabric = open_fabric(settings.provider, nics=nics, address=settings.interface, localities=localities, locality=locality)
     try:
         names = [fabric.endpoint_name(endpoint) for endpoint in range(fabric.endpoints)]
         return Choice(fabric.provider, names, fabric.why, fabric.proxy_cpu)

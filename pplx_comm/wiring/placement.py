@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
-from pplx_comm.wiring.libfabric import Place, refuses_device_memory
+from pplx_comm.wiring.libfabric import Locality, refuses_device_memory
 from pplx_comm.wiring.request import Request
 
 log = logging.getLogger("pplx_comm")
@@ -40,13 +40,13 @@ def placement(write_ordering: int | None, provider: str, refusal: str | None) ->
     return Placement("device", f"{provider} registers this GPU's memory and needs no CUDA call to move it")
 
 
-def blocks_on_gpu(request: Request, places: list[Place], place: int) -> bool:
+def blocks_on_gpu(request: Request, localities: list[Locality], locality: int) -> bool:
     """Whether the blocks of remote peers lie in GPU memory. Opens what the proxy will open."""
     assert request.gpu is not None
     if request.placement == "host":
         return False
-    ordering = cuda_module().write_ordering(places[place].gpu)
-    refusal = refuses_device_memory(request.provider, list(request.nics) or None, places, place)
+    ordering = cuda_module().write_ordering(localities[locality].gpu)
+    refusal = refuses_device_memory(request.provider, list(request.nics) or None, localities, locality)
     chosen = placement(ordering, request.provider or "the provider", refusal)
     if request.placement == "device" and chosen.where != "device":
         raise Error(f"placement='device': {chosen.why}; placement='auto' would take pinned host memory")

@@ -9,7 +9,7 @@ from typing import Any
 import pplx_comm._core as _core
 from pplx_comm.errors import Error
 from pplx_comm.wiring.carriers import ProxyCarrier
-from pplx_comm.wiring.libfabric import Place
+from pplx_comm.wiring.libfabric import Locality
 from pplx_comm.wiring.peers import Peers
 
 
@@ -30,7 +30,7 @@ class Wiring:
     exchange: Any  # _core.Exchange or _cuda.Exchange
     peers: Peers
     hosts: dict[int, str]  # by rank, see host_key
-    places: dict[int, Place]  # of the ranks of this host
+    localities: dict[int, Locality]  # of the ranks of this host
     blocks_on_gpu: bool  # those that the proxy moves
     carrier: ProxyCarrier | None = None
     regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy

@@ -14,7 +14,7 @@ from pplx_comm.wiring.carriers import host_key
 from pplx_comm.wiring.compare import Answers, Attempts, agree, compare
 from pplx_comm.wiring.connect import connect
 from pplx_comm.wiring.gpu_memory import make_gpu_exchange
-from pplx_comm.wiring.libfabric import Place, this_place
+from pplx_comm.wiring.libfabric import Locality, this_locality
 from pplx_comm.wiring.memory import make_exchange
 from pplx_comm.wiring.peers import Peers, find_peers
 from pplx_comm.wiring.record import Wiring
@@ -30,7 +30,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     attempts = Attempts(request.error)
     left = [rank for rank, lives in enumerate(control.alive()) if lives]
     peers = attempts.run(lambda: find_peers(request, control, left))
-    place = attempts.run(lambda: _place(request))
+    locality = attempts.run(lambda: _locality(request))
     answers = agree(
         control,
         "AllToAll: arguments",
@@ -39,7 +39,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_numbers),
             "host": host_key(),
-            "place": asdict(place) if place else None,
+            "locality": asdict(locality) if locality else None,
             "remote": len(peers.remote) if peers else 0,
         },
         request.patience,
@@ -78,17 +78,19 @@ def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: 
     """Also whether some rank has a proxy, which GPUs that do not reach each other decide."""
     hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
     here = host_key()
-    places = {r: Place(**answer["place"]) for r, answer in enumerate(answers) if answer is not None and answer["host"] == here}
+    localities = {
+        r: Locality(**answer["locality"]) for r, answer in enumerate(answers) if answer is not None and answer["host"] == here
+    }
     if request.gpu is None:
-        exchange: Any = make_exchange(control, request, peers, len(places))
-        return Wiring(exchange, peers, hosts, places, blocks_on_gpu=False), proxied
-    made = make_gpu_exchange(control, request, peers, proxied, places)
-    return Wiring(made.exchange, made.peers, hosts, places, made.blocks_on_gpu), made.proxied
+        exchange: Any = make_exchange(control, request, peers, len(localities))
+        return Wiring(exchange, peers, hosts, localities, blocks_on_gpu=False), proxied
+    made = make_gpu_exchange(control, request, peers, proxied, localities)
+    return Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu), made.proxied
 
 
-def _place(request: Request) -> Place:
-    """The NICs are to be near this place: the GPU, or the CPUs."""
-    return this_place(None if request.gpu is None else cuda_module().pci_address(request.gpu))
+def _locality(request: Request) -> Locality:
+    """The NICs are to be near this locality: the GPU, or the CPUs."""
+    return this_locality(None if request.gpu is None else cuda_module().pci_address(request.gpu))
 
 
 def _free_number(answers: Answers) -> int:

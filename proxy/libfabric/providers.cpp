@@ -141,8 +141,8 @@ std::vector<int> cpus_near(const Topology& topology, const std::vector<Nic>& nic
 }
 
 int cpu_of(const Options& options, const std::vector<std::vector<int>>& near) {
-  if (options.place >= options.places.size()) return -1;
-  return pick_cpus(options.places, near, options.proxies)[options.proxy * options.places.size() + options.place];
+  if (options.locality >= options.localities.size()) return -1;
+  return pick_cpus(options.localities, near, options.proxies)[options.proxy * options.localities.size() + options.locality];
 }
 
 // Both fill in all but the provider. A socket's interface serves all processes of the host.
@@ -163,7 +163,7 @@ void choose_sockets(const Library& library, const std::string& provider, const O
       throw FabricError("provider " + provider + " on " + interface.name + " (" + interface.address + "): " + why_not(library, provider, answer));
     choice.nics.push_back({interface.name + " " + interface.address, std::move(answer.infos.front())});
   }
-  choice.cpu = cpu_of(options, std::vector<std::vector<int>>(options.places.size(), cpus_near(Topology(), choice.nics)));
+  choice.cpu = cpu_of(options, std::vector<std::vector<int>>(options.localities.size(), cpus_near(Topology(), choice.nics)));
 }
 
 void choose_devices(const Library& library, const std::string& provider, const Options& options, Choice& choice) {
@@ -180,20 +180,20 @@ void choose_devices(const Library& library, const std::string& provider, const O
   }
   const auto copy = [&](const Nic& nic) { return Nic{nic.name, Info(library.dupinfo(nic.info.get()), FreeInfo{&library})}; };
   const Topology topology;
-  std::vector<std::vector<int>> near(options.places.size());
+  std::vector<std::vector<int>> near(options.localities.size());
   if (options.nics.empty()) {
-    const std::vector<Place> alone(1);
-    const std::vector<Place>& places = options.places.empty() ? alone : options.places;
-    if (options.place >= places.size())
-      throw FabricError("place " + std::to_string(options.place) + " of " + std::to_string(places.size()) + " processes on this host");
+    const std::vector<Locality> alone(1);
+    const std::vector<Locality>& localities = options.localities.empty() ? alone : options.localities;
+    if (options.locality >= localities.size())
+      throw FabricError("locality " + std::to_string(options.locality) + " of " + std::to_string(localities.size()) + " processes on this host");
     std::vector<NamedLocation> locations;
     for (const Nic& nic : all) locations.push_back({nic.name, location_of(topology, nic)});
-    for (std::size_t place = 0; place < places.size(); ++place) {
-      const Picked picked = pick_nics(topology, locations, places, place);
+    for (std::size_t locality = 0; locality < localities.size(); ++locality) {
+      const Picked picked = pick_nics(topology, locations, localities, locality);
       std::vector<Nic> nics;
       for (const std::size_t index : picked.nics) nics.push_back(copy(all[index]));
-      if (place < near.size()) near[place] = cpus_near(topology, nics);
-      if (place != options.place) continue;
+      if (locality < near.size()) near[locality] = cpus_near(topology, nics);
+      if (locality != options.locality) continue;
       choice.why = picked.why;
       choice.nics = std::move(nics);
     }

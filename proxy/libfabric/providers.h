@@ -15,8 +15,8 @@ struct Options {
   std::string provider;                 // a name of kProviders, "verbs", or "" and "auto" for the best there is
   std::vector<std::string> nics;        // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
   int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
-  std::vector<Place> places;            // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
-  std::size_t place = 0;                // which of them is this one
+  std::vector<Locality> localities;     // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
+  std::size_t locality = 0;             // which of them is this one
   std::size_t proxies = 1, proxy = 0;   // of each process, and whose fabric this is: each proxy gets a CPU of its own
   std::string address;                  // tcp, net, sockets: interface or address; empty: the interface of the default route
   bool device_memory = false;           // GPU memory will be registered: only providers that can, without calling CUDA on their own

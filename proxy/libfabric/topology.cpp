@@ -72,11 +72,11 @@ struct View {
   }
 };
 
-View view_of(const Topology& topology, const Place& place) {
+View view_of(const Topology& topology, const Locality& locality) {
   View view;
-  if (!place.gpu.empty()) view.location = topology.of_pci(place.gpu);
+  if (!locality.gpu.empty()) view.location = topology.of_pci(locality.gpu);
   if (!view.location.pci_path.empty()) return view;
-  if (const std::vector<int> nodes = topology.nodes_of(place.cpus); nodes.size() == 1) view.location.numa = nodes.front();
+  if (const std::vector<int> nodes = topology.nodes_of(locality.cpus); nodes.size() == 1) view.location.numa = nodes.front();
   return view;
 }
 
@@ -116,9 +116,9 @@ Candidates nearest(const View& view, const std::vector<NamedLocation>& nics) {
   return nearest;
 }
 
-std::string describe(const Candidates& nearest, const View& view, const Place& place, std::size_t all) {
-  const bool by_gpu = !place.gpu.empty() && !view.location.pci_path.empty();
-  const std::string who = by_gpu ? "GPU " + place.gpu : "CPUs " + format_cpus(place.cpus);
+std::string describe(const Candidates& nearest, const View& view, const Locality& locality, std::size_t all) {
+  const bool by_gpu = !locality.gpu.empty() && !view.location.pci_path.empty();
+  const std::string who = by_gpu ? "GPU " + locality.gpu : "CPUs " + format_cpus(locality.cpus);
   switch (nearest.distance.nearness) {
     case Nearness::Switch: return "behind one PCIe switch with " + who;
     case Nearness::RootComplex: return "on one PCIe root complex with " + who;
@@ -127,7 +127,7 @@ std::string describe(const Candidates& nearest, const View& view, const Place& p
   }
   if (all == 1) return "the only one";
   if (by_gpu || view.location.numa >= 0) return "none is nearer to " + who + " than the rest";
-  return place.gpu.empty() ? "no NUMA node is this process's own" : "this host does not say where GPU " + place.gpu + " is";
+  return locality.gpu.empty() ? "no NUMA node is this process's own" : "this host does not say where GPU " + locality.gpu + " is";
 }
 
 }  // namespace
@@ -206,17 +206,17 @@ std::vector<int> Topology::nodes_of(const std::vector<int>& cpus) const {
   return nodes;
 }
 
-Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Place>& places, std::size_t self) {
-  const View view = view_of(topology, places.at(self));
+Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities, std::size_t self) {
+  const View view = view_of(topology, localities.at(self));
   Candidates mine = nearest(view, nics);
   std::size_t before = 0, sharing = 0;
-  for (std::size_t i = 0; i < places.size(); ++i) {
-    if (i != self && nearest(view_of(topology, places[i]), nics).nics != mine.nics) continue;
+  for (std::size_t i = 0; i < localities.size(); ++i) {
+    if (i != self && nearest(view_of(topology, localities[i]), nics).nics != mine.nics) continue;
     before += i < self;
     ++sharing;
   }
   Picked picked;
-  picked.why = describe(mine, view, places[self], nics.size());
+  picked.why = describe(mine, view, localities[self], nics.size());
   std::sort(mine.nics.begin(), mine.nics.end(), [&](std::size_t a, std::size_t b) { return natural_less(nics[a].name, nics[b].name); });
   const std::size_t count = mine.nics.size();
   for (std::size_t i = 0; i < count; ++i)
@@ -226,13 +226,13 @@ Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nic
   return picked;
 }
 
-std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near, std::size_t proxies) {
+std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near, std::size_t proxies) {
   std::vector<int> picked;
   std::set<int> taken;
-  for (std::size_t i = 0; i < places.size() * proxies; ++i) {
-    const std::size_t self = i % places.size();
-    const std::vector<int>& allowed = places[self].cpus;
-    const auto wanted = static_cast<std::size_t>(std::count_if(places.begin(), places.end(), [&](const Place& other) {
+  for (std::size_t i = 0; i < localities.size() * proxies; ++i) {
+    const std::size_t self = i % localities.size();
+    const std::vector<int>& allowed = localities[self].cpus;
+    const auto wanted = static_cast<std::size_t>(std::count_if(localities.begin(), localities.end(), [&](const Locality& other) {
       return std::any_of(allowed.begin(), allowed.end(), [&](int cpu) { return std::binary_search(other.cpus.begin(), other.cpus.end(), cpu); });
     }));
     int best = -1;

@@ -8,7 +8,7 @@
 namespace pplx::libfabric {
 
 // The GPU and CPUs of one process of this host.
-struct Place {
+struct Locality {
   std::string gpu;          // PCI address of its GPU, "0000:53:00.0"; empty: it computes on the CPU
   std::vector<int> cpus;    // that it may run on, ascending
 };
@@ -46,14 +46,14 @@ struct NamedLocation {
   Location location;
 };
 
-// For the process `places[self]` those NICs that are nearest to it; processes that the same NICs are nearest to share them, as evenly as it goes. Where
+// For the process `localities[self]` those NICs that are nearest to it; processes that the same NICs are nearest to share them, as evenly as it goes. Where
 // nothing is known, or nothing is nearer than the rest, all share all.
-Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Place>& places, std::size_t self);
+Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities, std::size_t self);
 
 // A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for each process that
 // could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied. With several proxies in each
 // process the first ones' CPUs come first.
-std::vector<int> pick_cpus(const std::vector<Place>& places, const std::vector<std::vector<int>>& near, std::size_t proxies = 1);
+std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near, std::size_t proxies = 1);
 
 // "0-3,8" and back, as sysfs writes it.
 std::vector<int> parse_cpus(const std::string& text);

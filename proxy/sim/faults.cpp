@@ -38,7 +38,7 @@ const char* name_of(Fault fault) {
     case Fault::StaleWrite: return "write of an old generation";
     case Fault::StaleWord: return "word of an old generation";
     case Fault::WokeTooLate: return "rank woke after reset";
-    case Fault::Shared: return "rows finished for replicas";
+    case Fault::Finished: return "rows finished for replicas";
     case Fault::ReplicaLost: return "replica lost";
     case Fault::Count: break;
   }

@@ -47,7 +47,7 @@ enum class Fault : std::uint8_t {
   StaleWrite,          // a write of an earlier generation reached memory that is no longer registered
   StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was expected
   WokeTooLate,         // a vanished rank went on after the others had reset without it
-  Shared,              // a rank finished rows of the output for its replicas
+  Finished,            // a rank finished rows of the output for its replicas
   ReplicaLost,         // replicas went on without one of them
   Count
 };

@@ -63,43 +63,43 @@ void quantise(const Config& c, const float* x, char* codes, char* scales) {
   }
 }
 
-void draw_tokens(const Config& c, const Step& step, Part& part, Random& random) {
-  const std::size_t values = std::size_t{part.tokens} * c.hidden, size = dtype_bytes(c.dtype);
-  for (std::size_t i = 0; i < part.ids.size(); ++i) {
-    part.weights.push_back(step.unit_weights ? 1.0f : random.real(-1, 1));
-    part.late_weights.push_back(random.real(-1, 1));
-    part.tail.push_back(random.real(-1, 1));
+void draw_tokens(const Config& c, const Step& step, Role& role, Random& random) {
+  const std::size_t values = std::size_t{role.tokens} * c.hidden, size = dtype_bytes(c.dtype);
+  for (std::size_t i = 0; i < role.ids.size(); ++i) {
+    role.weights.push_back(step.unit_weights ? 1.0f : random.real(-1, 1));
+    role.late_weights.push_back(random.real(-1, 1));
+    role.tail.push_back(random.real(-1, 1));
   }
   const std::uint32_t payload = payload_bytes(c), scale = scale_bytes(c);
-  part.payload.resize(std::size_t{part.tokens} * (payload + scale));
-  part.seen.resize(values);
+  role.payload.resize(std::size_t{role.tokens} * (payload + scale));
+  role.seen.resize(values);
   std::vector<float> row(c.hidden);
   if (step.quantised)
-    part.scales.resize(std::size_t{part.tokens} * scale);
+    role.scales.resize(std::size_t{role.tokens} * scale);
   else
-    part.x.resize(values * size);
-  for (std::uint32_t t = 0; t < part.tokens; ++t) {
-    char* to = part.payload.data() + std::size_t{t} * (payload + scale);
+    role.x.resize(values * size);
+  for (std::uint32_t t = 0; t < role.tokens; ++t) {
+    char* to = role.payload.data() + std::size_t{t} * (payload + scale);
     for (std::uint32_t h = 0; h < c.hidden; ++h) {
       row[h] = random.chance(0.01) ? 0.0f : rounded_to(random.real(-4, 4), c.dtype);
-      if (!step.quantised) store(part.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
+      if (!step.quantised) store(role.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
     }
     if (quantised(c.wire)) {
       if (random.chance(0.05)) std::fill_n(row.begin(), std::min(c.hidden, scale_block(c.wire)), 0.0f);
       if (!step.quantised)
-        for (std::uint32_t h = 0; h < c.hidden; ++h) store(part.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
+        for (std::uint32_t h = 0; h < c.hidden; ++h) store(role.x.data() + (std::size_t{t} * c.hidden + h) * size, row[h], c.dtype);
       quantise(c, row.data(), to, to + payload);
     } else {
-      std::memcpy(to, part.x.data() + std::size_t{t} * payload, payload);
+      std::memcpy(to, role.x.data() + std::size_t{t} * payload, payload);
     }
-    decode_row(c, to, to + payload, part.seen.data() + std::size_t{t} * c.hidden);
+    decode_row(c, to, to + payload, role.seen.data() + std::size_t{t} * c.hidden);
     if (!step.quantised) continue;
-    part.x.insert(part.x.end(), to, to + payload);
-    std::memcpy(part.scales.data() + std::size_t{t} * scale, to + payload, scale);
+    role.x.insert(role.x.end(), to, to + payload);
+    std::memcpy(role.scales.data() + std::size_t{t} * scale, to + payload, scale);
   }
   if (!step.accumulate) return;
-  part.before.resize(values * size);
-  for (std::size_t i = 0; i < values; ++i) store(part.before.data() + i * size, rounded_to(random.real(-4, 4), c.dtype), c.dtype);
+  role.before.resize(values * size);
+  for (std::size_t i = 0; i < values; ++i) store(role.before.data() + i * size, rounded_to(random.real(-4, 4), c.dtype), c.dtype);
 }
 
 // Finds who gets each choice, and which choices have room.
@@ -108,31 +108,31 @@ void route(const Config& c, Step& step) {
   step.arrivals.resize(c.world);
   for (std::uint32_t d = 0; d < c.world; ++d) step.arrivals[d].resize(compact ? 1 : local_experts(c, d));
   for (std::uint32_t s = 0; s < c.world; ++s)
-    for (std::uint32_t t = 0; t < step.parts[s].tokens; ++t)
-      for (std::uint32_t k = 0; k < c.top_k && sends(step.parts[s], t); ++k) {
-        const std::int32_t id = step.parts[s].ids[std::size_t{t} * c.top_k + k];
+    for (std::uint32_t t = 0; t < step.roles[s].tokens; ++t)
+      for (std::uint32_t k = 0; k < c.top_k && sends(step.roles[s], t); ++k) {
+        const std::int32_t id = step.roles[s].ids[std::size_t{t} * c.top_k + k];
         if (id < 0) continue;
         const std::uint32_t d = static_cast<std::uint32_t>(id) / experts_per_rank(c);
         std::vector<Choice>& list = step.arrivals[d][compact ? 0 : static_cast<std::uint32_t>(id) % experts_per_rank(c)];
         if (compact && !list.empty() && list.back().source == s && list.back().token == t) continue;
         list.push_back({s, t, k});
       }
-  for (Part& part : step.parts) part.fits.assign(part.ids.size(), 0);
+  for (Role& role : step.roles) role.fits.assign(role.ids.size(), 0);
   for (std::uint32_t d = 0; d < c.world; ++d) {
     std::uint64_t start = 0;
     for (std::size_t e = 0; e < step.arrivals[d].size(); ++e) {
       const std::vector<Choice>& list = step.arrivals[d][e];
       for (std::size_t i = 0; i < list.size(); ++i) {
         const bool fits = c.layout == LayoutKind::Padded ? i < c.max_per_expert : start + i < c.max_rows;
-        Part& part = step.parts[list[i].source];
+        Role& role = step.roles[list[i].source];
         const std::size_t at = std::size_t{list[i].token} * c.top_k;
         if (!compact) {
-          part.fits[at + list[i].k] = fits;
+          role.fits[at + list[i].k] = fits;
           continue;
         }
         for (std::uint32_t k = 0; k < c.top_k; ++k)
-          if (part.ids[at + k] >= 0 && static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c) == d)
-            part.fits[at + k] = fits;
+          if (role.ids[at + k] >= 0 && static_cast<std::uint32_t>(role.ids[at + k]) / experts_per_rank(c) == d)
+            role.fits[at + k] = fits;
       }
       if (c.layout == LayoutKind::Padded) {
         step.overflows |= list.size() > c.max_per_expert;
@@ -145,9 +145,9 @@ void route(const Config& c, Step& step) {
   // A choice that had no room is missing from the outputs of all who hold the token.
   for (std::uint32_t r = 0; r < c.world; ++r)
     for (std::uint32_t other = 0; other < c.world; ++other)
-      for (std::uint32_t t = 0; t < step.parts[r].tokens && r / c.replicas == other / c.replicas; ++t)
-        if (sends(step.parts[r], t) && other != r && step.parts[other].tokens > 0)
-          std::copy_n(step.parts[r].fits.begin() + t * c.top_k, c.top_k, step.parts[other].fits.begin() + t * c.top_k);
+      for (std::uint32_t t = 0; t < step.roles[r].tokens && r / c.replicas == other / c.replicas; ++t)
+        if (sends(step.roles[r], t) && other != r && step.roles[other].tokens > 0)
+          std::copy_n(step.roles[r].fits.begin() + t * c.top_k, c.top_k, step.roles[other].fits.begin() + t * c.top_k);
 }
 
 // Consecutive ranks hold the same tokens; the living ones divide them among themselves.
@@ -201,59 +201,59 @@ std::unique_ptr<Step> make_step(const Config& c, const std::vector<bool>& alive,
   const auto routing = static_cast<Routing>(random.chance(0.5) ? 0 : random.below(5));
   const auto hot = static_cast<std::uint32_t>(random.below(c.num_experts));
   const bool nobody = random.chance(0.03), everybody = random.chance(0.1);
-  step.parts.resize(c.world);
+  step.roles.resize(c.world);
   for (std::uint32_t r = 0; r < c.world; ++r) {
-    Part& part = step.parts[r];
+    Role& role = step.roles[r];
     if (!alive[r]) continue;
     const std::vector<std::uint32_t> group = group_of(c, alive, r);
-    const auto lane = static_cast<std::uint32_t>(std::find(group.begin(), group.end(), r) - group.begin());
-    if (lane > 0) {
-      part = step.parts[group[0]];
-      part.lane = lane;
+    const auto slice = static_cast<std::uint32_t>(std::find(group.begin(), group.end(), r) - group.begin());
+    if (slice > 0) {
+      role = step.roles[group[0]];
+      role.slice = slice;
       continue;
     }
-    part.lanes = static_cast<std::uint32_t>(group.size());
-    const std::uint32_t most = std::min(c.max_tokens, ceil_div(c.max_tokens, c.replicas) * part.lanes);
+    role.slices = static_cast<std::uint32_t>(group.size());
+    const std::uint32_t most = std::min(c.max_tokens, ceil_div(c.max_tokens, c.replicas) * role.slices);
     if (step.same_plan) {
-      part.tokens = before->parts[r].tokens;
-      part.ids = before->parts[r].ids;
+      role.tokens = before->roles[r].tokens;
+      role.ids = before->roles[r].ids;
     } else {
-      part.tokens = nobody || random.chance(0.15) ? 0 : everybody ? most : random.between(0u, most);
-      part.ids = draw_ids(c, part.tokens, routing, hot, random);
-      for (std::int32_t& id : part.ids)
+      role.tokens = nobody || random.chance(0.15) ? 0 : everybody ? most : random.between(0u, most);
+      role.ids = draw_ids(c, role.tokens, routing, hot, random);
+      for (std::int32_t& id : role.ids)
         if (id >= 0 && !alive[static_cast<std::uint32_t>(id) / experts_per_rank(c)])
           id = id * -1 - 2;   // the caller still names it
     }
-    draw_tokens(c, step, part, random);
+    draw_tokens(c, step, role, random);
   }
   route(c, step);
   return made;
 }
 
 std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank) {
-  const Part& part = step.parts[rank];
-  const std::vector<float>& weights = step.late ? part.late_weights : part.weights;
+  const Role& role = step.roles[rank];
+  const std::vector<float>& weights = step.late ? role.late_weights : role.weights;
   const std::size_t size = dtype_bytes(c.dtype);
-  std::vector<char> y(std::size_t{part.tokens} * c.hidden * size);
+  std::vector<char> y(std::size_t{role.tokens} * c.hidden * size);
   std::vector<float> total(c.hidden), partial(c.hidden), value(c.hidden);
-  for (std::uint32_t t = 0; t < part.tokens; ++t) {
-    const float* row = part.seen.data() + std::size_t{t} * c.hidden;
+  for (std::uint32_t t = 0; t < role.tokens; ++t) {
+    const float* row = role.seen.data() + std::size_t{t} * c.hidden;
     const std::size_t at = std::size_t{t} * c.top_k;
     for (std::uint32_t h = 0; h < c.hidden; ++h)
-      total[h] = step.accumulate ? load(part.before.data() + (std::size_t{t} * c.hidden + h) * size, c.dtype) : 0.0f;
+      total[h] = step.accumulate ? load(role.before.data() + (std::size_t{t} * c.hidden + h) * size, c.dtype) : 0.0f;
     std::array<std::uint32_t, kMaxTopK> order;
     std::uint32_t n = 0;
     for (std::uint32_t k = 0; k < c.top_k; ++k)
-      if (part.ids[at + k] >= 0) order[n++] = k;
-    const auto owner = [&](std::uint32_t k) { return static_cast<std::uint32_t>(part.ids[at + k]) / experts_per_rank(c); };
+      if (role.ids[at + k] >= 0) order[n++] = k;
+    const auto owner = [&](std::uint32_t k) { return static_cast<std::uint32_t>(role.ids[at + k]) / experts_per_rank(c); };
     std::stable_sort(order.begin(), order.begin() + n, [&](std::uint32_t a, std::uint32_t b) { return owner(a) < owner(b); });
     for (std::uint32_t i = 0; i < n;) {
       std::fill(partial.begin(), partial.end(), 0.0f);
       const std::uint32_t rank_of_run = owner(order[i]);
       for (; i < n && owner(order[i]) == rank_of_run; ++i) {
         const std::uint32_t k = order[i];
-        if (part.fits[at + k] == 0) continue;
-        const auto expert = static_cast<std::uint32_t>(part.ids[at + k]);
+        if (role.fits[at + k] == 0) continue;
+        const auto expert = static_cast<std::uint32_t>(role.ids[at + k]);
         expert_row(row, c.hidden, expert, c.dtype, value.data());
         for (std::uint32_t h = 0; h < c.hidden; ++h) {
           const float term = step.weighted ? weights[at + k] * value[h] : value[h];

@@ -14,10 +14,10 @@ namespace pplx::sim {
 // The wires that are simulated; a new one joins here and in quantise() of script.cpp.
 inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8, Wire::FP8_UE8M0, Wire::MXFP8};
 
-// One rank's part of a step.
-struct Part {
+// One rank's role in a step.
+struct Role {
   std::uint32_t tokens = 0;
-  std::uint32_t lane = 0, lanes = 1;         // of the ranks that hold the same tokens, this one sends every token t = lane mod lanes
+  std::uint32_t slice = 0, slices = 1;         // of the ranks that hold the same tokens, this one sends every token t = slice mod slices
   std::vector<std::int32_t> ids;             // [tokens, top_k]
   std::vector<float> weights, late_weights;  // [tokens, top_k]
   std::vector<float> tail;                   // [tokens, top_k]: the number that each choice's expert attaches to its row
@@ -29,7 +29,7 @@ struct Part {
   std::vector<std::uint8_t> fits;            // [tokens, top_k]: the choice goes somewhere where there is room
 };
 
-inline bool sends(const Part& part, std::uint32_t token) { return token % part.lanes == part.lane; }
+inline bool sends(const Role& role, std::uint32_t token) { return token % role.slices == role.slice; }
 
 struct Choice {
   std::uint32_t source = 0, token = 0, k = 0;
@@ -42,7 +42,7 @@ struct Step {
   bool has_tail = false;
   bool same_plan = false;                    // as the step before
   bool overflows = false;                    // some rank's output is too small
-  std::vector<Part> parts;                   // by rank
+  std::vector<Role> roles;                   // by rank
   // By destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
   std::vector<std::vector<std::vector<Choice>>> arrivals;
   std::uint32_t closed = 0;                  // how many ranks have closed it

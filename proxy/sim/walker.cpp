@@ -31,7 +31,7 @@ Walker::Walker(Exchange& exchange, std::shared_ptr<Step> step, std::shared_ptr<c
     : e_(exchange),
       c_(exchange.config()),
       step_(std::move(step)),
-      part_(step_->parts[c_.rank]),
+      role_(step_->roles[c_.rank]),
       plan_(std::move(plan)),
       totals_(totals) {}
 
@@ -88,7 +88,7 @@ void Walker::finish() {
     default:
       e_.finish_combine_recv(number_);
       poison_slots(Op::Combine);
-      poison_shares();
+      poison_slices();
       if (!step_->released) check_combine();
       if (step_->has_tail) check_tail();
   }
@@ -98,17 +98,17 @@ void Walker::finish() {
 
 void Walker::begin_dispatch_send() {
   if (!plan_) {
-    std::vector<std::int64_t> ids(part_.ids.begin(), part_.ids.end());
+    std::vector<std::int64_t> ids(role_.ids.begin(), role_.ids.end());
     for (std::int64_t& id : ids)
       if (id < -1) id = -id - 2;   // an expert of a dead rank; the caller does not know that it is dead
-    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), part_.tokens, &e_.blocks().alive()));
+    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), role_.tokens, &e_.blocks().alive()));
   }
   const std::size_t row = std::size_t{c_.hidden} * (step_->quantised ? 1 : dtype_bytes(c_.dtype)), stride = row + kGap;
-  x_.resize(part_.tokens * stride);
-  for (std::uint32_t t = 0; t < part_.tokens; ++t) std::memcpy(x_.data() + t * stride, part_.x.data() + t * row, row);
-  scales_in_ = part_.scales;
-  weights_ = part_.weights;
-  late_weights_ = part_.late_weights;
+  x_.resize(role_.tokens * stride);
+  for (std::uint32_t t = 0; t < role_.tokens; ++t) std::memcpy(x_.data() + t * stride, role_.x.data() + t * row, row);
+  scales_in_ = role_.scales;
+  weights_ = role_.weights;
+  late_weights_ = role_.late_weights;
   Tokens in;
   in.plan = plan_;
   in.x = {x_.data(), stride};
@@ -184,10 +184,10 @@ void Walker::begin_combine_send() {
 
 void Walker::begin_combine_recv() {
   const std::size_t row = std::size_t{c_.hidden} * dtype_bytes(c_.dtype), stride = row + kGap;
-  y_ = poisoned<char>(part_.tokens * stride);
+  y_ = poisoned<char>(role_.tokens * stride);
   if (step_->accumulate)
-    for (std::uint32_t t = 0; t < part_.tokens; ++t) std::memcpy(y_.data() + t * stride, part_.before.data() + t * row, row);
-  tail_out_ = poisoned<float>(part_.ids.size());
+    for (std::uint32_t t = 0; t < role_.tokens; ++t) std::memcpy(y_.data() + t * stride, role_.before.data() + t * row, row);
+  tail_out_ = poisoned<float>(role_.ids.size());
   phase_ = Phase::CombineRecv;
   run_ = e_.start_combine_recv(number_, {y_.data(), stride, step_->accumulate, tail_out_.data()});
 }
@@ -207,7 +207,7 @@ void Walker::check_row(std::uint64_t row, std::uint64_t expert, const Choice& ch
     wrong(std::string("dispatch: ") + what + " of row " + std::to_string(row) + " (token " + std::to_string(choice.token) +
           " of rank " + std::to_string(choice.source) + " for local expert " + std::to_string(expert) + ") is wrong");
   };
-  const Part& from = step_->parts[choice.source];
+  const Role& from = step_->roles[choice.source];
   const std::uint32_t payload = payload_bytes(c_), each = scale_bytes_each(c_.wire);
   const char* expected = from.payload.data() + std::size_t{choice.token} * (payload + scale_bytes(c_));
   if (src_rank_[row] != static_cast<std::int32_t>(choice.source)) differs("src_rank");
@@ -238,10 +238,10 @@ void Walker::check_dispatch() const {
       wrong("dispatch: num_rows is " + std::to_string(num_rows_) + ", not " + std::to_string(rows.size()));
     for (std::uint64_t i = 0; i < rows.size() && i < c_.max_rows; ++i) check_row(i, 0, rows[i]);
     std::vector<std::int32_t> counts(local_experts(c_, c_.rank), 0);
-    for (const Part& part : step_->parts)
-      for (std::size_t i = 0; i < part.ids.size(); ++i) {
-        const std::int32_t id = part.ids[i];
-        if (id < 0 || !sends(part, static_cast<std::uint32_t>(i / c_.top_k))) continue;
+    for (const Role& role : step_->roles)
+      for (std::size_t i = 0; i < role.ids.size(); ++i) {
+        const std::int32_t id = role.ids[i];
+        if (id < 0 || !sends(role, static_cast<std::uint32_t>(i / c_.top_k))) continue;
         if (static_cast<std::uint32_t>(id) / experts_per_rank(c_) == c_.rank)
           ++counts[id - static_cast<std::int32_t>(first_expert(c_, c_.rank))];
       }
@@ -328,7 +328,7 @@ void Walker::attach_tail() {
     const std::uint64_t start = padded ? e * c_.max_per_expert : compact ? 0 : static_cast<std::uint64_t>(offsets_[e]);
     for (std::uint64_t i = 0; i < lists[e].size() && (padded ? i < c_.max_per_expert : start + i < c_.max_rows); ++i) {
       const Choice& choice = lists[e][i];
-      const float* numbers = step_->parts[choice.source].tail.data() + std::size_t{choice.token} * c_.top_k;
+      const float* numbers = step_->roles[choice.source].tail.data() + std::size_t{choice.token} * c_.top_k;
       if (!compact) tail_[start + i] = numbers[choice.k];
       for (std::uint32_t k = 0; compact && k < c_.top_k; ++k)
         if (topk_ids_[i * c_.top_k + k] >= 0) tail_[i * c_.top_k + k] = numbers[k];
@@ -338,7 +338,7 @@ void Walker::attach_tail() {
 
 void Walker::check_tail() const {
   for (std::size_t i = 0; i < tail_out_.size(); ++i)
-    if (!same_bits(tail_out_[i], part_.fits[i] != 0 ? part_.tail[i] : 0.0f))
+    if (!same_bits(tail_out_[i], role_.fits[i] != 0 ? role_.tail[i] : 0.0f))
       wrong("combine: the tail of token " + std::to_string(i / c_.top_k) + ", choice " + std::to_string(i % c_.top_k) +
             " is wrong");
 }
@@ -346,7 +346,7 @@ void Walker::check_tail() const {
 void Walker::check_combine() const {
   const std::vector<char> expected = combined(c_, *step_, c_.rank);
   const std::size_t size = dtype_bytes(c_.dtype), row = c_.hidden * size, stride = row + kGap;
-  for (std::uint32_t t = 0; t < part_.tokens; ++t) {
+  for (std::uint32_t t = 0; t < role_.tokens; ++t) {
     const char* seen = y_.data() + t * stride;
     const char* wanted = expected.data() + t * row;
     if (std::memcmp(seen, wanted, row) == 0) continue;
@@ -357,7 +357,7 @@ void Walker::check_combine() const {
                   static_cast<double>(load(wanted + h * size, c_.dtype)));
     wrong(std::string("combine: ") + text);
   }
-  for (std::uint32_t t = 0; t + 1 < part_.tokens; ++t)
+  for (std::uint32_t t = 0; t + 1 < role_.tokens; ++t)
     for (std::size_t i = row; i < stride; ++i)
       if (y_[t * stride + i] != static_cast<char>(kPoison)) wrong("combine: wrote behind row " + std::to_string(t));
   totals_.outputs += expected.size();
@@ -374,10 +374,10 @@ void Walker::poison_slots(Op op) {
   totals_.count(Fault::Poisoned, e_.blocks().peers().size());
 }
 
-void Walker::poison_shares() {
+void Walker::poison_slices() {
   for (std::uint32_t replica : e_.blocks().replicas())
-    std::memset(e_.blocks().own_share(set_of(c_, number_), replica), kPoison, e_.blocks().heap().share_bytes);
-  if (!step_->released && !e_.blocks().replicas().empty()) totals_.count(Fault::Shared, plan_->lane.tokens(plan_->tokens));
+    std::memset(e_.blocks().own_slice(set_of(c_, number_), replica), kPoison, e_.blocks().heap().slice_bytes);
+  if (!step_->released && !e_.blocks().replicas().empty()) totals_.count(Fault::Finished, plan_->slice.tokens(plan_->tokens));
 }
 
 }  // namespace pplx::sim

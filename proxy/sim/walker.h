@@ -39,7 +39,7 @@ class Walker {
   void check_tail() const;
   void check_combine() const;
   void poison_slots(Op op);
-  void poison_shares();
+  void poison_slices();
   [[noreturn]] void wrong(const std::string& what) const;
   std::size_t output_rows() const;
   const char* scale_at(std::uint64_t row, std::uint32_t i) const;
@@ -47,7 +47,7 @@ class Walker {
   cpu::Exchange& e_;
   const Config& c_;
   const std::shared_ptr<Step> step_;
-  const Part& part_;
+  const Role& role_;
   std::shared_ptr<const Plan> plan_;
   Totals& totals_;
   int stage_ = 0;                            // number of phases that are done

@@ -32,34 +32,34 @@ LibfabricFabric& libfabric_of(Fabric& fabric) {
   return *found;
 }
 
-using PlaceTuples = std::vector<std::pair<std::string, std::vector<int>>>;   // GPU or "", CPUs
+using LocalityTuples = std::vector<std::pair<std::string, std::vector<int>>>;   // GPU or "", CPUs
 
-std::vector<libfabric::Place> to_places(const PlaceTuples& tuples) {
-  std::vector<libfabric::Place> places;
-  for (const auto& [gpu, cpus] : tuples) places.push_back({gpu, cpus});
-  return places;
+std::vector<libfabric::Locality> to_localities(const LocalityTuples& tuples) {
+  std::vector<libfabric::Locality> localities;
+  for (const auto& [gpu, cpus] : tuples) localities.push_back({gpu, cpus});
+  return localities;
 }
 
-// For doctor, and for tests with the sysfs of another machine: what each of `places` would pick of the NICs of these names, why, and the CPU of its proxy.
-std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(const std::vector<std::string>& names, const PlaceTuples& tuples,
+// For doctor, and for tests with the sysfs of another machine: what each of `localities` would pick of the NICs of these names, why, and the CPU of its proxy.
+std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(const std::vector<std::string>& names, const LocalityTuples& tuples,
                                                                              const std::string& sysfs) {
   const libfabric::Topology topology(sysfs);
-  const std::vector<libfabric::Place> places = to_places(tuples);
+  const std::vector<libfabric::Locality> localities = to_localities(tuples);
   std::vector<libfabric::NamedLocation> nics;
   for (const std::string& name : names) nics.push_back({name, topology.of_nic(name)});
   std::vector<libfabric::Picked> picked;
-  std::vector<std::vector<int>> near(places.size());
-  for (std::size_t place = 0; place < places.size(); ++place) {
-    picked.push_back(libfabric::pick_nics(topology, nics, places, place));
-    for (const std::size_t nic : picked.back().nics) near[place].insert(near[place].end(), nics[nic].location.cpus.begin(), nics[nic].location.cpus.end());
-    std::sort(near[place].begin(), near[place].end());
+  std::vector<std::vector<int>> near(localities.size());
+  for (std::size_t locality = 0; locality < localities.size(); ++locality) {
+    picked.push_back(libfabric::pick_nics(topology, nics, localities, locality));
+    for (const std::size_t nic : picked.back().nics) near[locality].insert(near[locality].end(), nics[nic].location.cpus.begin(), nics[nic].location.cpus.end());
+    std::sort(near[locality].begin(), near[locality].end());
   }
-  const std::vector<int> cpus = libfabric::pick_cpus(places, near);
+  const std::vector<int> cpus = libfabric::pick_cpus(localities, near);
   std::vector<std::tuple<std::vector<std::string>, std::string, int>> result;
-  for (std::size_t place = 0; place < places.size(); ++place) {
+  for (std::size_t locality = 0; locality < localities.size(); ++locality) {
     std::vector<std::string> chosen;
-    for (const std::size_t nic : picked[place].nics) chosen.push_back(names[nic]);
-    result.emplace_back(std::move(chosen), picked[place].why, cpus[place]);
+    for (const std::size_t nic : picked[locality].nics) chosen.push_back(names[nic]);
+    result.emplace_back(std::move(chosen), picked[locality].why, cpus[locality]);
   }
   return result;
 }
@@ -71,15 +71,15 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     const auto name = key.cast<std::string>();
     if (name == "nics") options.nics = value.cast<std::vector<std::string>>();
     else if (name == "endpoints") options.endpoints = value.cast<int>();
-    else if (name == "places") options.places = to_places(value.cast<PlaceTuples>());
-    else if (name == "place") options.place = value.cast<std::size_t>();
+    else if (name == "localities") options.localities = to_localities(value.cast<LocalityTuples>());
+    else if (name == "locality") options.locality = value.cast<std::size_t>();
     else if (name == "proxies") options.proxies = value.cast<std::size_t>();
     else if (name == "proxy") options.proxy = value.cast<std::size_t>();
     else if (name == "address") options.address = value.cast<std::string>();
     else if (name == "device_memory") options.device_memory = value.cast<bool>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, places, place, proxies, proxy, "
+    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, localities, locality, proxies, proxy, "
                               "address, device_memory, peers_on_this_host, wheels");
   }
   return options;
@@ -144,15 +144,15 @@ void bind_fabric(py::module_& m) {
       "cleanup_dead_peer", [](const py::bytes& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
       "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
 
-  m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("places"), py::arg("sysfs") = "/sys",
+  m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("localities"), py::arg("sysfs") = "/sys",
         "For each process of a host, (PCI address of its GPU or \"\", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.");
 
   m.def(
       "pick_cpus",
-      [](const PlaceTuples& places, const std::vector<std::vector<int>>& near, std::size_t proxies) {
-        return libfabric::pick_cpus(to_places(places), near, proxies);
+      [](const LocalityTuples& localities, const std::vector<std::vector<int>>& near, std::size_t proxies) {
+        return libfabric::pick_cpus(to_localities(localities), near, proxies);
       },
-      py::arg("places"), py::arg("near"), py::arg("proxies"),
+      py::arg("localities"), py::arg("near"), py::arg("proxies"),
       "The CPUs of all processes' first proxies, then of their second ones; -1: any.");
 
   py::class_<LocalRegion>(m, "LocalRegion")

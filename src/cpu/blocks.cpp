@@ -63,7 +63,7 @@ void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_
   }
   const std::uint64_t index = heap_.word_index(config_, set_of(config_, step), op, peer);
   const MailboxEntry entry = mailbox_entry(heap_, memory_.own, index);
-  set_place(entry, static_cast<std::uint64_t>(block - memory_.own));
+  set_outgoing(entry, static_cast<std::uint64_t>(block - memory_.own));
   announce<HostAtomics>(entry, generation_, {step, rows}, mailed_[index]);
 }
 

@@ -44,9 +44,9 @@ class Blocks {
   char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const {
     return memory_.peers[peer] + heap_.slot_at(config_, set, op, config_.rank);
   }
-  char* own_share(std::uint32_t set, std::uint32_t replica) const { return memory_.own + heap_.share_at(config_, set, replica); }
-  char* share_at_peer(std::uint32_t set, std::uint32_t replica) const {
-    return memory_.peers[replica] + heap_.share_at(config_, set, config_.rank);
+  char* own_slice(std::uint32_t set, std::uint32_t replica) const { return memory_.own + heap_.slice_at(config_, set, replica); }
+  char* slice_at_peer(std::uint32_t set, std::uint32_t replica) const {
+    return memory_.peers[replica] + heap_.slice_at(config_, set, config_.rank);
   }
   char* send_area(std::uint32_t set, Op op) const { return memory_.own + heap_.send_at(set, op); }
   char* staging(std::uint32_t set) { return staging_[set].data(); }

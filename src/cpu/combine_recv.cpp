@@ -13,11 +13,11 @@ class CombineRecv final : public PhaseRun {
  public:
   CombineRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
-        own_(plan_.lane.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
+        own_(plan_.slice.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
         block_(combine_block(c_)) {}
 
  private:
-  enum Stages { kBlocks, kTokens, kShares };
+  enum Stages { kBlocks, kTokens, kSlices };
 
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     switch (stage) {
@@ -26,10 +26,10 @@ class CombineRecv final : public PhaseRun {
         if (!released_ && (own_ > 0 || !b_.replicas().empty()))
           units.push_back(units_of(own_, block_.row_bytes, &tokens_per_unit_));
         return true;
-      case kShares:
+      case kSlices:
         if (released_) return true;
         for (std::uint32_t replica : b_.replicas())   // there is a header to read even if there are no rows
-          units.push_back(std::max(1u, units_of(lane(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
+          units.push_back(std::max(1u, units_of(slice(replica).tokens(plan_.tokens), block_.row_bytes, &tokens_per_unit_)));
         return true;
       default: return false;
     }
@@ -38,14 +38,14 @@ class CombineRecv final : public PhaseRun {
   bool ready(int stage, std::uint32_t group) override {
     switch (stage) {
       case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);
-      case kShares: return b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);
+      case kSlices: return b_.has_arrived(step_, Signal::Slice, b_.replicas()[group]);
       default: return true;
     }
   }
 
   Waiting waiting(int stage, std::uint32_t group) const override {
-    if (stage == kShares)
-      return b_.waiting_for(step_, Signal::Share, b_.replicas()[group], "the finished rows");
+    if (stage == kSlices)
+      return b_.waiting_for(step_, Signal::Slice, b_.replicas()[group], "the finished rows");
     return b_.waiting_for(step_, Signal::Combine, b_.peers()[group], "the combine block");
   }
 
@@ -53,16 +53,16 @@ class CombineRecv final : public PhaseRun {
     switch (stage) {
       case kBlocks: read_header(b_.peers()[group]); break;
       case kTokens: add_tokens(unit); break;
-      default: read_share(b_.replicas()[group], unit);
+      default: read_slice(b_.replicas()[group], unit);
     }
   }
 
   void finished(int stage, std::uint32_t) override {
     if (stage != kTokens) return;
-    const BlockHeader header = b_.header(step_, own_, share_flags());
+    const BlockHeader header = b_.header(step_, own_, slice_flags());
     for (std::uint32_t replica : b_.replicas()) {
-      std::memcpy(b_.share_at_peer(set_, replica), &header, sizeof header);
-      b_.raise_at_peer(step_, Signal::Share, replica);
+      std::memcpy(b_.slice_at_peer(set_, replica), &header, sizeof header);
+      b_.raise_at_peer(step_, Signal::Slice, replica);
       b_.count_block(replica, own_, block_.bytes(own_), true);
     }
   }
@@ -84,7 +84,7 @@ class CombineRecv final : public PhaseRun {
   void add_tokens(std::uint32_t unit) const {
     const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t own = unit * tokens_per_unit_; own < end; ++own) {
-      const std::uint32_t t = plan_.lane.token(own), next = plan_.lane.token(own + 1);
+      const std::uint32_t t = plan_.slice.token(own), next = plan_.slice.token(own + 1);
       if (next < plan_.tokens)
         for (std::uint32_t i = plan_.token_begin[next]; i < plan_.token_begin[next + 1]; ++i) ask_for_start(row_of(i), row_bytes());
       const void* rows[kMaxTopK];
@@ -94,7 +94,7 @@ class CombineRecv final : public PhaseRun {
       k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
       if (has_tail_ && out_.tail != nullptr) read_tail(t);
       for (std::uint32_t replica : b_.replicas()) {
-        char* row = b_.share_at_peer(set_, replica) + block_.row_at(own);
+        char* row = b_.slice_at_peer(set_, replica) + block_.row_at(own);
         k_.copy(row, y, row_bytes());
         if (has_tail_ && out_.tail != nullptr) std::memcpy(row + block_.tail_at, tail_of(t), tail_bytes());
       }
@@ -105,11 +105,11 @@ class CombineRecv final : public PhaseRun {
     return b_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
   }
 
-  void read_share(std::uint32_t replica, std::uint32_t unit) const {
-    const Lane theirs = lane(replica);
+  void read_slice(std::uint32_t replica, std::uint32_t unit) const {
+    const Slice theirs = slice(replica);
     const std::uint32_t rows = theirs.tokens(plan_.tokens);
-    const char* block = b_.own_share(set_, replica);
-    if (unit == 0) check_share(replica, rows, block);
+    const char* block = b_.own_slice(set_, replica);
+    if (unit == 0) check_slice(replica, rows, block);
     const std::uint32_t end = std::min(rows, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
       const char* row = block + block_.row_at(i);
@@ -118,15 +118,15 @@ class CombineRecv final : public PhaseRun {
     }
   }
 
-  void check_share(std::uint32_t replica, std::uint32_t rows, const char* block) const {
+  void check_slice(std::uint32_t replica, std::uint32_t rows, const char* block) const {
     BlockHeader header;
     std::memcpy(&header, block, sizeof header);
     b_.check_header(header, Phase::CombineRecv, step_, Op::Combine, replica);
     if (header.rows != rows)
       b_.protocol_error(Phase::CombineRecv, step_, replica,
                         std::to_string(header.rows) + " finished rows, where its replicas wait for " + std::to_string(rows));
-    if (header.flags != share_flags())
-      b_.protocol_error(Phase::CombineRecv, step_, replica, difference_text(share_flags(), header.flags));
+    if (header.flags != slice_flags())
+      b_.protocol_error(Phase::CombineRecv, step_, replica, difference_text(slice_flags(), header.flags));
     b_.count_block(replica, rows, block_.bytes(rows), false);
   }
 
@@ -144,8 +144,8 @@ class CombineRecv final : public PhaseRun {
     }
   }
 
-  Lane lane(std::uint32_t replica) const { return lane_of(c_, replica, &b_.alive()); }
-  std::uint32_t share_flags() const { return out_.accumulate ? kAccumulates : 0u; }
+  Slice slice(std::uint32_t replica) const { return slice_of(c_, replica, &b_.alive()); }
+  std::uint32_t slice_flags() const { return out_.accumulate ? kAccumulates : 0u; }
   std::uint64_t row_bytes() const { return std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype); }
   std::uint64_t tail_bytes() const { return c_.top_k * sizeof(float); }
   char* tail_of(std::uint32_t token) const { return reinterpret_cast<char*>(out_.tail) + token * tail_bytes(); }

@@ -12,7 +12,7 @@ class DispatchSend final : public PhaseRun {
  public:
   DispatchSend(Blocks& blocks, std::uint32_t step, const OpenStep& open)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
-        plan_(*open.input.plan), own_(plan_.lane.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x),
+        plan_(*open.input.plan), own_(plan_.slice.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x),
         block_(dispatch_block(c_)),
         quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
 
@@ -82,7 +82,7 @@ class DispatchSend final : public PhaseRun {
   void quantise(std::uint32_t unit) const {
     const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
     for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
-      const std::uint32_t t = plan_.lane.token(i);
+      const std::uint32_t t = plan_.slice.token(i);
       char* row = b_.staging(set_) + std::uint64_t{t} * block_.route_at;
       k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
                   row + block_.scales_at);
@@ -164,8 +164,8 @@ void check_scales(const Config& c, const Tokens& input) {
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std::uint32_t* step) {
   if (!input.plan || input.plan->tokens > config().max_tokens || input.plan->top_k != config().top_k)
     throw Misuse("dispatch: the plan does not fit this AllToAll");
-  if (input.plan->lane.tokens(input.plan->tokens) > max_rows_of_block(config()))
-    throw Misuse(too_many_tokens_text(input.plan->tokens, input.plan->lane.of, max_rows_of_block(config())));
+  if (input.plan->slice.tokens(input.plan->tokens) > max_rows_of_block(config()))
+    throw Misuse(too_many_tokens_text(input.plan->tokens, input.plan->slice.of, max_rows_of_block(config())));
   if (input.scales != nullptr && !quantised(config().wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
   if (input.scales != nullptr && config().wire == Wire::FP8_UE8M0) check_scales(config(), input);
   std::lock_guard<std::mutex> lock(mutex_);

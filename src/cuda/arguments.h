@@ -38,7 +38,7 @@ inline constexpr std::uint32_t kNone = 0xffffffffu;
 struct Control {
   unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
   std::uint32_t combine;  // send units claimed of the running combine
-  std::uint32_t shares[kMaxInFlight];  // by set: units claimed of what this replica finishes
+  std::uint32_t slices[kMaxInFlight];  // by set: units claimed of what this replica finishes
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
   unsigned long long closed[kMaxInFlight];  // by set, see closed_word
@@ -97,7 +97,7 @@ struct Common {
   Divider world;
   std::uint32_t experts = 0;  // local ones
   std::uint32_t most_rows = 0;  // of a block
-  Lane lane;  // which of the tokens this rank sends, and finishes
+  Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
   std::uint32_t combine_blocks = 0;  // of each combine
@@ -123,7 +123,7 @@ struct Common {
 #endif
 };
 
-// A step's plan, kept by the handle. In this order in one allocation. `own`: the tokens of this rank's lane, without replicas all.
+// A step's plan, kept by the handle. In this order in one allocation. `own`: the tokens of this rank's slice, without replicas all.
 struct PlanView {
   std::uint32_t* counts = nullptr;  // [num_experts]
   std::uint32_t* rows = nullptr;  // [world]

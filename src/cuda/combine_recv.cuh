@@ -1,8 +1,8 @@
 // combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
-// peer's header is waited for too: it says that the peer has read this rank's dispatch. Replicas: see shares.cuh.
+// peer's header is waited for too: it says that the peer has read this rank's dispatch. Replicas: see slices.cuh.
 #pragma once
 
-#include "shares.cuh"
+#include "slices.cuh"
 
 namespace pplx::cuda {
 
@@ -51,7 +51,7 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
 
 // The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
 // rank. False: they will not come.
-template <bool kShared>
+template <bool kGives>
 __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
                                  const char* row, std::uint32_t rank) {
   const Common& k = a.common;
@@ -67,14 +67,14 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
     const auto* its_row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
     if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
-  if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.lane.token(own)} * k.c.top_k + lane] = value;
-  if (kShared) share_tail(k, step, own, value);
+  if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
+  if (kGives) give_tail(k, step, own, value);
   return true;
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kShared: replicas get it, too. False: its rows will not
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
 // come.
-template <typename T, bool kTail, bool kShared>
+template <typename T, bool kTail, bool kGives>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
@@ -85,7 +85,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if (entry != kNone) row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
   const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
-  char* y = a.y + k.lane.token(own) * a.y_stride;
+  char* y = a.y + k.slice.token(own) * a.y_stride;
   Sums<T, kReceivedVectors> sums;
   if (a.accumulate) sums.load(y, begin, end);
   const auto pointer = [&](std::uint32_t i) {
@@ -95,20 +95,20 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return false;
   sums.store(y, begin, end);
   note(k, Stage::Added);
-  if (kShared) share_strip(k, step, own, sums, begin, end);
-  return !kTail || strip != strips - 1 || read_tail<kShared>(a, step, own, n, row, entry >> 20);
+  if (kGives) give_strip(k, step, own, sums, begin, end);
+  return !kTail || strip != strips - 1 || read_tail<kGives>(a, step, own, n, row, entry >> 20);
 }
 
 // A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
 template <typename T, bool kTail>
 __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  const std::uint32_t others = k.lane.of - 1, strips = strips_of_row(k, kReceivedVectors), units = others + a.own * strips;
-  std::uint32_t unit = claim_share(k, step, units);
+  const std::uint32_t others = k.slice.of - 1, strips = strips_of_row(k, kReceivedVectors), units = others + a.own * strips;
+  std::uint32_t unit = claim_slice(k, step, units);
   while (unit < units) {
-    const std::uint32_t next = claim_share(k, step, units);
+    const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
-      send_share_header(a, step, member(k, k.lane.number + 1 + unit));
+      send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
     else if (!receive_strip<T, kTail, true>(a, step, unit - others, load_token_row(a, unit - others)))
       return false;
     unit = next;
@@ -117,7 +117,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
   for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
     if (!take_strip<kTail>(a, step, unit)) return false;
   for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
-    if (threadIdx.x % 32 == 0) receive_share_header(a, step, (k.lane.number + 1 + i) % k.lane.of);
+    if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
   return true;
 }
 
@@ -126,7 +126,7 @@ __device__ void receive_combine(const CombineArguments& a, std::uint32_t step, s
   const Common& k = a.common;
   const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
   if (k.remote != 0) receive_remote_headers(a, step);
-  if (k.lane.of == 1) {
+  if (k.slice.of == 1) {
     const std::uint32_t units = a.release ? 0 : a.own * strips_of_row(k, kReceivedVectors);
     for (std::uint32_t unit = warp; unit < units; unit += warps) {
       if (unit != warp) entry = load_token_row(a, unit);

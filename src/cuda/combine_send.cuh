@@ -22,7 +22,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
   for (std::uint32_t own = lane; own < a.own; own += 32) {
     const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
-    const float* weights = a.weights + std::uint64_t{k.lane.token(own)} * k.c.top_k;
+    const float* weights = a.weights + std::uint64_t{k.slice.token(own)} * k.c.top_k;
     std::uint32_t row = kNone;
     for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
       const std::uint32_t entry = a.plan.token_rows[at + i];
@@ -248,7 +248,7 @@ struct Sums {
   }
   // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
   // all the same.
-  __device__ void share(char* to, std::uint32_t begin, std::uint32_t end) const {
+  __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       uint4 v = T::pack(sum[j]);

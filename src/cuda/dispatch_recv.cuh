@@ -93,7 +93,7 @@ __device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t s
   // One thread block reports; the last, which is the least likely to have sent anything.
   const bool reports = blockIdx.x == gridDim.x - 1, padded = k.c.layout == LayoutKind::Padded;
   if (reports) check_counts(k, step, s, base);
-  if (reports && k.lane.of > 1) check_replicas(k, step);
+  if (reports && k.slice.of > 1) check_replicas(k, step);
   if (tid <= world) {
     std::uint32_t begin = 0;
     for (std::uint32_t r = 0; r < tid; ++r) begin += s.rows[r];

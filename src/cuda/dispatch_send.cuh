@@ -139,9 +139,9 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
 
 // The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
 __device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
-  if (k.lane.of == 1) return n;
+  if (k.slice.of == 1) return n;
   const std::uint32_t own = k.top_k.divide(n);
-  return n + (k.lane.token(own) - own) * k.c.top_k;
+  return n + (k.slice.token(own) - own) * k.c.top_k;
 }
 
 // The first ids of all, loaded before anything is known.
@@ -254,7 +254,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   }
   // Nobody else says how many rows the dead get.
   if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
-  if (k.lane.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) tell_replica(a, step, peer, s);
+  if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) tell_replica(a, step, peer, s);
 }
 
 // The peers before r in the order in which this rank visits those in `ranks`: remote ones first, for the proxy has the longer way;
@@ -334,7 +334,7 @@ __device__ inline void number_choices(const DispatchArguments& a, std::uint32_t 
         index = experts[mine.id];
         for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == mine.id;
       }
-      if (a.weights != nullptr && k.lane.of == 1) a.plan.weights[at + tid] = mine.weight;
+      if (a.weights != nullptr && k.slice.of == 1) a.plan.weights[at + tid] = mine.weight;
       a.plan.ids[at + tid] = mine.id;
       a.plan.index[at + tid] = index;
       const std::uint32_t token = k.top_k.divide(tid);
@@ -358,7 +358,7 @@ __device__ inline void write_routes(const DispatchArguments& a, std::uint32_t fi
     const bool here = lane < k.c.top_k && s.ids[choice] >= 0 && k.per_rank.divide(s.ids[choice]) == r;
     const std::uint32_t choices = __ballot_sync(~0u, here);
     char* route = s.to[turn][token][visited_before(k, ranks, r)] + k.dispatch.route_at;
-    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(k.lane.token(first + token), choices);  // a RouteHead
+    if (lane == 31) *reinterpret_cast<uint2*>(route) = make_uint2(k.slice.token(first + token), choices);  // a RouteHead
     if (here) {
       const std::uint32_t place = route_place(static_cast<std::uint32_t>(s.ids[choice]) - first_expert(k.c, r), s.index[choice]);
       const std::uint32_t entry = __popc(choices & ((1u << lane) - 1));
@@ -392,7 +392,7 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
   const std::uint32_t words = scale_words(k.c);
   for (std::uint32_t i = threadIdx.x; i < n * words; i += kWorkers) {
     const std::uint32_t token = i / words, at = i % words;
-    const std::uint32_t word = given_scales<wire>(a, a.common.lane.token(first + token), at);
+    const std::uint32_t word = given_scales<wire>(a, a.common.slice.token(first + token), at);
     const std::uint32_t rows = s.rows[turn][token];
     for (std::uint32_t d = 0; d < rows; ++d)
       *reinterpret_cast<std::uint32_t*>(s.to[turn][token][d] + k.dispatch.scales_at + 4 * at) = word;
@@ -467,7 +467,7 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     Round<Mode> next;
     Choice choice;
     if (!counts) {
-      next.load(a.x + k.lane.token(first) * a.x_stride, bytes, 0);
+      next.load(a.x + k.slice.token(first) * a.x_stride, bytes, 0);
       if (tid < n * k.c.top_k) choice.load(a, first * k.c.top_k + tid);
     }
     if (a.ids != nullptr) {
@@ -501,12 +501,12 @@ __device__ std::uint32_t send_dispatch(const DispatchArguments& a, SendShared& s
     note(k, Stage::RowsPlanned);
     for (std::uint32_t i = 0; i < n; ++i) {
       const Round<Mode> current = next;
-      if (i + 1 < n) next.load(a.x + k.lane.token(first + i + 1) * a.x_stride, bytes, 0);
+      if (i + 1 < n) next.load(a.x + k.slice.token(first + i + 1) * a.x_stride, bytes, 0);
       const std::uint32_t rows = s.rows[turn][i];
       current.store(s.to[turn][i], rows, k, step, bytes, 0);
       for (std::uint32_t at = Round<Mode>::kBytes; at < bytes; at += Round<Mode>::kBytes) {
         Round<Mode> more;
-        more.load(a.x + k.lane.token(first + i) * a.x_stride, bytes, at);
+        more.load(a.x + k.slice.token(first + i) * a.x_stride, bytes, at);
         more.store(s.to[turn][i], rows, k, step, bytes, at);
       }
     }

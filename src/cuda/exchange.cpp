@@ -35,7 +35,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   const Heap h = heap_of(c);
   const std::uint64_t from = h.slots[std::uint32_t(Op::Combine)], to = h.slots[std::uint32_t(Op::Weights)];
   check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
-  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.share, 0xff, h.shared_bytes - h.share, stream), "cudaMemsetAsync");
+  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.shared_bytes - h.slices, stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
@@ -197,7 +197,7 @@ void Exchange::rebuild_order(const std::vector<bool>& alive) {
       if (((common_.remote >> peer & 1) != 0) == remote) common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
   for (std::uint32_t peer = 0; peer < c.world; ++peer)
     if (!alive[peer]) common_.dead |= 1ull << peer;
-  common_.lane = lane_of(c, c.rank, &alive);
+  common_.slice = slice_of(c, c.rank, &alive);
   common_.replicas = 0;
   for (const std::uint32_t peer : other_replicas(c, order, [&](std::uint32_t r) { return (common_.remote >> r & 1) == 0; }))
     common_.replicas |= 1ull << peer;

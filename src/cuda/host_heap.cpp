@@ -22,7 +22,7 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<B
   memory_ = static_cast<char*>(memory);
   madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
   try {
-    for (const Part& part : parts_in_use()) pin(part);
+    for (const Range& range : ranges_in_use()) pin(range);
   } catch (...) {
     release();
     throw;
@@ -31,7 +31,7 @@ HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<B
     for (std::uint32_t op = 0; op < kOps; ++op)
       for (std::uint32_t peer = 0, nth = 0; peer < config.world; ++peer)
         if ((remote >> peer & 1) != 0)
-          set_place(mailbox_entry(heap_, memory_, heap_.word_index(config, set, Op(op), peer)), heap_.spaced_send_at(config, set, Op(op), nth++));
+          set_outgoing(mailbox_entry(heap_, memory_, heap_.word_index(config, set, Op(op), peer)), heap_.spaced_send_at(config, set, Op(op), nth++));
 }
 
 HostHeap::~HostHeap() {
@@ -40,7 +40,7 @@ HostHeap::~HostHeap() {
 }
 
 // Of a heap whose blocks lie elsewhere only the words: the rest has addresses, and no pages.
-std::vector<HostHeap::Part> HostHeap::parts_in_use() const {
+std::vector<HostHeap::Range> HostHeap::ranges_in_use() const {
   if (!blocks_) return {{0, heap_.bytes}};
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
   const std::uint64_t arrived = align_up(heap_.slots[0], page), told = heap_.mailbox / page * page, end = align_up(heap_.send[0], page);
@@ -48,32 +48,32 @@ std::vector<HostHeap::Part> HostHeap::parts_in_use() const {
   return {{0, arrived}, {told, end - told}};
 }
 
-void HostHeap::pin(const Part& part) {
-  char* const at = memory_ + part.at;
-  if (mprotect(at, part.bytes, PROT_READ | PROT_WRITE) != 0) refuse(std::strerror(errno));
-  madvise(at, part.bytes, MADV_HUGEPAGE);
-  cudaError_t error = cudaHostRegister(at, part.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
-  if (error == cudaSuccess) pinned_.push_back(part);
+void HostHeap::pin(const Range& range) {
+  char* const at = memory_ + range.at;
+  if (mprotect(at, range.bytes, PROT_READ | PROT_WRITE) != 0) refuse(std::strerror(errno));
+  madvise(at, range.bytes, MADV_HUGEPAGE);
+  cudaError_t error = cudaHostRegister(at, range.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess) pinned_.push_back(range);
   void* there = nullptr;
   if (error == cudaSuccess) error = cudaHostGetDevicePointer(&there, at, 0);
   if (error != cudaSuccess) {
     cudaGetLastError();
     refuse(cudaGetErrorString(error));
   }
-  char* const mapped = static_cast<char*>(there) - part.at;
+  char* const mapped = static_cast<char*>(there) - range.at;
   if (mapped_ != nullptr && mapped != mapped_) refuse("the GPU knows two parts of it by addresses that do not go together");
   mapped_ = mapped;
 }
 
 void HostHeap::release() {
-  for (const Part& part : pinned_) cudaHostUnregister(memory_ + part.at);
+  for (const Range& range : pinned_) cudaHostUnregister(memory_ + range.at);
   cudaGetLastError();
   munmap(memory_, heap_.bytes);
 }
 
 void HostHeap::refuse(const std::string& why) const {
   std::uint64_t bytes = 0;
-  for (const Part& part : parts_in_use()) bytes += part.bytes;
+  for (const Range& range : ranges_in_use()) bytes += range.bytes;
   throw CudaError((blocks_ ? "the words about blocks of " : "the blocks of ") + std::to_string(config_.remote_peers) +
                   " ranks of other nodes need " + std::to_string(bytes) + " bytes of pinned host memory: " + why +
                   ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
@@ -81,7 +81,7 @@ void HostHeap::refuse(const std::string& why) const {
 
 std::uint64_t HostHeap::pinned_bytes() const {
   std::uint64_t bytes = 0;
-  for (const Part& part : pinned_) bytes += part.bytes;
+  for (const Range& range : pinned_) bytes += range.bytes;
   return bytes;
 }
 

@@ -1,4 +1,4 @@
-// The part of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and the words that kernels and proxy tell
+// The range of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and the words that kernels and proxy tell
 // each other about them. The words lie in pinned host memory, those of arrivals in the GPU's where the process can write there;
 // the blocks in host memory, too, or in the GPU's.
 #pragma once
@@ -40,11 +40,11 @@ class HostHeap : public Carried {
   void reset(std::uint32_t generation);   // no kernel and no proxy is at work
 
  private:
-  struct Part {
+  struct Range {
     std::uint64_t at, bytes;
   };
-  std::vector<Part> parts_in_use() const;
-  void pin(const Part& part);
+  std::vector<Range> ranges_in_use() const;
+  void pin(const Range& range);
   void release();
   [[noreturn]] void refuse(const std::string& why) const;
 
@@ -52,7 +52,7 @@ class HostHeap : public Carried {
   const Heap heap_;
   char* memory_ = nullptr;
   char* mapped_ = nullptr;  // the same, as kernels know it
-  std::vector<Part> pinned_;
+  std::vector<Range> pinned_;
   std::unique_ptr<BlockMemory> blocks_;
   std::unique_ptr<GdrMemory> arrivals_;
   std::uint32_t generation_ = 1;

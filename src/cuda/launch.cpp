@@ -52,9 +52,9 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   Launches::Sequence& here = launches_.on(stream);
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
-  const Lane& lane = common_.lane;
-  if ((launch.halves & kSend) != 0 && lane.tokens(tokens.count) > common_.most_rows)
-    throw Misuse(too_many_tokens_text(tokens.count, lane.of, common_.most_rows));
+  const Slice& slice = common_.slice;
+  if ((launch.halves & kSend) != 0 && slice.tokens(tokens.count) > common_.most_rows)
+    throw Misuse(too_many_tokens_text(tokens.count, slice.of, common_.most_rows));
   const BufferLayout& b = layout_;
   DispatchArguments a;
   a.common = common_;
@@ -67,7 +67,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   a.send = (launch.halves & kSend) != 0;
   a.recv = (launch.halves & kRecv) != 0;
   a.tokens = tokens.count;
-  a.own = lane.tokens(a.tokens);
+  a.own = slice.tokens(a.tokens);
   a.weights = tokens.weights;
   a.plan = plan_view(c, tokens.count, launch.plan);
   a.received = received_view(b, launch.buffer);
@@ -122,7 +122,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.send = (launch.halves & kSend) != 0;
   a.recv = (launch.halves & kRecv) != 0;
   a.tokens = result.tokens;
-  a.own = common_.lane.tokens(a.tokens);
+  a.own = common_.slice.tokens(a.tokens);
   a.plan = plan_view(common_.c, result.tokens, launch.plan);
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;

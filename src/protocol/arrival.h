@@ -21,7 +21,7 @@
 //   cuda, mapped      count words            in-row arrival words      blanks; tails: in-row words    Combine word
 //   cuda, proxy       Dispatch word          Dispatch word             Combine word                   Combine word
 //
-// Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Share word for their header.
+// Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their header.
 // A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to the same
 // word in device memory (src/cuda/remote.cuh).
 #pragma once

@@ -5,7 +5,7 @@
 // Dispatch row: payload | scales | route | arrival word.   Combine row: payload | tail | arrival word.
 // A tail is one float per choice of the token, in k order; only those of choices that live on the sender mean anything.
 // Weights row: one float per choice of that dispatch row. Every part starts at a multiple of 16 bytes.
-// Share row, from a replica to the others: like a combine row, but of the output; its tail is the token's.
+// Slice row, from a replica to the others: like a combine row, but of the output; its tail is the token's.
 #pragma once
 
 #include "route.h"
@@ -25,7 +25,7 @@ enum BlockFlags : std::uint32_t {
   kUsesWeights = 2,    // combine: this rank passed weights=
   kOverflowed = 4,     // combine: this rank's output buffer was too small, its missing rows came back as zero
   kHasTail = 8,        // combine: this rank passed tail=
-  kAccumulates = 16,   // share: this rank passed accumulate=True
+  kAccumulates = 16,   // slice: this rank passed accumulate=True
 };
 
 struct BlockHeader {

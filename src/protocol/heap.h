@@ -1,7 +1,7 @@
 // The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] | share[set][replica] ||
+//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] | slices[set][replica] ||
 //   mailbox | outgoing | sent | send areas
 //
 // The words are explained in abort.h, arrival.h (arrival, counts) and mailbox.h (mailbox, outgoing, sent); blocks in block.h.
@@ -13,7 +13,7 @@
 namespace pplx {
 
 // Which arrival words a rank has, each per set and per peer. A header's word may be raised before its block's.
-enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights, Share };
+enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights, Slice };
 inline constexpr std::uint32_t kSignals = 5;
 constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
@@ -29,8 +29,8 @@ struct Heap {
   std::uint64_t counts = 0;             // u64 [in_flight][world][count_words]: rows, choices by local expert, what replicas compare
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
-  std::uint64_t share = 0;              // blocks [in_flight][replicas]; none without replicas
-  std::uint64_t share_bytes = 0;        // of one
+  std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
+  std::uint64_t slice_bytes = 0;        // of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
@@ -53,8 +53,8 @@ struct Heap {
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
   }
-  constexpr std::uint64_t share_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
-    return share + share_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
+  constexpr std::uint64_t slice_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
+    return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
   }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;
@@ -82,9 +82,9 @@ constexpr Heap heap_of(const Config& c) {
     at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
   }
   if (c.replicas > 1) {
-    h.share = at;
-    h.share_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), 64);
-    at = align_up(at + h.share_bytes * c.in_flight * c.replicas, page);
+    h.slices = at;
+    h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), 64);
+    at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
   }
   h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;

@@ -1,15 +1,15 @@
 // The mailbox: how a device hands blocks to its proxy, without a call and without a queue that could overflow. Three words for each
 // set, op and peer, in memory that only this rank's device and proxy touch:
 //
-//   mail    mailbox[set][op][peer]: set (1) | rows of the block (31) | step (32). Written by the device, read by the proxy.
-//   place   outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by the
-//           proxy after the mail.
-//   sent    sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
+//   mail      mailbox[set][op][peer]: set (1) | rows of the block (31) | step (32). Written by the device, read by the proxy.
+//   outgoing  outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by
+//             the proxy after the mail.
+//   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
 //
-// The mail is stored with release: the block, and its place, are there for whoever sees it. The proxy polls all of it, and a word
-// that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written again
-// only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of its
-// own.
+// The mail is stored with release: the block, and where it begins, are there for whoever sees it. The proxy polls all of it, and a
+// word that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written
+// again only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of
+// its own.
 #pragma once
 
 #include <cstring>
@@ -30,7 +30,7 @@ constexpr Mail read_mail(std::uint64_t word) {
 // The words of one block, in a heap as whoever uses them has it mapped.
 struct MailboxEntry {
   char* mail;
-  char* place;
+  char* outgoing;
   char* sent;
 };
 constexpr MailboxEntry mailbox_entry(const Heap& heap, char* memory, std::uint64_t index) {
@@ -42,10 +42,10 @@ constexpr MailboxEntry mailbox_entry(const Heap& heap, const Config& c, char* me
 }
 
 // Before the mail. The proxy reads it after the mail, so neither needs an order of its own.
-inline void set_place(const MailboxEntry& entry, std::uint64_t offset) { *reinterpret_cast<std::uint64_t*>(entry.place) = offset; }
-inline std::uint64_t place_of(const MailboxEntry& entry) { return *reinterpret_cast<const std::uint64_t*>(entry.place); }
+inline void set_outgoing(const MailboxEntry& entry, std::uint64_t at) { *reinterpret_cast<std::uint64_t*>(entry.outgoing) = at; }
+inline std::uint64_t outgoing_of(const MailboxEntry& entry) { return *reinterpret_cast<const std::uint64_t*>(entry.outgoing); }
 
-// Device: what has been stored, and its place, may go. `last` is what has_left() asks about.
+// Device: what has been stored may go. `last` is what has_left() asks about.
 template <typename Atomics>
 PPLX_BOTH void announce(const MailboxEntry& entry, std::uint32_t generation, Mail mail, std::uint64_t& last) {
   last = arrival_word(generation, mail.step);

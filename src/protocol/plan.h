@@ -19,7 +19,7 @@ struct Plan {
 
   std::uint32_t tokens = 0;
   std::uint32_t top_k = 0;
-  Lane lane;                                  // which of the tokens this rank sends; the others' choices are dropped
+  Slice slice;                                 // which of the tokens this rank sends; the others' choices are dropped
   std::uint64_t ids_digest = 0;               // of all tokens' ids; without replicas 0
   std::vector<std::int32_t> ids;              // [tokens * top_k], kDropped where the choice goes nowhere
   std::vector<std::uint32_t> index;           // [tokens * top_k]: of this choice among those that go to its expert
@@ -41,7 +41,7 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
   Plan plan;
   plan.tokens = tokens;
   plan.top_k = c.top_k;
-  plan.lane = lane_of(c, c.rank, alive);
+  plan.slice = slice_of(c, c.rank, alive);
   plan.ids.resize(choices);
   plan.index.resize(choices);
   plan.counts.assign(c.num_experts, 0);
@@ -58,7 +58,7 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
       const std::size_t at = std::size_t{t} * c.top_k + k;
       const std::int64_t id = ids[at];
       const std::uint32_t rank = id < 0 ? 0 : static_cast<std::uint32_t>(id) / per_rank;
-      if (id < 0 || !plan.lane.has(t) || (alive != nullptr && !(*alive)[rank])) {
+      if (id < 0 || !plan.slice.has(t) || (alive != nullptr && !(*alive)[rank])) {
         plan.ids[at] = Plan::kDropped;
         plan.index[at] = 0;
         continue;

@@ -1,6 +1,6 @@
-// Replicas: ranks in a row that hold the same tokens, as the lanes of tensor parallelism do. Of the t tokens of a step each sends
-// those of its own lane, t = lane mod lanes, and adds up what comes back for them; the rows of the output that it finished so it
-// stores into the others' share[set][lane]. Replicas share a node.
+// Replicas: ranks in a row that hold the same tokens, as the ranks of a tensor parallel group do. Of the t tokens of a step each sends
+// those of its own slice, t = slice mod slices, and adds up what comes back for them; the rows of the output that it finished so it
+// stores into the others' slices[set][replica]. Replicas share a node.
 #pragma once
 
 #include <vector>
@@ -9,7 +9,7 @@
 
 namespace pplx {
 
-struct Lane {
+struct Slice {
   std::uint32_t number = 0, of = 1;
 
   constexpr bool has(std::uint32_t token) const { return token % of == number; }
@@ -20,14 +20,14 @@ struct Lane {
 constexpr std::uint32_t first_replica(const Config& c, std::uint32_t rank) { return rank / c.replicas * c.replicas; }
 
 // The living members of a rank's group deal the tokens out between them. `alive` null: all are.
-inline Lane lane_of(const Config& c, std::uint32_t rank, const std::vector<bool>* alive = nullptr) {
-  Lane lane{0, 0};
+inline Slice slice_of(const Config& c, std::uint32_t rank, const std::vector<bool>* alive = nullptr) {
+  Slice slice{0, 0};
   for (std::uint32_t r = first_replica(c, rank); r < first_replica(c, rank) + c.replicas; ++r) {
     if (alive != nullptr && !(*alive)[r] && r != rank) continue;
-    if (r < rank) ++lane.number;
-    ++lane.of;
+    if (r < rank) ++slice.number;
+    ++slice.of;
   }
-  return lane;
+  return slice;
 }
 
 // Replicas compare the sum of this over all choices, in any order, so that one that passes other expert ids is found out.

@@ -83,7 +83,7 @@ struct Pair {
   }
 
   // Rank 1's blocks and words, in rank 0's memory.
-  BlockHeader& share() { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().share_at(config(), 0, 1)); }
+  BlockHeader& slice() { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().slice_at(config(), 0, 1)); }
   BlockHeader& header(Op op) { return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().slot_at(config(), 0, op, 1)); }
   std::uint64_t& word(Signal signal) {
     return *reinterpret_cast<std::uint64_t*>(ranks[0].memory() + heap().arrival_at(config(), 0, signal, 1));
@@ -185,7 +185,7 @@ void other_tokens() {
 }
 
 // Runs to the point where rank 0 waits for the rows that rank 1 finished, and rank 1 waits for nothing.
-std::unique_ptr<PhaseRun> until_share(Pair& p) {
+std::unique_ptr<PhaseRun> until_slice(Pair& p) {
   p.send(0);
   p.send(1);
   for (std::uint32_t rank : {0u, 1u}) p.receive(rank);
@@ -196,32 +196,32 @@ std::unique_ptr<PhaseRun> until_share(Pair& p) {
   auto phase = p.ranks[0].exchange->start_combine_recv(p.step, output(0));
   CHECK(!phase->poll());
   const Waiting w = phase->waiting();
-  CHECK(w.peer == 1 && w.signal == Signal::Share && w.seen == 0);
+  CHECK(w.peer == 1 && w.signal == Signal::Slice && w.seen == 0);
   CHECK(p.ranks[1].exchange->start_combine_recv(p.step, output(1))->poll());   // rank 0's rows were there
   return phase;
 }
 
-void shares() {
+void slices() {
   {
     Pair p(2);
-    const std::unique_ptr<PhaseRun> phase = until_share(p);
-    const std::uint64_t word = p.word(Signal::Share);
+    const std::unique_ptr<PhaseRun> phase = until_slice(p);
+    const std::uint64_t word = p.word(Signal::Slice);
     for (const std::uint64_t other : {std::uint64_t{0}, arrival_word(1, p.step - 1), arrival_word(2, p.step)}) {
-      p.word(Signal::Share) = other;
+      p.word(Signal::Slice) = other;
       CHECK(!phase->poll());
     }
-    p.word(Signal::Share) = word;
+    p.word(Signal::Slice) = word;
     CHECK(phase->poll());
   }
   for (const Damage& damage : kDamages) {
     Pair p(2);
-    const std::unique_ptr<PhaseRun> phase = until_share(p);
-    damage.change(p.share());
+    const std::unique_ptr<PhaseRun> phase = until_slice(p);
+    damage.change(p.slice());
     must_refuse([&] { phase->poll(); }, damage.word);
   }
   Pair p(2);
-  const std::unique_ptr<PhaseRun> phase = until_share(p);
-  p.share().flags ^= kAccumulates;
+  const std::unique_ptr<PhaseRun> phase = until_slice(p);
+  p.slice().flags ^= kAccumulates;
   must_refuse([&] { phase->poll(); }, "accumulate=");
 }
 
@@ -269,5 +269,5 @@ int main() {
   too_many_rows();
   words();
   other_tokens();
-  shares();
+  slices();
 }

@@ -153,25 +153,25 @@ void check_replicas(check::Random& random) {
   for (std::size_t m = 0; m < members.size(); ++m) {
     c.rank = members[m];
     const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr);
-    CHECK_EQ(plan.lane.of, members.size());
-    CHECK_EQ(plan.lane.number, m);
+    CHECK_EQ(plan.slice.of, members.size());
+    CHECK_EQ(plan.slice.number, m);
     if (m > 0) CHECK_EQ(plan.ids_digest, digest);
     digest = plan.ids_digest;
     std::vector<std::int32_t> own;
     std::vector<std::uint32_t> own_tokens;
     for (std::uint32_t t = 0; t < tokens; ++t) {
       const bool mine = t % members.size() == m;
-      CHECK_EQ(plan.lane.has(t), mine);
+      CHECK_EQ(plan.slice.has(t), mine);
       if (!mine) {
         CHECK_EQ(plan.token_begin[t], plan.token_begin[t + 1]);
         continue;
       }
       ++senders[t];
-      CHECK_EQ(plan.lane.token(static_cast<std::uint32_t>(own_tokens.size())), t);
+      CHECK_EQ(plan.slice.token(static_cast<std::uint32_t>(own_tokens.size())), t);
       own_tokens.push_back(t);
       own.insert(own.end(), ids.begin() + t * c.top_k, ids.begin() + (t + 1) * c.top_k);
     }
-    CHECK_EQ(plan.lane.tokens(tokens), own_tokens.size());
+    CHECK_EQ(plan.slice.tokens(tokens), own_tokens.size());
     if (members.size() == c.replicas) CHECK(own_tokens.size() <= max_rows_of_block(c));
     Config lone = c;
     lone.replicas = 1;

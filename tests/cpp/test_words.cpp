@@ -179,10 +179,10 @@ void check_heap(const Config& c) {
   const std::uint32_t finished = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);   // by one replica
   for (std::uint32_t set = 0; set < c.in_flight && c.replicas > 1; ++set)
     for (std::uint32_t rank = 0; rank < c.replicas; ++rank) {
-      const std::uint64_t at = h.share_at(c, set, rank);
+      const std::uint64_t at = h.slice_at(c, set, rank);
       CHECK_EQ(at % 64, 0u);
-      spans.push_back({at, at + combine_block(c).bytes(finished), "share"});
-      CHECK_EQ(at, h.share_at(c, set, c.world - c.replicas + rank));   // the same in every group
+      spans.push_back({at, at + combine_block(c).bytes(finished), "slice"});
+      CHECK_EQ(at, h.slice_at(c, set, c.world - c.replicas + rank));   // the same in every group
     }
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op) {

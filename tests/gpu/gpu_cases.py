@@ -327,7 +327,7 @@ def soak_for(me: Any, case: Case, transports: Sequence[str], seconds: float) -> 
         done["wrong"] += soak(me, drawn, 500, done)
         done["steps"] += 500
         # The first rank's clock decides for all.
-        more = bool(me.comm.control.exchange({"more": time.monotonic() < until}, "soak", 60.0)[0]["more"])
+        more = bool(me.comm.control.all_gather({"more": time.monotonic() < until}, "soak", 60.0)[0]["more"])
     return done
 
 

@@ -327,17 +327,17 @@ MUTANTS = [
         "after a reset a part of the tokens gets no expert's output",
     ),
     Mutant(
-        "shares of all steps in flight lie in one place",
+        "slices of all steps in flight lie in one place",
         "src/protocol/heap.h",
-        "    return share + share_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);\n",
-        "    return share + share_bytes * (std::uint64_t{0 * set} * c.replicas + rank % c.replicas);\n",
+        "    return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);\n",
+        "    return slices + slice_bytes * (std::uint64_t{0 * set} * c.replicas + rank % c.replicas);\n",
         "with several steps in flight a replica that is ahead overwrites what another has not read",
     ),
     Mutant(
         "a finished row is not waited for",
         COMBINE_RECV,
-        "      case kShares: return b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);\n",
-        "      case kShares: return group > 0 || b_.has_arrived(step_, Signal::Share, b_.replicas()[group]);\n",
+        "      case kSlices: return b_.has_arrived(step_, Signal::Slice, b_.replicas()[group]);\n",
+        "      case kSlices: return group > 0 || b_.has_arrived(step_, Signal::Slice, b_.replicas()[group]);\n",
         "replicas return rows of an earlier step",
     ),
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = [
         BLOCKS,
         "  if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;\n",
         "  if (h.tokens == plan.tokens) return;\n",
-        "lanes that were routed apart give outputs that are nobody's, without a word",
+        "replicas that were routed apart give outputs that are nobody's, without a word",
         catch="test_headers",
     ),
     # ---- memory order

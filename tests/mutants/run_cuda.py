@@ -31,7 +31,7 @@ WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
 BLANK = "src/cuda/blank.cuh"
 COMBINE_SEND = "src/cuda/combine_send.cuh"
-SHARES = "src/cuda/shares.cuh"
+SLICES = "src/cuda/slices.cuh"
 CLOSED = "src/cuda/closed.cuh"
 COMBINE = "src/cuda/combine.cu"
 EXCHANGE = "src/cuda/exchange.cpp"
@@ -153,14 +153,14 @@ MUTANTS = [
     ),
     Mutant(
         "a place of a replica's row is not made blank again",
-        SHARES,
+        SLICES,
         "    make_blank(from + begin + j * 512);\n",
         "",
         "the finished row of an earlier step is taken for this one's",
     ),
     Mutant(
         "a replica's header is not compared",
-        SHARES,
+        SLICES,
         "  if (h.flags != flags)\n",
         "  if (false)\n",
         "one that accumulates gets rows that others did not",
@@ -170,7 +170,7 @@ MUTANTS = [
         DISPATCH_RECV,
         "same = same && own == theirs;",
         "same = same && (i != 0 || own == theirs);",
-        "a replica that passes other ids sends its lane of them, and nobody hears of it",
+        "a replica that passes other ids sends its slice of them, and nobody hears of it",
     ),
     Mutant(
         "the closed word is not obeyed",

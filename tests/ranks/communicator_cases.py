@@ -55,12 +55,12 @@ def meet(me: Member, timeout: float = 20, node_size: int | None = None, rounds: 
     with me.communicator(timeout=timeout, node_size=node_size) as comm:
         for number in range(rounds):
             comm.barrier()
-            got = comm.control.exchange({"rank": comm.rank, "number": number}, "meet")
+            got = comm.control.all_gather({"rank": comm.rank, "number": number}, "meet")
             assert got == [{"rank": rank, "number": number} for rank in range(comm.world_size)], got
         tcp = sorted(rank for rank, connection in comm.control._mesh.connections.items() if connection.is_tcp)
         return {
             "rank": comm.rank,
-            "pids": [entry["pid"] for entry in comm.control.exchange({"pid": os.getpid()}, "pids")],
+            "pids": [entry["pid"] for entry in comm.control.all_gather({"pid": os.getpid()}, "pids")],
             "node_of": comm.control.node_of,
             "node": [comm.node_rank, comm.node_size, comm.local_rank, comm.host_rank],
             "same": [comm.control.same_node(rank) for rank in range(comm.world_size)],
@@ -99,7 +99,7 @@ def many_starts(me: Member, times: int) -> int:
     """One after the other at one address, with nothing in between."""
     for number in range(times):
         with me.communicator() as comm:
-            assert comm.control.exchange({"number": number}, "start") == [{"number": number}] * comm.world_size
+            assert comm.control.all_gather({"number": number}, "start") == [{"number": number}] * comm.world_size
     return times
 
 
@@ -161,7 +161,7 @@ def threads(me: Member, count: int, rounds: int) -> int:
             try:
                 for turn in range(rounds):
                     comm.barrier()
-                    got = comm.control.exchange({"turn": turn, "number": number}, f"thread {number}")
+                    got = comm.control.all_gather({"turn": turn, "number": number}, f"thread {number}")
                     assert got == [{"turn": turn, "number": number}] * comm.world_size, got
             except BaseException as problem:
                 problems.append(problem)
@@ -179,7 +179,7 @@ def threads(me: Member, count: int, rounds: int) -> int:
 def big_exchange(me: Member, nbytes: int) -> int:
     """More than any socket buffer takes."""
     with me.communicator(node_size=1) as comm:
-        got = comm.control.exchange({"text": str(comm.rank) * nbytes}, "big")
+        got = comm.control.all_gather({"text": str(comm.rank) * nbytes}, "big")
         for rank, entry in enumerate(got):
             assert entry is not None
             assert entry["text"] == str(rank) * nbytes
@@ -259,7 +259,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
 
         assert isinstance(comm, Communicator)
         assert comm.control.agree_survivors(10) == [0, 2, 3]
-        assert comm.control.exchange({}, "after") == [{}, None, {}, {}]
+        assert comm.control.all_gather({}, "after") == [{}, None, {}, {}]
     comm.close()
     return result
 
@@ -282,7 +282,7 @@ def wrong_order(me: Member) -> dict[str, Any]:
     mesh, others = comm.control._mesh, {0, 1, 2} - {me.rank}
     told: list[dict[str, Any]] = []
     waiter = threading.Thread(
-        target=lambda: told.append(_raised(comm.control.exchange, {}, "this" if me.rank == 0 else "that", timeout=60))
+        target=lambda: told.append(_raised(comm.control.all_gather, {}, "this" if me.rank == 0 else "that", timeout=60))
     )
     waiter.start()
     until(
@@ -312,7 +312,7 @@ def stopped(me: Member, seconds: float) -> dict[str, Any]:
         else:
             me.hear()
             comm.barrier()
-        comm.control.exchange({}, "again", timeout=10)
+        comm.control.all_gather({}, "again", timeout=10)
         return {"failure": comm.failure is not None}
 
 
@@ -378,7 +378,7 @@ def bad_timeouts(me: Member, timeouts: list[Any]) -> list[list[str]]:
             lambda timeout: Communicator.from_env(timeout=timeout),
             comm.barrier,
             lambda timeout: comm.agree(True, timeout),
-            lambda timeout: comm.control.exchange({}, "bad", timeout),
+            lambda timeout: comm.control.all_gather({}, "bad", timeout),
             lambda timeout: comm.control.share_fds([], "bad", timeout),
             comm.control.agree_survivors,
         ]
@@ -405,7 +405,7 @@ def survivors(me: Member, seed: int, doomed: list[int]) -> dict[str, Any]:
         agreed = comm.control.agree_survivors(20)
         answers.append(agreed)
         try:
-            got = comm.control.exchange({"answers": answers[-1]}, "compare", timeout=20)
+            got = comm.control.all_gather({"answers": answers[-1]}, "compare", timeout=20)
         except PeerError:
             assert time.monotonic() < deadline
             continue
@@ -415,7 +415,7 @@ def survivors(me: Member, seed: int, doomed: list[int]) -> dict[str, Any]:
             break
         # The doomed are still among us: wait for their death to be noticed, then agree anew.
         with contextlib.suppress(PeerError):
-            comm.control.exchange({}, "idle" if comm.rank not in doomed else "never", timeout=20)
+            comm.control.all_gather({}, "idle" if comm.rank not in doomed else "never", timeout=20)
     comm.barrier(10)
     generation = comm.control.generation
     comm.close()
@@ -569,7 +569,7 @@ def close_beside_stopped(me: Member) -> float:
         return 0.0
     me.hear()
     with contextlib.suppress(Exception):
-        comm.control.exchange({"text": "x" * (30 << 20)}, "too much", timeout=0.2)
+        comm.control.all_gather({"text": "x" * (30 << 20)}, "too much", timeout=0.2)
     began = time.monotonic()
     comm.close()
     return time.monotonic() - began
@@ -694,7 +694,7 @@ def reset_beside_a_wait(me: Member) -> dict[str, Any]:
     """One thread waits in a collective while another calls reset: the wait ends, and says why."""
     with me.communicator() as comm:
         told: list[dict[str, Any]] = []
-        waiter = threading.Thread(target=lambda: told.append(_raised(comm.control.exchange, {}, f"of {comm.rank}", timeout=20)))
+        waiter = threading.Thread(target=lambda: told.append(_raised(comm.control.all_gather, {}, f"of {comm.rank}", timeout=20)))
         waiter.start()
         until("the other thread waits", lambda: f"of {comm.rank}" in comm.control._mesh.inbox._counts)
         comm.control.agree_survivors(20)

@@ -154,7 +154,7 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
 def endless(me: Any, case: Case, close: bool = True, doomed: tuple[int, ...] = ()) -> dict[str, Any]:
     """Steps until something goes wrong, which is said. doomed: ranks that become one process group, for one signal to all of them."""
     if doomed:
-        pids = [there["pid"] for there in me.comm.control.exchange({"pid": os.getpid()}, "pids")]
+        pids = [there["pid"] for there in me.comm.control.all_gather({"pid": os.getpid()}, "pids")]
         if me.rank == doomed[0]:
             os.setpgid(0, 0)
         me.comm.barrier()
@@ -380,7 +380,7 @@ class Survivor:
             self._fit(step)
 
     def _fit(self, step: Step) -> None:
-        """Replicas that lost some of them send fewer tokens: a block holds a lane's, and no more."""
+        """Replicas that lost some of them send fewer tokens: a block holds a slice's, and no more."""
         replicas = self.case.replicas
         for rank, t in enumerate(step.tokens):
             first = rank - rank % replicas

@@ -190,8 +190,8 @@ def reset_and_die(me: Any, case: Case, left: list[int], dying: int, place: str, 
         elif place == "agreed":
             steps.rewire = die
         else:
-            exchange = me.comm.control.exchange
-            me.comm.control.exchange = lambda payload, tag, *rest: die() if tag == place else exchange(payload, tag, *rest)
+            exchange = me.comm.control.all_gather
+            me.comm.control.all_gather = lambda payload, tag, *rest: die() if tag == place else exchange(payload, tag, *rest)
     result = raised(a2a.reset)
     if not result["type"]:  # it was gone before this rank had to agree with it
         return result

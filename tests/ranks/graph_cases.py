@@ -361,7 +361,7 @@ def apart(tensors: tuple[torch.Tensor, ...]) -> bool:
 
 
 def operators(me: Any, case: Case) -> None:
-    """torch's own checks of an operator, as far as calls may be repeated, and as two calls of the same need not bring the same links."""
+    """torch's own checks of an operator, as far as calls may be repeated, and as two calls of the same need not bring the same tickets."""
     with open_all_to_all(me, case) as a2a, torch.no_grad():
         x, ids = torch.randn(4, case.hidden).to(a2a.dtype), torch.zeros(4, case.top_k, dtype=torch.int64)
         graph, ops = a2a._graph, torch.ops.pplx_comm
@@ -375,5 +375,5 @@ def operators(me: Any, case: Case) -> None:
 
 def _combine_arguments(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor) -> tuple[Any, ...]:
     graph = a2a._graph
-    rows, _, weights, link, plan = torch.ops.pplx_comm.dispatch(graph.spec, x, ids, None, None, None, False, False)
-    return graph.spec, rows, weights, link, plan, x.shape[0], None, True, None, None
+    rows, _, weights, ticket, plan = torch.ops.pplx_comm.dispatch(graph.spec, x, ids, None, None, None, False, False)
+    return graph.spec, rows, weights, ticket, plan, x.shape[0], None, True, None, None

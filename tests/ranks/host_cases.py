@@ -90,18 +90,18 @@ def _as_operators(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.
     """Their outputs share no memory: a launch is told where each is."""
     ops, spec = torch.ops.pplx_comm, a2a._graph.spec
     outputs = ops.dispatch(spec, x, ids, weights, None, None, True, False)
-    rows, scale, row_weights, link, plan = outputs
+    rows, scale, row_weights, ticket, plan = outputs
     seen = core.dispatched
     assert apart(outputs) and (scale.numel() > 0) == a2a.wire.quantised
     assert [seen[name] for name in ("rows_x", "rows_scales", "rows_weights", "buffer", "plan")] == [
-        t.data_ptr() for t in (rows, scale, row_weights, link, plan)
+        t.data_ptr() for t in (rows, scale, row_weights, ticket, plan)
     ]
     assert not rows.view(torch.uint8).any() and not row_weights.any()
     d = a2a._steps.dispatch(3, x, ids, weights, None, None)
     assert (core.dispatched["rows_x"], core.dispatched["rows_weights"]) == (0, 0)
-    assert a2a._steps.device.linked(d)[3].shape == link.shape  # that of a dispatch which was no operator
+    assert a2a._steps.device.as_tensors(d)[3].shape == ticket.shape  # that of a dispatch which was no operator
     expert_out = torch.zeros(rows.shape, dtype=torch.bfloat16)
-    ops.combine(spec, expert_out, row_weights, link, plan, len(x), None, True, None, None)
+    ops.combine(spec, expert_out, row_weights, ticket, plan, len(x), None, True, None, None)
     assert core.combined["buffer"] == seen["buffer"]
 
 

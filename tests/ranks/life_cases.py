@@ -184,17 +184,17 @@ def fails_when_attached(me: Any, case: Case) -> list[int]:
     def users() -> int:
         return sum(carrier.users for carrier in Carriers.of(control).proxies.values())
 
-    exchange, seen = control.exchange, [users()]
+    exchange, seen = control.all_gather, [users()]
 
     def fails(payload: Any, tag: str, *rest: Any) -> Any:
         return exchange({**payload, "error": "a test says so"} if tag == "AllToAll: ready" else payload, tag, *rest)
 
-    control.exchange = fails
+    control.all_gather = fails
     try:
         r = raised(lambda: open_all_to_all(me, case))
         must("a test says so" in r["message"], "it fails at the end:", r)
     finally:
-        control.exchange = exchange
+        control.all_gather = exchange
     seen.append(users())
     with open_all_to_all(me, case) as a2a:
         Good(me, case, a2a).step()

@@ -177,7 +177,7 @@ def _launched(command: list[str], script: str, tmp_path: Path, env: dict[str, st
 
 STAY = """
 with comm:
-    answer = [comm.rank, comm.world_size, comm.node_size, [e["r"] for e in comm.control.exchange({"r": comm.rank}, "t")]]
+    answer = [comm.rank, comm.world_size, comm.node_size, [e["r"] for e in comm.control.all_gather({"r": comm.rank}, "t")]]
     comm.barrier()
 """
 
@@ -226,7 +226,7 @@ with Communicator.from_env(timeout=60) as comm:
     with Communicator.from_torch(mine) as part:
         answer += [part.rank, part.world_size]
     with Communicator.from_torch() as whole:
-        answer += [whole.control.exchange({"r": whole.rank}, "t")[1]["r"]]
+        answer += [whole.control.all_gather({"r": whole.rank}, "t")[1]["r"]]
         whole.barrier()
 dist.destroy_process_group()
 """

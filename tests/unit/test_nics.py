@@ -165,7 +165,7 @@ def test_a_name_that_is_none_lists_those_there_are() -> None:
     provider = next(name for name in ("tcp", "tcp;ofi_rxm") if libfabric.status()["providers"][name]["available"])
     with pytest.raises(_core.FabricError, match=r"no interface or address 'eth77' on this machine; it has .*lo"):
         libfabric.open_fabric(provider, nics=["lo", "eth77"])
-    fabric = libfabric.open_fabric(provider, nics=["lo", "lo"], places=[libfabric.this_place()])
+    fabric = libfabric.open_fabric(provider, nics=["lo", "lo"], localities=[libfabric.this_locality()])
     assert (fabric.endpoints, fabric.why) == (2, "asked for by name")
     assert fabric.proxy_cpu in {-1, *os.sched_getaffinity(0)}
     fabric.close()

@@ -10,21 +10,21 @@
 
 namespace pplx::cuda {
 
-// The rank that has the nth lane of this rank's group; n counts on past the last.
+// The rank that has the nth slice of the tokens of this rank's group; n counts on past the last.
 __device__ inline std::uint32_t member(const Common& k, std::uint32_t n) {
   unsigned long long ranks = k.replicas | 1ull << k.c.rank;
-  for (n %= k.lane.of; n > 0; --n) ranks &= ranks - 1;
+  for (n %= k.slice.of; n > 0; --n) ranks &= ranks - 1;
   return static_cast<std::uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
 }
 
 // The block into which `from` stores the rows that it finishes for `to`.
-__device__ inline char* share_block(const Common& k, std::uint32_t step, std::uint32_t to, std::uint32_t from) {
-  return k.peers[to] + k.heap.share_at(k.c, set_of(k.c, step), from);
+__device__ inline char* slice_block(const Common& k, std::uint32_t step, std::uint32_t to, std::uint32_t from) {
+  return k.peers[to] + k.heap.slice_at(k.c, set_of(k.c, step), from);
 }
 
 // For a warp: its next unit. The very last claim leaves the count as the set's next step must find it.
-__device__ inline std::uint32_t claim_share(const Common& k, std::uint32_t step, std::uint32_t units) {
-  std::uint32_t* count = &k.control->shares[set_of(k.c, step)];
+__device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step, std::uint32_t units) {
+  std::uint32_t* count = &k.control->slices[set_of(k.c, step)];
   std::uint32_t unit = 0;
   if (threadIdx.x % 32 == 0) {
     unit = atomicAdd(count, 1);
@@ -33,29 +33,29 @@ __device__ inline std::uint32_t claim_share(const Common& k, std::uint32_t step,
   return __shfl_sync(~0u, unit, 0);
 }
 
-__device__ inline std::uint32_t share_flags(const CombineArguments& a) { return a.accumulate ? kAccumulates : 0u; }
+__device__ inline std::uint32_t slice_flags(const CombineArguments& a) { return a.accumulate ? kAccumulates : 0u; }
 
-__device__ inline void send_share_header(const CombineArguments& a, std::uint32_t step, std::uint32_t replica) {
+__device__ inline void send_slice_header(const CombineArguments& a, std::uint32_t step, std::uint32_t replica) {
   const Common& k = a.common;
-  write_header(k, share_block(k, step, replica, k.c.rank), step, a.own, share_flags(a), threadIdx.x % 32);
+  write_header(k, slice_block(k, step, replica, k.c.rank), step, a.own, slice_flags(a), threadIdx.x % 32);
   __syncwarp();
-  if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Share, replica);
+  if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Slice, replica);
 }
 
 template <typename T, int kVectors>
-__device__ inline void share_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
+__device__ inline void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
                                    std::uint32_t begin, std::uint32_t end) {
-  for (std::uint32_t i = 1; i < k.lane.of; ++i) {
+  for (std::uint32_t i = 1; i < k.slice.of; ++i) {
     linger(k, std::uint64_t{step} << 32 | i << 24 | begin);
-    sums.share(share_block(k, step, member(k, k.lane.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
+    sums.give(slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
   }
 }
 
 // `value`: the float of this lane's choice.
-__device__ inline void share_tail(const Common& k, std::uint32_t step, std::uint32_t own, std::uint32_t value) {
+__device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint32_t own, std::uint32_t value) {
   const std::uint32_t lane = threadIdx.x % 32;
-  for (std::uint32_t i = 1; i < k.lane.of; ++i) {
-    char* row = share_block(k, step, member(k, k.lane.number + i), k.c.rank) + k.combine.row_at(own);
+  for (std::uint32_t i = 1; i < k.slice.of; ++i) {
+    char* row = slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own);
     if (lane < k.c.top_k) reinterpret_cast<std::uint32_t*>(row + k.combine.tail_at)[lane] = value;
     __syncwarp();
     if (lane == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));
@@ -66,12 +66,12 @@ __device__ inline void share_tail(const Common& k, std::uint32_t step, std::uint
 template <bool kTail>
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, others = k.lane.of - 1;
+  const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
   const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
   const std::uint32_t nth = unit / strips, strip = unit % strips, row = nth / others;
-  const std::uint32_t number = nth % others + (nth % others >= k.lane.number ? 1 : 0), replica = member(k, number);
-  const std::uint64_t token = Lane{number, k.lane.of}.token(row);
-  char* from = share_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
+  const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
+  const std::uint64_t token = Slice{number, k.slice.of}.token(row);
+  char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
   const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   uint4 v[kReceivedVectors];
@@ -103,15 +103,15 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
   return true;
 }
 
-// number: of the replica's lane.
-__device__ inline void receive_share_header(const CombineArguments& a, std::uint32_t step, std::uint32_t number) {
+// number: of the replica's slice.
+__device__ inline void receive_slice_header(const CombineArguments& a, std::uint32_t step, std::uint32_t number) {
   const Common& k = a.common;
-  const std::uint32_t replica = member(k, number), flags = share_flags(a);
-  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Share, replica), Phase::CombineRecv, step, replica)) return;
+  const std::uint32_t replica = member(k, number), flags = slice_flags(a);
+  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Slice, replica), Phase::CombineRecv, step, replica)) return;
   bool good = true;
-  const BlockHeader h = read_header(k, share_block(k, step, k.c.rank, replica), Phase::CombineRecv, step, replica, good);
+  const BlockHeader h = read_header(k, slice_block(k, step, k.c.rank, replica), Phase::CombineRecv, step, replica, good);
   if (!good) return;
-  const std::uint32_t rows = Lane{number, k.lane.of}.tokens(a.tokens);
+  const std::uint32_t rows = Slice{number, k.slice.of}.tokens(a.tokens);
   if (h.flags != flags)
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, replica, step}, kFlags | flags, h.flags);
   else if (h.rows != rows)
