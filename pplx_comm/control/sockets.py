@@ -23,26 +23,23 @@ def remaining(deadline: float) -> float:
 
 def listen_unix(name: str) -> socket.socket:
     """Abstract namespace: no file to leave behind, and it ends with the process."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(b"\0" + name.encode())
-        listener.listen(4096)
-        listener.setblocking(False)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    return _listen(socket.AF_UNIX, b"\0" + name.encode())
 
 
 def listen_tcp(host: str, port: int) -> socket.socket:
     """`host` is a literal address. IPv6's wildcard takes IPv4 too."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reuse = (socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if ":" not in host:
+        return _listen(socket.AF_INET, (host, port), reuse)
+    return _listen(socket.AF_INET6, (host, port), reuse, (socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1))
+
+
+def _listen(family: int, address: bytes | tuple[str, int], *options: tuple[int, int, int]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
-        listener.bind((host, port))
+        for option in options:
+            listener.setsockopt(*option)
+        listener.bind(address)
         listener.listen(4096)
         listener.setblocking(False)
     except BaseException:

@@ -43,18 +43,22 @@ __device__ inline std::uint64_t* announced(const Common& k, std::uint32_t step, 
   return &k.control->announced[set_of(k.c, step)][static_cast<int>(op)][peer];
 }
 
+// The proxy's word for that lies in host memory; this is the last that was seen of it.
+__device__ inline std::uint64_t* seen_to_leave(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
+}
+
 // Whether the peer's block of that set may be written. No: something failed, and the proxy may still read it.
 __device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
-  const std::uint32_t set = set_of(k.c, step);
-  return k.control->announced[set][static_cast<int>(op)][peer] == k.control->left[set][static_cast<int>(op)][peer];
+  return has_left(*seen_to_leave(k, step, op, peer), *announced(k, step, op, peer));
 }
 
 // Waits until the last block of that set has left.
 __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  if (may_write(k, step, op, peer)) return;
   const std::uint64_t last = *announced(k, step, op, peer);
-  std::uint64_t* left = &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
-  if (last == *left) return;
-  if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer)) *left = last;
+  if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer))
+    *seen_to_leave(k, step, op, peer) = last;
 }
 
 // The block is complete, and this thread knows it.

@@ -61,7 +61,7 @@ __device__ inline bool stopped(const Common& k, bool ask_host) {
   return true;
 }
 
-__device__ inline bool has_left(const Common& k, std::uint32_t peer) { return load_acquire(&k.report->left) >> peer & 1; }
+__device__ inline bool said_goodbye(const Common& k, std::uint32_t peer) { return load_acquire(&k.report->left) >> peer & 1; }
 
 // In-row words are written once a step and must be exact; others are monotonic.
 enum class Match { Exact, Reached, Count };
@@ -96,7 +96,7 @@ static __device__ __noinline__ Verdict ask(const Common& k, const void* word, st
                                            std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
   const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
   if (stopped(k, ask_host)) return Verdict::Failed;
-  if (ask_host && !passed_on && has_left(k, peer)) return Verdict::Left;
+  if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
   if (nanoseconds() - begun <= limit) return Verdict::GoOn;
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);

@@ -53,9 +53,10 @@ PPLX_BOTH void announce(const MailboxEntry& entry, std::uint32_t generation, Mai
 }
 
 // Device: whether the block may be written again. Reached, not equal: a later one may have been announced, and have left.
+constexpr bool has_left(std::uint64_t sent, std::uint64_t last) { return last == 0 || reached(sent, last); }
 template <typename Atomics>
 PPLX_BOTH bool has_left(const MailboxEntry& entry, std::uint64_t last) {
-  return last == 0 || reached(Atomics::load_acquire(entry.sent), last);
+  return has_left(Atomics::load_acquire(entry.sent), last);
 }
 
 // Proxy: what has been announced.
