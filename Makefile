@@ -138,4 +138,4 @@ wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## what was built; the environment stays
-	rm -rf build dist pplx_comm/*.so pplx_comm/_version.py
+	rm -rf build dist pplx_comm/*.so pplx_comm/efasoft/lib pplx_comm/_version.py
