@@ -1,77 +1,15 @@
-"""Makes the part of a machine's /sys that choosing NICs reads: PCI devices where they hang, NUMA nodes, and who is called what."""
+"""Machines for the tests of NIC choice, beside those that the software EFA device offers itself (pplx_comm/efasoft/machines.py)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from pplx_comm.efasoft.machines import Machine, Sysfs, p5, p5en
 
-@dataclass
-class Machine:
-    """`gpus` by PCI address; `nics` by name, in the order in which the library lists them; CPUs by NUMA node."""
-
-    gpus: list[str] = field(default_factory=list)
-    nics: list[str] = field(default_factory=list)
-    nodes: list[str] = field(default_factory=list)
-
-
-class Sysfs:
-    def __init__(self, root: Path, nodes: list[str]) -> None:
-        self.root = root
-        self.machine = Machine(nodes=nodes)
-        (root / "bus/pci/devices").mkdir(parents=True)
-        for node, cpus in enumerate(nodes):
-            self._write(root / f"devices/system/node/node{node}/cpulist", cpus)
-        self._write(root / "devices/system/node/online", f"0-{len(nodes) - 1}")
-
-    def _write(self, file: Path, text: str) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
-
-    def device(self, path: str, node: int) -> Path:
-        """`path` as under /sys/devices: the bridges down to the device. Node -1: firmware says nothing, all CPUs are near."""
-        folder = self.root / "devices" / path
-        self._write(folder / "numa_node", str(node))
-        self._write(folder / "local_cpulist", self.machine.nodes[node] if node >= 0 else ",".join(self.machine.nodes))
-        (self.root / "bus/pci/devices" / folder.name).symlink_to(folder)
-        return folder
-
-    def gpu(self, path: str, node: int) -> None:
-        self.machine.gpus.append(self.device(path, node).name)
-
-    def nic(self, path: str, node: int, name: str, *, domain: str | None = None, kind: str = "infiniband", under: str = "") -> None:
-        """`domain`: what libfabric calls it; `under`: what its driver puts between the PCI device and it, "virtio2"."""
-        entry = self.device(path, node) / under / kind / name
-        entry.mkdir(parents=True)
-        links = self.root / "class" / kind
-        links.mkdir(parents=True, exist_ok=True)
-        (links / name).symlink_to(entry)
-        self.machine.nics.append(domain or name)
-
-
-def p5(root: Path) -> Machine:
-    """8 GPUs, each behind a switch with four EFA of 100 Gb/s."""
-    sysfs = Sysfs(root, ["0-47,96-143", "48-95,144-191"])
-    for gpu, bus in enumerate((0x4F, 0x60, 0x71, 0x82, 0x93, 0xA4, 0xB5, 0xC6)):
-        switch = f"pci0000:{bus - 11:02x}/0000:{bus - 11:02x}:01.0/0000:{bus - 10:02x}:00.0"
-        for port in range(4):
-            name = f"rdmap{bus + port}s0"
-            path = f"{switch}/0000:{bus - 9:02x}:{port:02x}.0/0000:{bus + port:02x}:00.0"
-            sysfs.nic(path, gpu // 4, name, domain=f"{name}-rdm")
-        sysfs.gpu(f"{switch}/0000:{bus - 9:02x}:04.0/0000:{bus + 4:02x}:00.0", gpu // 4)
-    return sysfs.machine
-
-
-def p5en(root: Path) -> Machine:
-    """8 GPUs, each behind a switch with two EFA of 200 Gb/s."""
-    sysfs = Sysfs(root, ["0-47,96-143", "48-95,144-191"])
-    for gpu in range(8):
-        bus = 0x50 + 0x10 * gpu
-        bridge = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0"
-        for port in (1, 2):
-            sysfs.nic(f"{bridge}/0000:{bus + port:02x}:00.0", gpu // 4, f"rdmap{bus + port}s0", domain=f"rdmap{bus + port}s0-rdm")
-        sysfs.gpu(f"{bridge}/0000:{bus + 3:02x}:00.0", gpu // 4)
-    return sysfs.machine
+__all__ = [
+    "Machine", "Sysfs", "dgx_h100", "far_nics", "flat_p4d", "hidden_p5", "laptop", "nested_switches", "p5", "p5en", "p6_b200", "pairs",
+    "virtual_machine",
+]  # fmt: skip
 
 
 def p6_b200(root: Path) -> Machine:

@@ -1,0 +1,44 @@
+"""Software NICs for tests, and which transports go over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from harness import Crew, Crews
+
+from pplx_comm.efasoft.device import Options, SoftEfa
+from pplx_comm.errors import Error
+
+EFA = ("proxy:efa", "proxy:efa-direct")
+MIXED = ("mixed:efa", "mixed:efa-direct")
+
+
+def software(**options: Any) -> SoftEfa:
+    """Closed by the caller. `more`: further variables of the device, by name."""
+    more = tuple((name, str(value)) for name, value in options.pop("more", {}).items())
+    try:
+        return SoftEfa(Options(more=more, **options))
+    except Error as problem:
+        pytest.skip(str(problem))
+
+
+@contextlib.contextmanager
+def crew_on(
+    world_size: int, env: dict[str, str | None] | None = None, *, crew: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[SoftEfa, Crew]]:
+    """Ranks on NICs of their own."""
+    with software(**options) as efa, Crew(world_size, {**efa.environment, **(env or {})}, **(crew or {})) as ranks:
+        yield efa, ranks
+
+
+@contextlib.contextmanager
+def crews_on(world_size: int, env: dict[str, str | None] | None = None, **options: Any) -> Iterator[Crews]:
+    with software(**options) as efa:
+        crews = Crews(world_size, {**efa.environment, **(env or {})})
+        try:
+            yield crews
+        finally:
+            crews.close()

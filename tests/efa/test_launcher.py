@@ -1,0 +1,251 @@
+"""python -m pplx_comm efa-soft: what COMMAND gets, what comes back, and that nothing is left. Of the NICs themselves nothing is used here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import clean_environment, until
+from soft import software
+
+from pplx_comm.cli import main
+from pplx_comm.efasoft import counters, device, libfabrics
+from pplx_comm.efasoft.device import Options, SoftEfa
+from pplx_comm.errors import Error
+
+LAUNCH = [sys.executable, "-m", "pplx_comm", "efa-soft"]
+TELL_AND_WAIT = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+print(os.environ["EFA_SOFT_DIR"], os.getpid(), flush=True)
+number = signal.sigwait({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1})
+again = signal.sigtimedwait({signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}, 0.2)
+sys.exit(40 + number if again is None else 3)
+"""
+"""Says where it is, and exits with the signal that it gets if it gets it once."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def available() -> None:
+    software().close()
+
+
+def launched(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *words], capture_output=True, text=True, timeout=60, env={**clean_environment(), **more}, check=False
+    )
+
+
+@contextlib.contextmanager
+def running(*words: str) -> Iterator[tuple[subprocess.Popen[str], Path, int]]:
+    """The launcher, its folder, and COMMAND's process."""
+    command = [*LAUNCH, *words, "--", sys.executable, "-S", "-c", TELL_AND_WAIT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean_environment()) as launcher:
+        try:
+            assert launcher.stdout is not None
+            folder, pid = launcher.stdout.readline().split()
+            yield launcher, Path(folder), int(pid)
+        finally:
+            launcher.kill()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(("command", "code"), [("exit 0", 0), ("exit 37", 37), ("kill -9 $$", 137)])
+def test_the_exit_code(command: str, code: int) -> None:
+    done = launched("--", "sh", "-c", f"echo $EFA_SOFT_DIR; {command}")
+    assert done.returncode == code, done.stderr
+    assert "software device" in done.stderr and not Path(done.stdout.strip()).exists()
+
+
+def test_what_the_command_gets() -> None:
+    done = launched(
+        "--nics",
+        "3",
+        "--seed",
+        "5",
+        "--gbit",
+        "2.5",
+        "--",
+        "sh",
+        "-c",
+        "env; ls $SYSFS_PATH/class/infiniband; ls $EFA_SOFT_DIR/lib",
+    )
+    for line in ("EFA_SOFT_SEED=5", "EFA_SOFT_GBIT=2.5", "rdmap18s27", "libibverbs.so.1", "libefa.so.1", "libfabric.so.1"):
+        assert line in done.stdout.splitlines(), done.stdout
+    assert "EFA_SOFT_WINDOW" not in done.stdout  # the device's own default
+    assert re.search(r"LD_PRELOAD=\S+libibverbs.so.1:\S+libefa.so.1", done.stdout)
+    assert "MPIR_CVAR_OFI_USE_PROVIDER=tcp" in done.stdout
+
+
+def test_torch_is_not_imported() -> None:
+    script = "import sys\nfrom pplx_comm.cli import main\nassert main(['efa-soft', '--', 'true']) == 0\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=clean_environment())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_passed_on(number: int) -> None:
+    with running() as (launcher, folder, _):
+        launcher.send_signal(number)
+        assert launcher.wait(20) == 40 + number
+        assert not folder.exists()
+
+
+def test_ctrl_c() -> None:
+    """A terminal sends it to COMMAND too, which must not get it twice."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, [*LAUNCH, "--", sys.executable, "-S", "-c", TELL_AND_WAIT], clean_environment())
+    printed = os.read(terminal, 1000).decode()
+    os.write(terminal, b"\x03")
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(status) == 40 + signal.SIGINT
+    assert not Path(printed.split()[0]).exists()
+
+
+def test_the_command_is_killed() -> None:
+    with running() as (launcher, folder, pid):
+        os.kill(pid, signal.SIGKILL)
+        assert launcher.wait(20) == 128 + signal.SIGKILL
+        assert not folder.exists()
+
+
+def test_the_launcher_is_killed() -> None:
+    """The next one removes what it left; what is kept stays."""
+    kept = launched("--keep", "--", "true")
+    folder = re.search(r"kept (\S+);", kept.stderr)
+    assert folder is not None
+    try:
+        with running() as (launcher, left, pid):
+            launcher.kill()
+            launcher.wait(20)
+            os.kill(pid, signal.SIGKILL)
+            assert left.exists()
+        launched("--", "true")
+        assert not left.exists() and Path(folder[1]).exists()
+    finally:
+        subprocess.run(["rm", "-r", folder[1]], check=True)
+
+
+def test_processes_that_outlive_the_command() -> None:
+    """Those that do as they are told, and one that does not."""
+    script = "sleep 1000 & echo $!; (trap '' TERM; exec sleep 1000) & echo $!"
+    done = launched("--", "sh", "-c", script)
+    assert done.returncode == 0
+    pids = [int(word) for word in done.stdout.split()]
+    assert all(is_gone(pid) for pid in pids) and "left 2 processes" in done.stderr, done.stderr
+
+
+def test_a_port_by_name_and_number() -> None:
+    with running("--nics", "2") as (launcher, folder, _):
+        for nic, word in (("1", "port-down"), ("rdmap16s27", "port-down"), ("1", "port-up")):
+            assert main(["efa-soft", "--dir", str(folder), "--set", f"{word}={nic}"]) == 0
+        page = (folder / "control").read_bytes()
+        assert struct.unpack_from("<3I", page, device.PORTS_AT) == (1, 0, 0)
+        assert main(["efa-soft", "--dir", str(folder), "--set", "port-down=2"]) == 2
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(20)
+
+
+MISTAKES = [
+    ((), {}, 2, "no COMMAND: "),
+    (("--nics", "2"), {}, 2, "no COMMAND: "),
+    (("--", "/no/such/program"), {}, 127, "/no/such/program: No such file"),
+    (("--", "/etc/hostname"), {}, 126, "/etc/hostname: "),
+    (("--nics", "0", "--", "true"), {}, 2, "'0' must be a whole number, 1 to 32"),
+    (("--gbit", "fast", "--", "true"), {}, 2, "'fast' must be a number"),
+    (("--machine", "p5", "--nics", "2", "--", "true"), {}, 2, "--nics is for --machine plain"),
+    (("--libfabric", "/no/libfabric.so.1", "--", "true"), {}, 2, "--libfabric names /no/libfabric.so.1, which is no file"),
+    (("--", "true"), {"PPLX_LIBFABRIC": "/no/libfabric.so.1"}, 2, "PPLX_LIBFABRIC names /no/libfabric.so.1"),
+    (("--libfabric", "/etc/hostname", "--", "true"), {}, 2, "is built without efa: pip install mpich"),
+    (("--set", "port-down=0"), {}, 2, "--dir $EFA_SOFT_DIR --set port-down=NIC"),
+    (("--dir", "/tmp", "--set", "port-down=0"), {}, 2, "/tmp is not the folder of a fabric that runs"),
+]
+
+
+@pytest.mark.parametrize(("words", "more", "code", "says"), MISTAKES, ids=[mistake[3] for mistake in MISTAKES])
+def test_mistakes(
+    words: tuple[str, ...],
+    more: dict[str, str],
+    code: int,
+    says: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in more.items():
+        monkeypatch.setenv(name, value)
+    if code == 2:
+        try:
+            found = main(["efa-soft", *words])
+        except SystemExit as end:  # argparse
+            found = int(end.code or 0)
+        said = capfd.readouterr().err
+    else:
+        done = launched(*words)
+        found, said = done.returncode, done.stderr
+    assert found == code and says in said, said
+
+
+def test_a_libfabric_of_a_newer_system(tmp_path: Path) -> None:
+    (tmp_path / "libfabric.so.1").write_bytes(b"\0libefa.so.1\0GLIBC_2.17\0GLIBC_9.41\0")
+    with pytest.raises(Error, match=r"needs glibc 9\.41, this system has .*pip install mpich"):
+        libfabrics.find(str(tmp_path / "libfabric.so.1"))
+
+
+def test_no_wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(Error, match=r"there is no libfabric here: pip install mpich"):
+        libfabrics.find(environ={})
+
+
+def test_a_machine_without_tmpfs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "MEMORY", tmp_path)
+    with pytest.raises(Error, match=rf"memory in {tmp_path}, which must be a tmpfs and is not mounted: mount -t tmpfs"):
+        SoftEfa(Options())
+
+
+def test_a_build_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "BUILT", tmp_path)
+    with pytest.raises(Error, match=r"lacks libibverbs.so.1 and libefa.so.1: run make build"):
+        SoftEfa(Options())
+
+
+def page(pid: int, rows: dict[str, list[int]], names: list[str]) -> bytes:
+    names_at = counters.HEAD.size
+    rows_at = names_at + counters.NAME * len(names)
+    values_at = rows_at + counters.ROW * len(rows)
+    head = counters.HEAD.pack(counters.MARK, 1, pid, len(rows), len(names), names_at, rows_at, values_at)
+    texts = b"".join(name.encode().ljust(counters.NAME, b"\0") for name in names)
+    nics = b"".join(nic.encode().ljust(counters.ROW, b"\0") for nic in rows)
+    return head + texts + nics + b"".join(struct.pack(f"<{len(names)}Q", *values) for values in rows.values())
+
+
+def test_counters_add_up(tmp_path: Path) -> None:
+    """Of two processes, one of another version with a counter more, and one that was killed as it began."""
+    (tmp_path / "counters-1-a").write_bytes(page(1, {"rdmap2s0": [1, 0, 7], "rdmap10s0": [0, 0, 0]}, ["sends", "reads", "bytes"]))
+    (tmp_path / "counters-2-b").write_bytes(page(2, {"rdmap2s0": [2, 0, 5, 1]}, ["sends", "reads", "bytes", "error-13"]))
+    (tmp_path / "counters-3-c").write_bytes(b"")
+    counts = counters.read(tmp_path)
+    assert counts["rdmap2s0"] == {"sends": 3, "reads": 0, "bytes": 12, "error-13": 1}
+    assert counters.table(counts).splitlines() == ["NIC       sends  bytes  error-13", "rdmap2s0      3     12         1"]
+
+
+def test_nothing_is_left() -> None:
+    """Of all the tests above: this user's launchers that still live are those of other programs."""
+    device.remove_abandoned()
+    until("no folder of this process is left", lambda: not list(device.MEMORY.glob(f"{device.PREFIX}{os.getpid()}.*")), 1.0)
