@@ -1,13 +1,14 @@
-"""What the NICs have done. Each process counts in a page of its own, which outlives it and describes itself."""
+"""What the NICs have done. Each process counts in a page of its own, which outlives it."""
 
 from __future__ import annotations
 
 import struct
 from pathlib import Path
 
-MARK = b"EFASOFTC"
-HEAD = struct.Struct("<8s7I")
-NAME, ROW = 32, 64
+MARK = 0x43414645
+HEAD = struct.Struct("=8I")
+NAME, VALUES_AT = 32, 48
+"""proxy/efasoft/README.md has the layout."""
 
 Counts = dict[str, dict[str, int]]
 """By NIC, by what is counted."""
@@ -27,19 +28,19 @@ def read(folder: Path) -> Counts:
 def _page(data: bytes) -> Counts:
     if len(data) < HEAD.size:
         return {}
-    mark, version, _, rows, columns, names_at, rows_at, values_at = HEAD.unpack_from(data)
-    if mark != MARK or version != 1:
+    mark, _, _, columns, rows, names_at, rows_at, row_size = HEAD.unpack_from(data)
+    if mark != MARK:  # its process was killed as it began
         return {}
-    names = [_text(data, names_at + NAME * i, NAME) for i in range(columns)]
-    values = struct.unpack_from(f"<{rows * columns}Q", data, values_at)
-    return {
-        _text(data, rows_at + ROW * row, ROW): dict(zip(names, values[row * columns : (row + 1) * columns], strict=True))
-        for row in range(rows)
-    }
+    names = [_text(data, names_at + NAME * column) for column in range(columns)]
+    counts = {}
+    for at in range(rows_at, rows_at + rows * row_size, row_size):
+        values = struct.unpack_from(f"={columns}Q", data, at + VALUES_AT)
+        counts[_text(data, at)] = dict(zip(names, values, strict=True))
+    return counts
 
 
-def _text(data: bytes, at: int, size: int) -> str:
-    return data[at : at + size].split(b"\0")[0].decode()
+def _text(data: bytes, at: int) -> str:
+    return data[at : at + NAME].split(b"\0")[0].decode()
 
 
 def table(counts: Counts) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -19,7 +20,9 @@ MEMORY = Path("/dev/shm")
 PREFIX, KEPT = "efasoft-", "kept"
 LIBRARIES = ("libibverbs.so.1", "libefa.so.1")
 BUILT = Path(__file__).resolve().parent / "lib"
-CONTROL_MARK, CONTROL_BYTES, PORTS_AT, PORTS = b"EFASOFTX", 4096, 64, 256
+CONTROL = struct.Struct("=5I")
+CONTROL_MARK, NIC_NAME_AT, PORT_DOWN_AT = 0x45414645, 16, 48
+"""proxy/efasoft/README.md has the layout of the control page."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,36 @@ class Options:
 
     def variables(self) -> dict[str, str]:
         given = {
-            "EFA_SOFT_HOST": self.host, "EFA_SOFT_SEED": self.seed, "EFA_SOFT_WINDOW": self.window,
-            "EFA_SOFT_LATENCY_US": self.latency_us, "EFA_SOFT_GBIT": self.gbit, "EFA_SOFT_FAIL": self.fail,
+            "EFA_SOFT_SEED": self.seed, "EFA_SOFT_WINDOW": self.window, "EFA_SOFT_LATENCY_US": self.latency_us,
+            "EFA_SOFT_GBIT": self.gbit, "EFA_SOFT_FAIL": self.fail,
         }  # fmt: skip
         return {**{name: str(value) for name, value in given.items() if value is not None}, **dict(self.more)}
+
+
+class Host:
+    """A machine on a fabric: its NICs. All that join with one number are one host."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder, self.options = folder, options
+        number = os.stat("/proc/self/ns/net").st_ino % 2**32 if options.host is None else options.host
+        self.sysfs = folder / f"sys-{number}"
+        if not self.sysfs.exists():
+            machines.make(options.machine, self.sysfs, options.nics, number)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        fabric = {
+            "EFA_SOFT_DIR": str(self.folder),
+            "SYSFS_PATH": str(self.sysfs),
+            "PPLX_LIBFABRIC": str(self.folder / "lib/libfabric.so.1"),
+        }
+        return {**fabric, **self.options.variables()}
+
+    @property
+    def about(self) -> str:
+        """For the head of tables: nobody is to take their figures for a NIC's."""
+        nics, seed = len(nics_of(self.sysfs)), 1 if self.options.seed is None else self.options.seed
+        return f"software device, {nics} NIC{'s' if nics > 1 else ''} of a {self.options.machine} machine, seed {seed}"
 
 
 class SoftEfa:
@@ -59,16 +88,13 @@ class SoftEfa:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}.{_start_time(os.getpid())}-", dir=MEMORY))
         self.options = options
         try:
-            self.machine = machines.make(options.machine, self.folder / "sys", options.nics)
-            self._library = self._libraries(found)
-            control = bytearray(CONTROL_BYTES)
-            struct.pack_into("<8sI", control, 0, CONTROL_MARK, 1)
-            (self.folder / "control").write_bytes(control)
+            self.host = Host(self.folder, options)
+            self._libraries(found)
         except BaseException:
             self.close()
             raise
 
-    def _libraries(self, found: libfabrics.Libfabric) -> Path:
+    def _libraries(self, found: libfabrics.Libfabric) -> None:
         """Copies, since a library's own folder is where the loader looks for what it needs."""
         lib = self.folder / "lib"
         (lib / "libfabric").mkdir(parents=True)
@@ -77,29 +103,17 @@ class SoftEfa:
             shutil.copyfile(found.provider, lib / "libfabric" / found.provider.name)
         for name in LIBRARIES:
             shutil.copyfile(BUILT / name, lib / name)
-        return lib / "libfabric.so.1"
 
     @property
     def environment(self) -> dict[str, str]:
         """For a process that will load libfabric from there, as this library does; it may run already."""
-        device = {
-            "EFA_SOFT_DIR": str(self.folder),
-            "EFA_SOFT_NETNS": str(os.stat("/proc/self/ns/net").st_ino),
-            "SYSFS_PATH": str(self.folder / "sys"),
-            "PPLX_LIBFABRIC": str(self._library),
-        }
-        return {**device, **self.options.variables()}
+        return self.host.environment
 
     def counters(self) -> counters.Counts:
         return counters.read(self.folder)
 
     def set_port(self, nic: str | int, up: bool) -> None:
         set_port(self.folder, nic, up)
-
-    @property
-    def about(self) -> str:
-        what = f"{len(self.machine.nics)} NICs" if len(self.machine.nics) != 1 else "1 NIC"
-        return f"{self.options.machine} machine with {what}, seed {self.options.seed if self.options.seed is not None else 1}"
 
     def keep(self) -> None:
         """close() leaves the folder, and nothing else removes it."""
@@ -116,26 +130,35 @@ class SoftEfa:
         self.close()
 
 
-def nics_of(folder: Path) -> list[str]:
+def nics_of(sysfs: Path) -> list[str]:
     """In the device's order: numbers by value."""
-    names = os.listdir(folder / "sys/class/infiniband")
-    return sorted(names, key=lambda name: [int(part) for part in name.removeprefix("rdmap").split("s")])
+    return sorted(os.listdir(sysfs / "class/infiniband"), key=natural)
+
+
+def natural(name: str) -> list[int]:
+    """rdmap9s0 before rdmap16s27."""
+    return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
 def set_port(folder: Path, nic: str | int, up: bool) -> None:
-    """All hosts' port of that name or number goes down or up, at once."""
-    names = nics_of(folder)
-    if str(nic) not in names and not (str(nic).isdecimal() and int(nic) < len(names)):
-        raise Error(f"there is no NIC {nic!r}: it is a number below {len(names)}, or one of {', '.join(names)}")
-    number = names.index(str(nic)) if str(nic) in names else int(nic)
-    with open(folder / "control", "r+b") as file, mmap.mmap(file.fileno(), CONTROL_BYTES) as page:
-        struct.pack_into("<I", page, PORTS_AT + 4 * number, int(not up))
+    """That NIC's port on all hosts goes down or up, at once."""
+    every = sorted({name for sysfs in folder.glob("sys-*") for name in nics_of(sysfs)}, key=natural)
+    name = every[int(nic)] if str(nic).isdecimal() and int(nic) < len(every) else str(nic)
+    if name not in every:
+        raise Error(f"there is no NIC {nic!r}: give a number below {len(every)}, or one of {', '.join(every)}")
+    found = 0
+    with contextlib.suppress(FileNotFoundError), open(folder / "control", "r+b") as file, mmap.mmap(file.fileno(), 0) as page:
+        mark, _, nics, size, first = CONTROL.unpack_from(page)
+        for at in range(first, first + nics * size if mark == CONTROL_MARK else first, size):
+            if page[at + NIC_NAME_AT : at + PORT_DOWN_AT].split(b"\0")[0].decode() == name:
+                struct.pack_into("=I", page, at + PORT_DOWN_AT, int(not up))
+                found += 1
+    if not found:
+        raise Error(f"no process has opened {name} yet")
 
 
-def is_folder(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return (folder / "control").read_bytes()[: len(CONTROL_MARK)] == CONTROL_MARK
-    return False
+def is_fabric(folder: Path) -> bool:
+    return (folder / "lib/libfabric.so.1").is_file() and any(folder.glob("sys-*"))
 
 
 def _check_memory() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pplx_comm.efasoft import counters, device
-from pplx_comm.efasoft.device import Options, SoftEfa
+from pplx_comm.efasoft.device import Host, Options, SoftEfa
 from pplx_comm.errors import Error
 
 USAGE = "python -m pplx_comm efa-soft [options] -- COMMAND [ARGUMENT ...]"
@@ -31,6 +31,7 @@ examples:
 
 While it runs, from elsewhere:
   python -m pplx_comm efa-soft --dir $EFA_SOFT_DIR --set port-down=0          (and port-up=0; a number, or a name)
+  ip netns exec host2 python -m pplx_comm efa-soft --dir $EFA_SOFT_DIR -- ./another_program
 
 docs/efa-soft.md says what is modelled, and what is not.
 """
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", choices=("plain", "p5", "p5en"), default="plain", help="p5: 8 GPUs, 4 NICs each; p5en: 2 each"
     )
     host = _number(int, 0, 2**32 - 1, "a whole number below 2^32")
-    machine.add_argument("--host", type=host, metavar="N", help="NICs of one N are of one host (a network namespace is a host)")
+    machine.add_argument("--host", type=host, metavar="N", help="which host this is (a network namespace is one)")
     network = parser.add_argument_group("the network")
     network.add_argument("--seed", type=whole, metavar="S", help="of the order in which work and packets go out (1)")
     window = _number(int, 1, 4096, "a whole number, 1 to 4096")
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     software.add_argument("--libfabric", metavar="PATH", help="a libfabric.so.1 with efa (PPLX_LIBFABRIC, else the mpich wheel's)")
     software.add_argument("--keep", action="store_true", help="leave the fabric's folder, and say where it is")
     running = parser.add_argument_group("a fabric that runs")
-    running.add_argument("--dir", type=Path, metavar="D", help="its folder, which COMMAND has as EFA_SOFT_DIR")
+    running.add_argument("--dir", type=Path, metavar="D", help="join it: its folder, which its COMMAND has as EFA_SOFT_DIR")
     running.add_argument("--set", metavar="WORD=NIC", help="port-down=NIC or port-up=NIC")
 
 
@@ -95,11 +96,13 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 def main(arguments: argparse.Namespace) -> int:
     try:
-        if arguments.dir or arguments.set:
+        if arguments.dir and not device.is_fabric(arguments.dir):
+            raise Error(f"{arguments.dir} is not the folder of a fabric that runs: COMMAND has it as EFA_SOFT_DIR")
+        if arguments.set:
             return _set(arguments)
         if not arguments.command:
             raise Error(f"no COMMAND: {USAGE}")
-        return run(arguments.command, options_of(arguments), arguments.keep)
+        return run(arguments.command, options_of(arguments), keep=arguments.keep, joined=arguments.dir)
     except Error as problem:
         _say(str(problem))
         return 2
@@ -109,30 +112,32 @@ def _set(arguments: argparse.Namespace) -> int:
     word, _, nic = (arguments.set or "").partition("=")
     if arguments.dir is None or word not in ("port-down", "port-up") or not nic or arguments.command:
         raise Error("a running fabric is changed with --dir $EFA_SOFT_DIR --set port-down=NIC or port-up=NIC, and no COMMAND")
-    if not device.is_folder(arguments.dir):
-        raise Error(f"{arguments.dir} is not the folder of a fabric that runs: COMMAND has it as EFA_SOFT_DIR")
     device.set_port(arguments.dir, nic, word == "port-up")
     return 0
 
 
-def environment(efa: SoftEfa) -> dict[str, str]:
+def environment(host: Host) -> dict[str, str]:
     """COMMAND's. Preloaded, since a library of MPI's may want the host's libibverbs first, which would then serve libfabric too."""
-    preload = [*(str(efa.folder / "lib" / name) for name in device.LIBRARIES), os.environ.get("LD_PRELOAD", "")]
-    return {**FOR_MPI, **os.environ, **efa.environment, "LD_PRELOAD": ":".join(filter(None, preload))}
+    preload = [*(str(host.folder / "lib" / name) for name in device.LIBRARIES), os.environ.get("LD_PRELOAD", "")]
+    return {**FOR_MPI, **os.environ, **host.environment, "LD_PRELOAD": ":".join(filter(None, preload))}
 
 
-def run(command: list[str], options: Options, keep: bool = False) -> int:
-    """COMMAND's exit code. Whatever comes, nothing is left: neither processes nor memory."""
+def run(command: list[str], options: Options, *, keep: bool = False, joined: Path | None = None) -> int:
+    """COMMAND's exit code. Whatever comes, nothing is left: neither processes nor memory. `joined`: another one's fabric."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives COMMAND becomes this process's child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     try:
+        if joined is not None:
+            code = _command(command, Host(joined, options))
+            _end_the_rest()
+            return code
         with SoftEfa(options) as efa:
             stop = signal.sigpending() & ENDING
             if stop:
                 return 128 + min(stop)
-            code = _command(command, efa)
+            code = _command(command, efa.host)
             _end_the_rest()
-            print(f"efa-soft: software device, {efa.about}\n{counters.table(efa.counters())}", file=sys.stderr)
+            print(f"efa-soft: {efa.host.about}\n{counters.table(efa.counters())}", file=sys.stderr)
             if keep:
                 efa.keep()
                 _say(f"kept {efa.folder}; remove it when it is not needed any more")
@@ -141,10 +146,10 @@ def run(command: list[str], options: Options, keep: bool = False) -> int:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _command(command: list[str], efa: SoftEfa) -> int:
+def _command(command: list[str], host: Host) -> int:
     try:
         child = os.posix_spawnp(
-            command[0], command, environment(efa), setsigmask=(), setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
+            command[0], command, environment(host), setsigmask=(), setsigdef=(signal.SIGPIPE, signal.SIGXFSZ)
         )  # fmt: skip
     except OSError as problem:
         _say(f"{command[0]}: {problem.strerror}")

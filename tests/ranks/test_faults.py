@@ -10,7 +10,7 @@ import itertools
 import random
 import signal
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ BLAMED = {  # what waits for a rank that stopped there
 class Story:
     """One crew, and what befalls it."""
 
-    def __init__(self, transport: str, folder: Path, timeout: float = 10.0) -> None:
+    def __init__(self, transport: str, folder: Path, timeout: float = 10.0, env: Mapping[str, str] | None = None) -> None:
         self.transport, self.folder, self.timeout = transport, folder, timeout
-        self.crew = Crew(RANKS)
+        self.crew = Crew(RANKS, env)
         self.number = 0
         self.pids: list[int] = []
 
