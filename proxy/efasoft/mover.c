@@ -14,18 +14,19 @@ bool mover_can_vm(const struct process_file* process) {
   if (settings()->mover != MOVER_AUTO) return settings()->mover == MOVER_VM;
   uint64_t seen = 0;
   struct iovec here = {&seen, sizeof seen}, there = {(void*)process->nonce_at, sizeof seen};
+  ssize_t read = process_vm_readv((pid_t)process->pid, &here, 1, &there, 1, 0);
+  if (read == sizeof seen && seen == process->nonce) return true;
   /* Another number: the pid is one of another namespace, and means somebody else here. */
-  if (process_vm_readv((pid_t)process->pid, &here, 1, &there, 1, 0) == sizeof seen && seen == process->nonce) return true;
+  const char* why = read == sizeof seen ? "its pid is of another namespace" : strerror(errno);
   static _Atomic bool said;
   if (!atomic_exchange(&said, true)) {
     say("process %u cannot be written to directly (%s), so bytes go through shared memory; a stopped process then takes nothing",
-        process->pid, strerror(errno));
+        process->pid, why);
   }
   return false;
 }
 
-/* The parts of the local buffers that hold `bytes` from `offset` on. */
-static int local_vectors(const struct request* request, uint64_t offset, uint64_t bytes, struct iovec* to) {
+int mover_local(const struct request* request, uint64_t offset, uint64_t bytes, struct iovec* to) {
   int n = 0;
   for (uint32_t i = 0; i < request->sges && bytes; i++) {
     uint64_t length = request->sge[i].length;
@@ -50,7 +51,7 @@ static enum moved by_vm(struct request* request, const struct process_file* proc
     ssize_t length = 0;
     for (; remotes < PIECES && piece < order.n; piece++) {
       uint64_t offset = shuffled(&order, piece) * mtu, part = bytes - offset < mtu ? bytes - offset : mtu;
-      locals += local_vectors(request, offset, part, here + locals);
+      locals += mover_local(request, offset, part, here + locals);
       there[remotes++] = (struct iovec){(void*)(address + offset), part};
       length += (ssize_t)part;
     }

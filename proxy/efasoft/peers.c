@@ -10,7 +10,7 @@
 
 enum { LOOK_AGAIN_NS = 1000000 };
 
-static struct peer* find(struct peers* peers, const uint8_t* gid, uint32_t qpn) {
+struct peer* peers_find(struct peers* peers, const uint8_t* gid, uint32_t qpn) {
   uint32_t hash = qpn * 31 + gid[15] * 7 + gid[14] + gid[13];
   struct peer** bucket = &peers->bucket[hash % PEER_BUCKETS];
   for (struct peer* peer = *bucket; peer; peer = peer->next)
@@ -32,25 +32,28 @@ static void detach(struct attachment* to) {
   *to = (struct attachment){0};
 }
 
-/* False: no such queue pair, or its process has gone and taken files with it. */
-static bool attach(const struct peer* peer, struct attachment* to) {
+enum attached { ATTACHED, DEAD, MISSING };
+
+static enum attached attach(const struct peer* peer, struct attachment* to) {
   char name[FILE_NAME];
   qp_file_name(peer->gid, peer->qpn, name);
   *to = (struct attachment){.process_fd = -1};
   to->qp = file_map(name, &to->qp_size);
-  if (!to->qp) return false;
-  if (atomic_load(&to->qp->life) == QP_LIVE) {
+  if (!to->qp) return MISSING;
+  bool live = atomic_load(&to->qp->life) == QP_LIVE;
+  process_file_name(to->qp->owner, name);
+  to->process_fd = file_open(name);
+  bool dead = to->process_fd < 0 || !file_is_held(to->process_fd);
+  if (live && !dead) {
     to->cq = file_map(to->qp->cq, &to->cq_size);
-    process_file_name(to->qp->owner, name);
-    to->process_fd = file_open(name);
     to->process = file_map(name, &to->process_size);
   }
-  if (!to->cq || !to->process || to->process_fd < 0) {
+  if (!to->cq || !to->process) {
     detach(to);
-    return false;
+    return live && dead ? DEAD : MISSING;
   }
   to->by_vm = mover_can_vm(to->process);
-  return true;
+  return ATTACHED;
 }
 
 static bool is_alive(struct peer* peer, uint64_t now) {
@@ -73,28 +76,35 @@ static enum reach absent(struct peer* peer) {
 }
 
 /* Whoever was there has gone: perhaps another has come in its place. */
-static bool attach_next(struct peer* peer) {
+static enum attached attach_next(struct peer* peer) {
   struct attachment next;
-  if (!attach(peer, &next)) return false;
+  enum attached attached = attach(peer, &next);
+  if (attached != ATTACHED) return attached;
   detach(&peer->to);
   peer->to = next;
+  peer->attached++;
   peer->alive_until = 0;
   peer->answered = false;
-  return true;
+  return ATTACHED;
 }
 
-enum reach peers_reach(struct peers* peers, const uint8_t* gid, uint32_t qpn, uint32_t qkey, uint64_t now, struct peer** found) {
-  struct peer* peer = *found = find(peers, gid, qpn);
-  if (!peer) return NO_ANSWER;
-  if (!peer->to.qp && !attach_next(peer)) return absent(peer);
-  bool closed = atomic_load(&peer->to.qp->life) != QP_LIVE;
-  if ((closed || !is_alive(peer, now)) && !attach_next(peer)) {
-    /* The dead stay dead, whoever else opens their NIC; what was closed in order has a NIC that says so. */
-    return closed ? absent(peer) : NO_ANSWER;
-  }
-  if (!peer->control && !(peer->control = control_find(gid))) return NO_ANSWER;
+/* False: nobody is there, and `reach` says what is heard of it. */
+static bool find_out(struct peer* peer, uint64_t now, enum reach* reach) {
+  bool known = peer->to.qp, closed = known && atomic_load(&peer->to.qp->life) != QP_LIVE;
+  if (known && !closed && is_alive(peer, now)) return true;
+  enum attached next = attach_next(peer);
+  /* The dead stay dead, whoever else opens their NIC; what was closed in order has a NIC that says so. */
+  bool died = next == DEAD || (known && !closed);
+  if (next != ATTACHED) *reach = died ? NO_ANSWER : absent(peer);
+  return next == ATTACHED;
+}
+
+enum reach peer_reach(struct peer* peer, uint32_t qkey, uint64_t now) {
+  enum reach reach;
+  if (!find_out(peer, now, &reach)) return reach;
+  if (!peer->control && !(peer->control = control_find(peer->gid))) return NO_ANSWER;
   /* A wrong queue key is dropped without an answer, as InfiniBand has it for datagrams. */
-  if (is_silent(peer) || !is_alive(peer, now) || atomic_load(&peer->to.qp->qkey) != qkey) return NO_ANSWER;
+  if (is_silent(peer) || atomic_load(&peer->to.qp->qkey) != qkey) return NO_ANSWER;
   peer->answered = true;
   return REACHED;
 }

@@ -19,6 +19,7 @@ struct peer {
   uint32_t qpn;
   struct attachment to;
   struct control_nic* control;
+  uint64_t attached;    /* how often: what points into the files of before is void */
   uint64_t alive_until; /* not looked again before */
   bool answered;        /* ever: then silence is "unresponsive", else "unreachable" */
   uint16_t guess;       /* the number of our address there */
@@ -29,6 +30,8 @@ struct peers {
   struct peer* bucket[PEER_BUCKETS];
 };
 
+/* Null when there is no memory for one more. */
+struct peer* peers_find(struct peers* peers, const uint8_t* gid, uint32_t qpn);
 enum reach { REACHED, NO_ANSWER, NO_SUCH_QP };
-enum reach peers_reach(struct peers* peers, const uint8_t* gid, uint32_t qpn, uint32_t qkey, uint64_t now, struct peer** peer);
+enum reach peer_reach(struct peer* peer, uint32_t qkey, uint64_t now);
 void peers_close(struct peers* peers);

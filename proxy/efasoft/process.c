@@ -57,12 +57,17 @@ static void unlink_all_of(const char* owner) {
   file_unlink(name);
 }
 
-static void sweep_if_dead(const char* name) {
-  if (strncmp(name, "process-", 8)) return;
+bool process_is_dead(const char* owner) {
+  char name[FILE_NAME];
+  process_file_name(owner, name);
   int fd = file_open(name);
-  bool dead = fd >= 0 && !file_is_held(fd);
+  bool held = fd >= 0 && file_is_held(fd);
   if (fd >= 0) close(fd);
-  if (!dead) return;
+  return !held;
+}
+
+static void sweep_if_dead(const char* name) {
+  if (strncmp(name, "process-", 8) || !process_is_dead(name + 8)) return;
   note(1, "takes over what %s left", name);
   unlink_all_of(name + 8);
 }

@@ -19,6 +19,9 @@ uint64_t process_generation(void);
 uint64_t process_next_id(void);
 
 
+/* Whether the process of that name in file names has ended. */
+bool process_is_dead(const char* owner);
+
 void process_file_name(const char* owner, char* name);
 void cq_file_name(const char* owner, uint64_t id, char* name);
 void qp_file_name(const uint8_t* gid, uint32_t qpn, char* name);

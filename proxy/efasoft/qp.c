@@ -2,28 +2,19 @@
 #include "clock.h"
 #include "engine.h"
 #include "log.h"
+#include "parcels.h"
 #include "settings.h"
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 /* ---- its number and its file ---- */
-
-static bool owner_is_dead(const char* owner) {
-  char name[FILE_NAME];
-  process_file_name(owner, name);
-  int fd = file_open(name);
-  bool held = fd >= 0 && file_is_held(fd);
-  if (fd >= 0) close(fd);
-  return !held;
-}
 
 /* Removes the file of a number whose process was killed. */
 static bool take_over(const char* name) {
   size_t size;
   struct qp_file* left = file_map(name, &size);
-  bool dead = left && owner_is_dead(left->owner);
+  bool dead = left && process_is_dead(left->owner);
   file_unmap(left, size);
   if (dead) file_unlink(name);
   return dead;
@@ -240,6 +231,7 @@ static void leave(struct qp* qp) {
 int qp_destroy(struct qp* qp) {
   /* A forked child only forgets it: the queue pair is the parent's. */
   if (qp->generation == process_generation()) leave(qp);
+  for (uint32_t i = 0; i < atomic_load(&qp->waits); i++) parcels_forget(qp->waiting[i]);
   note(1, "queue pair %u destroyed, %u work requests waited", qp->ex.qp_base.qp_num, atomic_load(&qp->waits));
   peers_close(&qp->peers);
   free_qp(qp);

@@ -5,11 +5,12 @@
 #include "memory.h"
 #include "address.h"
 #include "mover.h"
+#include "parcels.h"
 #include "qp.h"
 #include "settings.h"
 #include <string.h>
 
-enum { BUSY_NS = 5000, SILENT_NS = 200000, RNR_DOUBLINGS = 4 };
+enum { BUSY_NS = 20000, SILENT_NS = 200000, RNR_DOUBLINGS = 4 };
 
 /* What a stage makes of a request: it waits for again_ns, or goes on to its next stage. */
 enum step { WAIT, ON };
@@ -94,14 +95,13 @@ static enum step unanswered(struct request* request, const struct peer* peer, ui
 }
 
 /* Gets to the target, or says what becomes of the request. */
-static bool reach(struct qp* qp, struct request* request, uint64_t now, struct peer** peer, enum step* otherwise) {
-  enum reach reached = peers_reach(&qp->peers, request->gid, request->qpn, request->qkey, now, peer);
-  if (reached == REACHED && !is_silent(qp)) {
-    request->silent_since = 0;
-    return true;
-  }
-  *otherwise = reached == NO_SUCH_QP && !is_silent(qp) ? fail(request, EFA_REMOTE_BAD_DEST_QPN) : unanswered(request, *peer, now);
-  return false;
+static bool reach(struct qp* qp, struct request* request, uint64_t now, struct peer** found, enum step* otherwise) {
+  struct peer* peer = *found = peers_find(&qp->peers, request->gid, request->qpn);
+  enum reach reached = peer && !is_silent(qp) ? peer_reach(peer, request->qkey, now) : NO_ANSWER;
+  if (reached == REACHED) request->silent_since = 0;
+  else if (reached == NO_SUCH_QP) *otherwise = fail(request, EFA_REMOTE_BAD_DEST_QPN);
+  else *otherwise = unanswered(request, peer, now);
+  return reached == REACHED;
 }
 
 static enum step not_ready(struct qp* qp, struct request* request, uint64_t now) {
@@ -253,6 +253,7 @@ static bool finish(struct qp* qp, struct request* request) {
   };
   enum pushed pushed = cq_push(qp->send_cq->file, &done, false);
   if (pushed == PUSH_BUSY) return false;
+  parcels_forget(request);
   if (pushed == PUSH_LOST) count(qp->nic->counts, COUNT_CQ_OVERRUNS, 1);
   count_done(qp, request);
   if (request->status) {

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 
 enum op { OP_SEND, OP_WRITE, OP_READ };
-enum { INLINE_BYTES = 32 };
+enum { INLINE_BYTES = 32, PARCELS_OUT = 4 };
 
 /* What it waits for next. */
 enum stage {
@@ -20,7 +20,10 @@ struct request {
   uint64_t wr_id, remote_address;
   uint64_t again_ns;     /* nothing to do before */
   uint64_t silent_since; /* 0: the target answered last time */
-  uint64_t moved;        /* pieces that have been sent off, for a mover that takes several goes */
+  uint64_t sent_pieces;  /* these three are of parcels.c, which takes several goes */
+  uint64_t attached;
+  struct parcel* parcel[PARCELS_OUT];
+  uint64_t parcel_offset[PARCELS_OUT];
   enum op op;
   enum stage stage;
   enum efa_status status;

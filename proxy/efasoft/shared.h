@@ -9,7 +9,7 @@
 #include <stdint.h>
 
 enum { OWNER = 40, REGIONS = 65536, ADDRESSES = 4096, RECEIVE_SGES = 1, NO_ADDRESS = 0xffff };
-enum { PARCELS = 64, PARCEL_BYTES = 32768 };
+enum { PARCELS = 64, PARCEL_BYTES = 65536 };
 
 /* Registered memory. Whoever moves bytes counts itself in `users` first, so that a deregistration can wait for it. */
 struct region {
@@ -27,10 +27,10 @@ struct address {
 };
 
 /* Where ptrace is refused, bytes travel in these and the target's own thread unpacks them. */
-enum parcel_state { PARCEL_FREE, PARCEL_PACKING, PARCEL_SENT, PARCEL_DONE, PARCEL_FAILED };
+enum parcel_state { PARCEL_FREE, PARCEL_PACKING, PARCEL_SENT, PARCEL_ABANDONED, PARCEL_DONE, PARCEL_FAILED };
 struct parcel {
   _Atomic uint32_t state;
-  uint32_t is_read, length;
+  uint32_t is_read, length, key, pd;
   uint64_t address;
   char sender[OWNER];
   uint8_t bytes[PARCEL_BYTES];
