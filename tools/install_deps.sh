@@ -43,3 +43,18 @@ command -v ninja >/dev/null || tools+=(ninja)
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
     pytest pytest-timeout hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
+
+# An older libfabric for tests of the efa provider: that of a wheel whose MPI nobody uses.
+if [ ! -d "$venv/libfabric-1.22" ]; then
+    wheel=$(mktemp -d)
+    if "${pip[@]:0:3}" download --quiet --disable-pip-version-check --no-deps --only-binary :all: -d "$wheel" mpich==4.3.2; then
+        "$venv/bin/python" - "$wheel" "$venv/libfabric-1.22" <<'END'
+import pathlib, sys, zipfile
+wheel = zipfile.ZipFile(next(pathlib.Path(sys.argv[1]).glob("mpich-*.whl")))
+wheel.extractall(sys.argv[2], [name for name in wheel.namelist() if "/lib/mpich/libfabric" in name])
+END
+    else
+        echo "NOTE: no mpich 4.3.2 to be had from here. Tests of the efa provider of libfabric 1.22 are skipped." >&2
+    fi
+    rm -r "$wheel"
+fi

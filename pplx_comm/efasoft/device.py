@@ -36,6 +36,7 @@ class Options:
     window: int | None = None
     latency_us: float | None = None
     gbit: float | None = None
+    receives: int | None = None
     fail: str | None = None
     libfabric: str | None = None
     more: tuple[tuple[str, str], ...] = ()
@@ -44,7 +45,7 @@ class Options:
     def variables(self) -> dict[str, str]:
         given = {
             "EFA_SOFT_SEED": self.seed, "EFA_SOFT_WINDOW": self.window, "EFA_SOFT_LATENCY_US": self.latency_us,
-            "EFA_SOFT_GBIT": self.gbit, "EFA_SOFT_FAIL": self.fail,
+            "EFA_SOFT_GBIT": self.gbit, "EFA_SOFT_RQ_DEPTH": self.receives, "EFA_SOFT_FAIL": self.fail,
         }  # fmt: skip
         return {**{name: str(value) for name, value in given.items() if value is not None}, **dict(self.more)}
 

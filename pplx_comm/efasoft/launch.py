@@ -78,6 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--window", type=window, metavar="W", help="drawn from W waiting work requests (16); 1: in order")
     network.add_argument("--latency-us", type=size, metavar="L", help="of each packet (0)")
     network.add_argument("--gbit", type=size, metavar="G", help="Gbit/s of each NIC (0: as fast as memory)")
+    receives = _number(int, 16, 2**20, "a whole number, 16 or more")
+    network.add_argument(
+        "--receives", type=receives, metavar="R", help="receives that a queue takes (32768); efa fills it, 9 KiB each"
+    )
     network.add_argument("--fail", metavar="SPEC", help="faults, with ; between them, for example error=13,nic=0,after=100")
     software = parser.add_argument_group("the software")
     software.add_argument("--libfabric", metavar="PATH", help="a libfabric.so.1 with efa (PPLX_LIBFABRIC, else the mpich wheel's)")
@@ -90,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.nics is not None and arguments.machine != "plain":
         raise Error(f"--nics is for --machine plain: a {arguments.machine} has the NICs that it has")
-    names = ("host", "seed", "window", "latency_us", "gbit", "fail", "libfabric")
+    names = ("host", "seed", "window", "latency_us", "gbit", "receives", "fail", "libfabric")
     return Options(nics=arguments.nics or 1, machine=arguments.machine, **{name: getattr(arguments, name) for name in names})
 
 

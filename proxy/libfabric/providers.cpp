@@ -104,7 +104,8 @@ std::string why_not(const Library& library, const std::string& provider, const A
   if (const std::string refused = refusal(library, provider); !refused.empty()) return refused;
   std::string why = answer.error != 0 ? library.strerror(answer.error) : "the library has no such provider";
   if (answer.error == FI_ENODATA && (provider.rfind("efa", 0) == 0 || provider.rfind("verbs", 0) == 0)) {
-    if (access("/sys/class/infiniband", F_OK) != 0) why = "no RDMA device on this machine (/sys/class/infiniband does not exist)";
+    const std::string devices = sysfs_root() + "/class/infiniband";
+    if (access(devices.c_str(), F_OK) != 0) why = "no RDMA device on this machine (" + devices + " does not exist)";
     else why += ": libfabric sees no device of this kind that it can use";
   } else if (answer.error == FI_ENODATA) {
     why += ": not in this library, or without one-sided writes";

@@ -20,9 +20,12 @@ struct Location {
   std::vector<int> cpus;    // that are near
 };
 
+// /sys, or SYSFS_PATH, by which the verbs libraries find their devices too: the software EFA device has a tree of its own.
+std::string sysfs_root();
+
 class Topology {
  public:
-  explicit Topology(std::string sysfs = "/sys") : sysfs_(std::move(sysfs)) {}
+  explicit Topology(std::string sysfs = sysfs_root()) : sysfs_(std::move(sysfs)) {}
 
   Location of_pci(const std::string& bus_id) const;                 // as CUDA and libfabric write it
   Location of_nic(const std::string& name) const;                   // an RDMA device or libfabric's domain on it, or a network interface

@@ -14,7 +14,11 @@ class Catcher:
     target: str  # of CMake
     arguments: tuple[str, ...] = ()
     tsan: bool = False  # a test that includes all it needs, compiled by itself with ThreadSanitizer
+    under: tuple[str, ...] = ()  # words for this Python, which start the program
+    beside: tuple[str, ...] = ()  # arguments of another run, of which is told whether it would have caught it, too
 
+
+SOFTWARE_NICS = ("-m", "pplx_comm", "efa-soft", "--nics", "2", "--window", "64", "--receives", "1024")
 
 CATCHERS = {
     "sim": Catcher("pplx_sim", ("--seeds", "400")),
@@ -22,6 +26,9 @@ CATCHERS = {
     "test_headers": Catcher("test_headers"),
     "test_phase": Catcher("test_phase"),
     "test_aborts": Catcher("test_aborts"),
+    "efa": Catcher("test_pairs", ("efa", "6"), under=(*SOFTWARE_NICS, "--"), beside=("tcp",)),
+    "efa-direct": Catcher("test_pairs", ("efa-direct", "2"), under=(*SOFTWARE_NICS, "--"), beside=("tcp",)),
+    "full queues": Catcher("test_pairs", ("efa", "2"), under=(*SOFTWARE_NICS, "--fail", "full,every=5", "--"), beside=("tcp",)),
     # x86 orders stores by itself, so no run on it can show a release that is missing. TSAN does not look at the machine but at what
     # the program promises.
     "tsan": Catcher("test_atomic", tsan=True),
@@ -39,6 +46,10 @@ class Mutant:
 
 
 ARRIVALS = "proxy/arrivals.h"
+FABRIC = "proxy/libfabric/libfabric_fabric.cpp"
+ENDPOINT = "proxy/libfabric/endpoint.cpp"
+COMPLETIONS = "proxy/libfabric/completions.cpp"
+REGISTRATION = "proxy/libfabric/registration.cpp"
 PROXY = "proxy/proxy.cpp"
 BLOCKS = "src/cpu/blocks.cpp"
 FAILURES = "src/cpu/failures.cpp"
@@ -386,5 +397,110 @@ MUTANTS = [
         "if (group.done.fetch_add(1, std::memory_order_acq_rel) != 0) continue;",
         "another thread may still write rows of a block that is announced",
         catch="test_phase",
+    ),
+    # ---- the libfabric back end, as real providers punish it. Of each is told whether tcp does, too
+    Mutant(
+        "no local descriptor",
+        FABRIC,
+        "message.desc = &descriptor;",
+        "message.desc = nullptr;",
+        "a NIC reads nothing that it has no local key for",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "the descriptor of another endpoint",
+        FABRIC,
+        "descriptor(write.source_offset, static_cast<std::size_t>(write.endpoint))",
+        "descriptor(write.source_offset, 0)",
+        "a local key is good on its own NIC alone",
+        catch="efa",
+    ),
+    Mutant(
+        "every write says that more come",
+        FABRIC,
+        "(more ? FI_MORE : 0)",
+        "(write.immediate != 0 || more ? FI_MORE : 0)",
+        "no doorbell rings, and the writes never begin",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "receives are not posted again",
+        COMPLETIONS,
+        "    post_receive(endpoint, provider_, scratch_, entry.op_context);",
+        "    static_cast<void>(scratch_);",
+        "after 512 immediates none arrives any more",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "the key of another endpoint",
+        FABRIC,
+        "remote.key = target.key[static_cast<std::size_t>(write.endpoint) % peer.address.endpoints.size()];",
+        "remote.key = target.key[static_cast<std::size_t>(write.endpoint + 1) % peer.address.endpoints.size()];",
+        "a remote key is good on its own NIC alone",
+        catch="efa",
+    ),
+    Mutant(
+        "a key for each of our endpoints",
+        FABRIC,
+        "remote.key = target.key[static_cast<std::size_t>(write.endpoint) % peer.address.endpoints.size()];",
+        "remote.key = target.key[static_cast<std::size_t>(write.endpoint)];",
+        "a peer with fewer NICs has fewer keys",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "an address behind the region",
+        FABRIC,
+        "remote.addr = target.base + write.target_offset;",
+        "remote.addr = target.base + target.bytes + write.target_offset;",
+        "what lies behind is somebody else's",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "nobody may write to it",
+        REGISTRATION,
+        "on_device, FI_RECV | FI_WRITE | FI_REMOTE_WRITE)",
+        "on_device, FI_RECV | FI_WRITE)",
+        "every write to it fails",
+        catch="efa",
+    ),
+    Mutant(
+        "a completion counts twice",
+        COMPLETIONS,
+        "    if (!forgotten) --endpoint.under_way;\n    endpoint.operations.give_back(operation);\n    return !forgotten;",
+        "    if (!forgotten) endpoint.under_way -= 2;\n    endpoint.operations.give_back(operation);\n    return !forgotten;",
+        "the endpoint seems full, or to have room that it has not",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "a context is used again at once",
+        FABRIC,
+        "    ++endpoint.under_way;\n    return Post::Accepted;",
+        "    ++endpoint.under_way;\n    endpoint.operations.give_back(operation);\n    return Post::Accepted;",
+        "completions are taken for those of other writes",
+        catch="efa",
+    ),
+    Mutant(
+        "EAGAIN counts as sent",
+        FABRIC,
+        "  if (result == -FI_EAGAIN) return Post::Again;",
+        "  if (result == -FI_EAGAIN) return Post::Accepted;",
+        "a write is lost whenever the queue is full",
+        catch="full queues",
+    ),
+    Mutant(
+        "only the endpoint that is written to is inserted",
+        FABRIC,
+        "if (other != mine % theirs && other % ours != mine) continue;",
+        "if (other != mine % theirs) continue;",
+        "a NIC drops what comes from a peer that it does not know",
+        catch="efa-direct",
+    ),
+    Mutant(
+        "no receives are posted",
+        ENDPOINT,
+        "& FI_RX_CQ_DATA) == 0) return;",
+        "& FI_RX_CQ_DATA) != 0) return;",
+        "an immediate that needs one never arrives",
+        catch="efa-direct",
     ),
 ]

@@ -188,7 +188,7 @@ class Program:
 
     def run(self, program: Path) -> tuple[bool, str]:
         """Whether it passes, and in which words it does not."""
-        code, output = call([str(program), *self.catcher.arguments], RUN_LIMIT)
+        code, output = self._call(program, self.catcher.arguments)
         if code is None:
             return False, f"hangs for {RUN_LIMIT:.0f} s"
         lines = [line.strip() for line in output.splitlines()]
@@ -198,6 +198,17 @@ class Program:
         )
         return code == 0, words
 
+    def would_run_beside(self, program: Path) -> str:
+        """In words, whether the other run passes."""
+        if not self.catcher.beside:
+            return ""
+        code, _ = self._call(program, self.catcher.beside)
+        return f"; {' '.join(self.catcher.beside)} {'passes' if code == 0 else 'fails, too'}"
+
+    def _call(self, program: Path, arguments: tuple[str, ...]) -> tuple[int | None, str]:
+        under = [sys.executable, *self.catcher.under] if self.catcher.under else []
+        return call([*under, str(program), *arguments], RUN_LIMIT, ROOT)
+
 
 def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Path) -> tuple[Mutant, bool, str, float]:
     """Whether it was caught, by what, and how long that took."""
@@ -206,7 +217,9 @@ def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Pat
     before = file.read_text()
     file.write_text(before.replace(mutant.old, mutant.new))
     try:
-        passes, words = program.run(program.build(folder / "sources", changed, folder))
+        built = program.build(folder / "sources", changed, folder)
+        passes, words = program.run(built)
+        words = words[:100] + program.would_run_beside(built)
     finally:
         file.write_text(before)
     return mutant, not passes, words, time.monotonic() - begun
@@ -221,7 +234,7 @@ def main(words: list[str]) -> int:
         print("\n".join(problems))
         return 1
     names = list(dict.fromkeys(m.catch for m in mutants))
-    targets = [CATCHERS[name].target for name in names if not CATCHERS[name].tsan]
+    targets = list(dict.fromkeys(CATCHERS[name].target for name in names if not CATCHERS[name].tsan))
     if targets:
         build_tree(targets)
     programs = {name: Program(CATCHERS[name]) for name in names}
@@ -252,7 +265,7 @@ def main(words: list[str]) -> int:
         for done in as_completed(tried):
             mutant, caught, said, seconds = done.result()
             survivors += not caught
-            verdict = f"by {mutant.catch}: {said[:100]}" if caught else f"{mutant.catch} passes, though {mutant.why}"
+            verdict = f"by {mutant.catch}: {said}" if caught else f"{mutant.catch} passes, though {mutant.why}"
             print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({seconds:.0f} s), {verdict}", flush=True)
     print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
     return 1 if survivors else 0
