@@ -59,7 +59,7 @@ static void read_settings(void) {
   current.window = (uint32_t)number("EFA_SOFT_WINDOW", 16, 1, 4096);
   current.mtu = (uint32_t)number("EFA_SOFT_MTU", 8928, 64, 65536);
   current.sq_depth = (uint32_t)number("EFA_SOFT_SQ_DEPTH", 4096, 1, 65536);
-  current.rq_depth = (uint32_t)number("EFA_SOFT_RQ_DEPTH", 32768, 1, 65536);
+  current.rq_depth = (uint32_t)number("EFA_SOFT_RQ_DEPTH", 8192, 1, 65536);
   current.cq_depth = (uint32_t)number("EFA_SOFT_CQ_DEPTH", 65536, 1, 1 << 20);
   current.unsolicited = flag("EFA_SOFT_UNSOLICITED", true);
   current.rdma_write = flag("EFA_SOFT_RDMA_WRITE", true);
