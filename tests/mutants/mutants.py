@@ -281,7 +281,7 @@ MUTANTS = [
         "rows are read with the header",
         DISPATCH_RECV,
         "stage == kHeaders && b_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
-        "e_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
+        "b_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);",
         "the header travels ahead of its rows; they are read before they are written",
         catch="test_headers",
     ),
