@@ -424,6 +424,14 @@ MUTANTS = [
         catch="efa-direct",
     ),
     Mutant(
+        "FI_MORE on efa",
+        ENDPOINT,
+        'endpoint.rings_doorbells = provider.name == "efa-direct"',
+        "endpoint.rings_doorbells = provider.is_efa()",
+        "writes that the provider queues, for a handshake or a receive, keep it: no doorbell rings when they go out last",
+        catch="efa",
+    ),
+    Mutant(
         "receives are not posted again",
         COMPLETIONS,
         "    post_receive(endpoint, provider_, scratch_, entry.op_context);",
