@@ -2,8 +2,11 @@
 #include "fabric.h"
 
 #include <csignal>
+#include <fcntl.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <pthread.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -316,6 +319,34 @@ CASE(a_death_in_the_middle_hurts_nobody_else) {
     REQUIRE(finish(another, {Post::write, another.address(), more.remote(), more.data(), 8, more.key(), {}}).vendor == EFA_OK);
   };
   run({survivor, victim, victim, victim, victim, victim}, {}, {1, 2, 3, 4, 5});
+}
+
+// Dies while it writes into another's completion queue, in the hundred nanoseconds in which it holds the lock of the queue.
+CASE(a_writer_that_dies_with_the_lock) {
+  auto victim = [](Member& me) {
+    me.meet();
+    std::string queue = files(folder(), "cq-" + std::to_string(me.board.pid[1]) + "-").at(0);
+    int fd = open((folder() + "/" + queue).c_str(), O_RDWR);
+    REQUIRE(fd >= 0);
+    void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    REQUIRE(page != MAP_FAILED);
+    constexpr size_t LOCK = 40;  // struct cq_file
+    REQUIRE(pthread_mutex_lock(reinterpret_cast<pthread_mutex_t*>(static_cast<char*>(page) + LOCK)) == 0);
+    raise(SIGKILL);
+  };
+  auto receiver = [](Member& me) {
+    Endpoint endpoint({.unsolicited = true});
+    Memory memory(endpoint, 4096);
+    endpoint.meet(endpoint.address());
+    me.meet();
+    until("the death of the other", [&] { return kill(me.board.pid[0], 0) != 0; });
+    Post post{Post::write, endpoint.address(), memory.remote(), memory.data(), 8, memory.key(), 1u};
+    for (int i = 0; i < 3; i++) {
+      REQUIRE(finish(endpoint, post).vendor == EFA_OK);
+      endpoint.wait();
+    }
+  };
+  run({victim, receiver}, {}, {0});
 }
 
 CASE(a_fork) {
