@@ -195,6 +195,7 @@ struct Folder {
 
 static void become(const Role& role, Member member, const Environment& environment, const std::string& folder) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
+  member.board.pid[member.role] = getpid();  // before any meeting: a kill of 0 would reach the whole process group
   mkdir((folder + "/fabric").c_str(), 0755);
   setenv("SYSFS_PATH", (folder + "/sys").c_str(), 1);
   setenv("EFA_SOFT_DIR", (folder + "/fabric").c_str(), 1);
@@ -248,7 +249,6 @@ void run(const std::vector<Role>& roles, const Environment& environment, const s
     pid_t pid = fork();
     REQUIRE(pid >= 0);
     if (pid == 0) become(roles[i], {static_cast<int>(i), *board, static_cast<int>(roles.size())}, environment, folder.path);
-    board->pid[i] = pid;
     pids.push_back(pid);
   }
   std::string failure = wait_for(pids, killed);
