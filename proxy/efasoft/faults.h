@@ -10,7 +10,7 @@ bool faults_read(const char* text);
 enum efa_status fault_on_start(struct nic* nic, struct process* self);
 /* A message comes to the target: whether it must find no receive. */
 bool fault_rnr(struct nic* nic);
-/* A doorbell: whether the send queue must be full. */
+/* A doorbell of one work request: whether the send queue must be full. */
 bool fault_full(struct nic* nic);
 /* A completion is written: whether the queue must overrun. */
 bool fault_overrun(struct nic* nic);

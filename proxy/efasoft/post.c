@@ -152,7 +152,8 @@ static void ring_doorbell(struct qp* qp) {
 static int wr_complete(struct ibv_qp_ex* ex) {
   struct qp* qp = of(ex);
   int error = qp->session_error;
-  if (!error && qp->stages && fault_full(qp->nic)) error = ENOMEM;
+  /* Of more than one, the caller has been told by its provider that the first were accepted: a queue with room for them takes them all. */
+  if (!error && qp->stages == 1 && fault_full(qp->nic)) error = ENOMEM;
   if (error == ENOMEM) count(qp->nic->counts, COUNT_REFUSED_POSTS, 1);
   if (!error && qp->stages) ring_doorbell(qp);
   qp->stages = 0; /* or all are taken back, as libefa does */

@@ -496,6 +496,14 @@ MUTANTS = [
         catch="full queues",
     ),
     Mutant(
+        "no doorbell for what fills the queue",
+        FABRIC,
+        "write.more && endpoint.rings_doorbells && endpoint.under_way + 2 <= endpoint.most_under_way;",
+        "write.more && endpoint.rings_doorbells;",
+        "the write that would ring waits for the completions of those it rings for",
+        catch="efa-direct",
+    ),
+    Mutant(
         "only the endpoint that is written to is inserted",
         FABRIC,
         "if (other != mine % theirs && other % ours != mine) continue;",

@@ -325,6 +325,11 @@ CASE(faults_that_are_asked_for) {
     std::vector<int> posted;
     for (int i = 0; i < 4; i++) posted.push_back(endpoint.post({post}));
     REQUIRE((posted == std::vector<int>{0, 0, 0, ENOMEM}));  // the tenth doorbell
+    // One for several is not refused, and does not count: the first of them were accepted before it.
+    for (int i = 0; i < 10; i++) REQUIRE(endpoint.post({post, post}) == 0);
+    posted.clear();
+    for (int i = 0; i < 10; i++) posted.push_back(endpoint.post({post}));
+    REQUIRE((posted == std::vector<int>{0, 0, 0, 0, 0, 0, 0, 0, 0, ENOMEM}));
     me.meet();
   };
   run({sender, lends}, {{}, {{0, {{"EFA_SOFT_FAIL", "error=8,nic=0,after=2,count=2;full,every=10"}}}}});
