@@ -47,5 +47,7 @@ def test_one_place() -> None:
     cpp = (ROOT / "src/protocol/deadlines.h").read_text()
     assert named - used - set(re.findall(r'"([A-Z_]+)"', cpp)) == {"CLOSE_SECONDS", "DEATH_SECONDS"}
     own = re.compile(r"^_?[A-Z_]*(?:SECONDS|TIMEOUT|GRACE|DRAIN)[A-Z_]*\b[^\n]*= *[0-9]", re.MULTILINE)
-    assert [str(path) for path, text in python.items() if own.search(text)] == []
+    # A launcher of processes waits for their ends, which has no part in what ranks wait for.
+    library = {path: text for path, text in python.items() if path != ROOT / "pplx_comm/efasoft/launch.py"}
+    assert [str(path) for path, text in library.items() if own.search(text)] == []
     assert {name for name, _, _ in deadlines._core.deadlines()} <= named
