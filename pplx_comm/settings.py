@@ -1,7 +1,7 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made; a variable that changes later changes
-nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
+`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` when a serving engine loads
+its plug-ins; a variable that changes later changes nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -103,6 +103,13 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1e6:
+        raise ValueError
+    return value
+
+
 def _flag(text: str) -> bool:
     return bool(("0", "1").index(text))
 
@@ -186,8 +193,39 @@ class Settings:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Serving:
+    """What the plug-in of a serving engine reads."""
+
+    alias: str | None = _variable(
+        "PPLX_COMM_VLLM_ALIAS", _one_of("deepep_low_latency"), "'deepep_low_latency'",
+        "vLLM: the all2all backend of vLLM's own that pplx_comm takes the place of", default="none",
+    )  # fmt: skip
+    format: str = _variable(
+        "PPLX_COMM_VLLM_FORMAT", _one_of("standard", "batched"), "'standard' or 'batched'",
+        "vLLM: what experts are given, rows by token or a batch per expert", value="standard", default="standard",
+    )  # fmt: skip
+    tensor_parallel: str = _variable(
+        "PPLX_COMM_VLLM_TP", _one_of("sequence", "replicas"), "'sequence' or 'replicas'",
+        "vLLM: what ranks of one tensor parallel group do with the tokens that all of them hold: each takes a part of them through the "
+        "layer, or each sends a part and gets all results", value="sequence", default="sequence",
+    )  # fmt: skip
+    transport: str = _variable(
+        "PPLX_COMM_VLLM_TRANSPORT", _one_of("auto", "mapped", "proxy"), "'auto', 'mapped' or 'proxy'",
+        "vLLM: transport= of AllToAll", value="auto", default="auto",
+    )  # fmt: skip
+    timeout: float = _variable(
+        "PPLX_COMM_VLLM_TIMEOUT", _seconds, "seconds, more than 0 and at most 1e6", "vLLM: timeout= of AllToAll, in seconds",
+        value=100.0, default="100",
+    )  # fmt: skip
+    untested: bool = _variable(
+        "PPLX_COMM_VLLM_UNTESTED", _flag, "0 or 1", "vLLM: 1 lets the plug-in go on with a version that it was not tested with",
+        value=False, default="0",
+    )  # fmt: skip
+
+
 def read(kind: type[T], environ: Mapping[str, str] | None = None) -> T:
-    """A Start or Settings from the environment; Error names the variable that is wrong, its value, and what it must be."""
+    """A Start, Settings or Serving from the environment; Error names the variable that is wrong, its value, and what it must be."""
     values = {}
     source = os.environ if environ is None else environ
     for own, variable in _variables(kind):
@@ -209,7 +247,7 @@ def unknown() -> list[str]:
 
 
 def variables() -> list[Variable]:
-    return [variable for kind in (Start, Settings) for _, variable in _variables(kind)]
+    return [variable for kind in (Start, Settings, Serving) for _, variable in _variables(kind)]
 
 
 def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:

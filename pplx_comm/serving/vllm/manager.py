@@ -1,0 +1,114 @@
+"""The AllToAlls of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed.device_communicators.base_device_communicator import All2AllManagerBase
+from vllm.logger import init_logger
+
+import pplx_comm
+from pplx_comm.errors import Error
+from pplx_comm.settings import Serving, read
+
+logger = init_logger("vllm.pplx_comm")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one AllToAll serves: all layers that want the same."""
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    max_tokens_per_rank: int
+    dtype: torch.dtype
+    wire: str
+    layout: pplx_comm.Ragged | pplx_comm.Padded | pplx_comm.Compact
+    scale_layout: str
+    in_flight: int
+    replicas: int
+
+
+class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
+    """Belongs to the communicator of the expert parallel ranks."""
+
+    def __init__(self, cpu_group: Any, tcp_store_group: Any = None, *, device: torch.device) -> None:
+        if tcp_store_group is not None:
+            raise Error("pplx_comm does not serve elastic expert parallelism: start vLLM without --enable-elastic-ep")
+        super().__init__(cpu_group, tcp_store_group)
+        self.settings = read(Serving)
+        self.device = device
+        self.comm = pplx_comm.Communicator.from_torch(cpu_group)
+        parallel = get_current_vllm_config().parallel_config
+        self.micro_batches = int(parallel.num_ubatches) if parallel.use_ubatching else 1
+        self.tensor_parallel = int(parallel.tensor_parallel_size)
+        self.support_fault_tolerance = bool(getattr(parallel, "enable_fault_tolerance", False))
+        self._all_to_alls: dict[Shape, pplx_comm.AllToAll] = {}
+        self._num_sms: int | None = None
+        self._seen: torch.Tensor | None = None
+        if self.rank == 0:
+            logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
+
+    # ---- layers ----------------------------------------------------------------------------------------------------------
+
+    def get_handle(self, kwargs: dict[str, Any]) -> pplx_comm.AllToAll:
+        """The AllToAll of that shape, see Shape. The first call for a shape is collective."""
+        return self.all_to_all(Shape(**kwargs))
+
+    def all_to_all(self, shape: Shape) -> pplx_comm.AllToAll:
+        if shape not in self._all_to_alls:
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise Error(
+                    "a MoE layer of a new shape was first used while a CUDA graph is captured, where nothing can be built: call "
+                    "warmup() of its all2all manager before, or run the layer once without a graph"
+                )
+            a2a = pplx_comm.AllToAll(
+                self.comm,
+                **{name: getattr(shape, name) for name in asdict(shape)},
+                device=self.device,
+                transport=self.settings.transport,
+                timeout=self.settings.timeout,
+            )
+            a2a.warmup()
+            self._all_to_alls[shape] = a2a
+        return self._all_to_alls[shape]
+
+    def warmup(self) -> None:
+        """Takes a step of every shape there is. Collective."""
+        for a2a in self._all_to_alls.values():
+            a2a.warmup()
+
+    # ---- SMs -------------------------------------------------------------------------------------------------------------
+
+    def max_sms_used(self) -> int | None:
+        return None
+
+    # ---- who is alive ----------------------------------------------------------------------------------------------------
+
+    def query_active_mask(self) -> torch.Tensor:
+        alive = self.comm.control.alive()
+        return torch.tensor([0 if there else 1 for there in alive], dtype=torch.int32, device=self.device)
+
+    def query_fault(self) -> torch.Tensor:
+        mask = self.query_active_mask()
+        if self._seen is None:
+            self._seen = torch.zeros_like(mask)
+        return (mask != self._seen).any()
+
+    def clean_buffers(self) -> None:
+        """After a failure: collective over the ranks that are left, which go on without the others."""
+        for a2a in self._all_to_alls.values():
+            a2a.reset()
+        self._seen = self.query_active_mask()
+
+    # ---- the end ---------------------------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        for a2a in self._all_to_alls.values():
+            a2a.close()
+        self._all_to_alls.clear()
+        self.comm.close()

@@ -1,0 +1,18 @@
+"""The entry point."""
+
+from __future__ import annotations
+
+from pplx_comm.serving.vllm import rebind, versions
+from pplx_comm.settings import Serving, read
+
+
+def register() -> None:
+    """Makes vLLM know the backend "pplx_comm". What it is asked for decides what else happens, later, in the workers.
+
+    vLLM calls this in every process of everybody who has this package, also more than once.
+    """
+    import vllm
+
+    settings = read(Serving)
+    refusal = None if settings.untested else versions.problem(vllm.__version__)
+    rebind.names(settings, refusal)
