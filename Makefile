@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check two-hosts docs stubs lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check check-serving two-hosts docs stubs lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -133,6 +133,11 @@ comma := ,
 check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 	$(PY) tests/halves.py -m '' --durations=15
+
+# The environment of the engines is made once and kept: tools/serving_env.sh says where.
+check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process
+	PPLX_SERVING_PYTHON=$$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh) \
+	    $(PY) -m pytest tests/serving --durations=10
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -9,11 +9,46 @@ import argparse
 import json
 import os
 import sys
+from typing import Any
 
 
 def prompts(count: int) -> list[list[int]]:
     """Token ids, of 3 to 38 tokens."""
     return [[3 + (31 * n + 7 * k) % 509 for k in range(3 + 5 * n)] for n in range(count)]
+
+
+def break_it(unweighted: bool, stop_at: int) -> None:
+    """What a test plants: combines without the router's weights, or a rank that stops itself in one of its dispatches."""
+    import signal
+
+    import pplx_comm
+
+    combine, dispatch, count = pplx_comm.AllToAll.combine_send, pplx_comm.AllToAll.dispatch_send, 0
+
+    def combine_send(*arguments: Any, **more: Any) -> Any:
+        return combine(*arguments, **{**more, "weighted": False})
+
+    def dispatch_send(*arguments: Any, **more: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == stop_at:
+            print("STOPS", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return dispatch(*arguments, **more)
+
+    if unweighted:
+        pplx_comm.AllToAll.combine_send = combine_send
+    if stop_at:
+        pplx_comm.AllToAll.dispatch_send = dispatch_send
+
+
+def carried() -> dict[str, Any]:
+    """What pplx_comm counted in this rank."""
+    from vllm.distributed import get_ep_group
+
+    manager = get_ep_group().device_communicator.all2all_manager
+    stats = [a2a.stats() for a2a in manager.all_to_alls()]
+    return {"steps": sum(s["steps"] for s in stats), "proxy": any("proxy" in s for s in stats), "all_to_alls": len(stats)}
 
 
 def main() -> None:
@@ -24,7 +59,8 @@ def main() -> None:
     parser.add_argument("--share", choices=("even", "first"), default="even", help="first: all but one prompt to the first engine")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--backend", default="pplx_comm")
+    parser.add_argument("--unweighted", action="store_true", help="break combine: add up without weights")
+    parser.add_argument("--stop-at", type=int, default=0, metavar="N", help="rank 1 stops itself in its Nth dispatch")
     arguments = parser.parse_args()
 
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -38,14 +74,15 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    together = {}
+    break_it(arguments.unweighted, arguments.stop_at if rank == 1 else 0)
+    together: dict[str, Any] = {}
     if world > 1:
         together = {
             "distributed_executor_backend": "external_launcher",
             "data_parallel_size": engines,
             "tensor_parallel_size": arguments.tensor_parallel,
             "enable_expert_parallel": True,
-            "all2all_backend": arguments.backend,
+            "all2all_backend": "pplx_comm",
         }
     llm = LLM(
         model=arguments.model,
@@ -67,6 +104,8 @@ def main() -> None:
         use_tqdm=False,
     )
     made = {number: list(output.outputs[0].token_ids) for number, output in zip(mine, outputs, strict=True)}
+    if world > 1:
+        print("CARRIED " + json.dumps(carried()), flush=True)
     print("TOKENS " + json.dumps(made), flush=True)
 
 

@@ -11,6 +11,7 @@ from vllm.distributed.device_communicators.base_device_communicator import All2A
 from vllm.logger import init_logger
 
 import pplx_comm
+from pplx_comm.control.failure import Failure
 from pplx_comm.errors import Error
 from pplx_comm.settings import Serving, read
 
@@ -50,8 +51,13 @@ class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
         self._all_to_alls: dict[Shape, pplx_comm.AllToAll] = {}
         self._num_sms: int | None = None
         self._seen: torch.Tensor | None = None
+        self.comm.control.on_failure(self._hear)
         if self.rank == 0:
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
+
+    def _hear(self, failure: Failure) -> None:
+        """vLLM's own collectives may end first, with errors that name nobody."""
+        (logger.info if failure.kind == "closed" else logger.error)("pplx_comm: %s", failure.message)
 
     # ---- layers ----------------------------------------------------------------------------------------------------------
 
@@ -76,6 +82,9 @@ class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
             a2a.warmup()
             self._all_to_alls[shape] = a2a
         return self._all_to_alls[shape]
+
+    def all_to_alls(self) -> list[pplx_comm.AllToAll]:
+        return list(self._all_to_alls.values())
 
     def warmup(self) -> None:
         """Takes a step of every shape there is. Collective."""

@@ -1,0 +1,141 @@
+"""Starts vLLM's engines as processes of the environment that tools/serving_env.sh makes, and reads what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+PYTHON = os.environ.get("PPLX_SERVING_PYTHON")
+"""The engines' Python; `make check-serving` sets it."""
+SECONDS = 240.0
+"""For an engine to do what it has to. One alone takes 15 s."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """One process, and all that it starts."""
+
+    def __init__(self, arguments: Sequence[str], env: dict[str, str], output: Path) -> None:
+        assert PYTHON is not None
+        self.output = output
+        with output.open("wb") as file:
+            self._popen = subprocess.Popen(
+                [PYTHON, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.pid = self._popen.pid
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def said(self, word: str) -> Any:
+        """The JSON behind the line's first word; True if there is nothing behind it, None if it was not said."""
+        for line in self.text.splitlines():
+            if line.split(" ", 1)[0] == word:
+                return json.loads(line[len(word) :] or "true")
+        return None
+
+    def hears(self, word: str, seconds: float = SECONDS) -> Any:
+        end = time.monotonic() + seconds
+        while (said := self.said(word)) is None:
+            if self._popen.poll() is not None:
+                raise AssertionError(f"ended with {self._popen.returncode} before it said {word}:\n{self.text[-6000:]}")
+            assert time.monotonic() < end, f"did not say {word} within {seconds:.0f} s:\n{self.text[-6000:]}"
+            time.sleep(0.05)
+        return said
+
+    def ended(self, seconds: float = SECONDS) -> int:
+        with suppress(subprocess.TimeoutExpired):
+            return self._popen.wait(seconds)
+        raise AssertionError(f"did not end within {seconds:.0f} s:\n{self.text[-6000:]}")
+
+    @property
+    def running(self) -> bool:
+        return self._popen.poll() is None
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+class Engines:
+    """Starts them, and ends them all when the test ends. metadata: a folder with this package's entry points."""
+
+    def __init__(self, folder: Path, metadata: Path) -> None:
+        self._folder = folder
+        self._metadata = metadata
+        self._started: list[Process] = []
+
+    def start(self, arguments: Sequence[str], **env: str) -> Process:
+        base = {name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "VLLM_", "PYTHON"))}
+        base |= {
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{self._metadata}",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_CACHE_ROOT": str(self._folder / "cache"),
+            "HF_HUB_OFFLINE": "1",
+        }
+        process = Process(arguments, base | env, self._folder / f"output-{len(self._started)}")
+        self._started.append(process)
+        return process
+
+    def ranks(self, count: int, model: Path, *arguments: str, **env: str) -> list[Process]:
+        """The ranks of a job, as torchrun would start them; one alone is an engine without any other."""
+        job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if count > 1 else {}
+        job["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        return [
+            self.start(
+                [str(HERE / "engine.py"), str(model), *arguments],
+                **(job | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}) | env),
+            )
+            for rank in range(count)
+        ]
+
+    def tokens(self, count: int, model: Path, *arguments: str, **env: str) -> dict[int, list[int]]:
+        """What they made of all prompts, by the number of the prompt."""
+        ranks = self.ranks(count, model, *arguments, **env)
+        made: dict[int, list[int]] = {}
+        for rank in ranks:
+            assert rank.ended() == 0, rank.text[-6000:]
+            made |= {int(number): tokens for number, tokens in rank.said("TOKENS").items()}
+        return made
+
+    def close(self) -> None:
+        for process in self._started:
+            process.close()
+
+
+@contextmanager
+def engines(folder: Path, metadata: Path) -> Iterator[Engines]:
+    started = Engines(folder, metadata)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def same(made: dict[int, list[int]], wanted: dict[int, list[int]]) -> str:
+    """How many tokens are, of how many."""
+    pairs = [(a, b) for number in made for a, b in zip(made[number], wanted[number], strict=False)]
+    return f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
