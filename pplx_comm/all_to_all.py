@@ -231,6 +231,13 @@ class AllToAll:
         """Raises the first failure or mistake since the last call, if there was one."""
         self._steps.check("check")
 
+    def set_num_sms(self, num_sms: int) -> None:
+        """Limits the grid of CUDA kernels from the next launch on, to what num_sms= allowed at most. On the CPU nothing changes.
+
+        Results stay the same bits. A captured graph keeps what it was captured with.
+        """
+        self._steps.device.set_num_sms(integer("set_num_sms: num_sms", num_sms, 1, 1 << 20))
+
     def warmup(self) -> None:
         """Takes one step of random tokens, so that the first real one finds everything in place. Collective."""
         tokens = self.max_tokens_per_rank

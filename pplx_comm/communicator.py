@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -106,6 +108,16 @@ class Communicator:
         """
         answers = self.control.all_gather({"ready": bool(ready)}, "agree", timeout)
         return all(answer["ready"] for answer in answers if answer is not None)
+
+    @contextmanager
+    def busy(self, what: str = "busy") -> Iterator[None]:
+        """`with comm.busy("compiling"):` tells the other ranks that this one lives and comes later, so that they do not blame it.
+
+        Meanwhile, and for a whole `timeout` after it, no rank's wait is given up; but half an hour at most, for what a rank is busy
+        with may hang. A death is noticed all the same. May be nested, and entered by several threads.
+        """
+        with self.control.busy(what):
+            yield
 
     @property
     def failure(self) -> Failure | None:

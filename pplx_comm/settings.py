@@ -1,7 +1,8 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` when a serving engine loads
-its plug-ins; a variable that changes later changes nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
+`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` when a serving engine
+loads its plug-ins; a variable that changes later changes nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
+SLURM_PROCID, ...) is read in control/launch.py.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -207,8 +208,8 @@ class Serving:
     )  # fmt: skip
     tensor_parallel: str = _variable(
         "PPLX_COMM_VLLM_TP", _one_of("sequence", "replicas"), "'sequence' or 'replicas'",
-        "vLLM: what ranks of one tensor parallel group do with the tokens that all of them hold: each takes a part of them through the "
-        "layer, or each sends a part and gets all results", value="sequence", default="sequence",
+        "vLLM: ranks of one tensor parallel group hold the same tokens: each takes a part of them through the layer, or each sends "
+        "a part and gets all results", value="sequence", default="sequence",
     )  # fmt: skip
     transport: str = _variable(
         "PPLX_COMM_VLLM_TRANSPORT", _one_of("auto", "mapped", "proxy"), "'auto', 'mapped' or 'proxy'",

@@ -1,4 +1,4 @@
-"""The callbacks that are told of failures, outside of the mesh's lock, so that a callback may call anything."""
+"""The callbacks that are told of failures and of busy ranks, outside of the mesh's lock, so that a callback may call anything."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from pplx_comm.control.failure import Failure
 
@@ -13,27 +15,38 @@ log = logging.getLogger("pplx_comm")
 
 Callback = Callable[[Failure], None]
 
+Event = TypeVar("Event")
 
-class Callbacks:
+
+@dataclass(frozen=True)
+class Busy:
+    """What a rank says of itself: whether it is busy, and what with."""
+
+    rank: int
+    busy: bool
+    what: str = ""
+
+
+class Callbacks(Generic[Event]):
     """Call everything under the lock but `tell` and what `add` returns."""
 
     def __init__(self, lock: threading.Condition, rank: int) -> None:
         self._lock = lock
         self._rank = rank
-        self._callbacks: dict[int, Callable[[], Callback | None]] = {}
+        self._callbacks: dict[int, Callable[[], Callable[[Event], None] | None]] = {}
         self._handles = 0
-        self._untold: list[tuple[int, Failure]] = []
+        self._untold: list[tuple[int, Event]] = []
 
-    def add(self, callback: Callback, known: Iterable[Failure]) -> Callable[[], None]:
+    def add(self, callback: Callable[[Event], None], known: Iterable[Event]) -> Callable[[], None]:
         """A bound method is held weakly. Returns a function that removes the callback.
 
-        known: failures that it is told at once.
+        known: events that it is told at once.
         """
         bound = hasattr(callback, "__self__") and hasattr(callback, "__func__")
         self._handles += 1
         handle = self._handles
         self._callbacks[handle] = weakref.WeakMethod(callback) if bound else lambda: callback
-        self._untold += [(handle, failure) for failure in known]
+        self._untold += [(handle, event) for event in known]
 
         def remove() -> None:
             with self._lock:
@@ -41,8 +54,8 @@ class Callbacks:
 
         return remove
 
-    def announce(self, failure: Failure) -> None:
-        self._untold += [(handle, failure) for handle in self._callbacks]
+    def announce(self, event: Event) -> None:
+        self._untold += [(handle, event) for handle in self._callbacks]
 
     def clear(self) -> None:
         self._callbacks.clear()
@@ -52,13 +65,13 @@ class Callbacks:
             with self._lock:
                 if not self._untold:
                     return
-                handle, failure = self._untold.pop(0)
+                handle, event = self._untold.pop(0)
                 keep = self._callbacks.get(handle)
                 callback = keep() if keep is not None else None
                 if callback is None:  # removed, or its object is gone
                     self._callbacks.pop(handle, None)
             if callback is not None:
                 try:
-                    callback(failure)
+                    callback(event)
                 except Exception:
                     log.exception("a failure callback failed on rank %d", self._rank)

@@ -117,6 +117,8 @@ def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool]
         for rank in missing:
             if rank in mesh.lost:
                 raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
+        if not remaining(deadline) and mesh.someone_is_busy():
+            deadline = time.monotonic() + timeout
         if not remaining(deadline):
             raise StepTimeout(
                 f"rank {mesh.rank} waited {timeout:.3g} s in {call.tag!r} for "

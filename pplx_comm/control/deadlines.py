@@ -53,6 +53,7 @@ GOODBYE_GRACE = _CPP["GOODBYE_GRACE"]
 FIRST_STEP_FACTOR: int = _core.FIRST_STEP_FACTOR
 """The first step gets that many times `timeout`."""
 AWAY = _CPP["AWAY"]
+BUSY = _CPP["BUSY"]
 PASSED_ON = _CPP["PASSED_ON"]
 PROXY_TURN = Deadline(0.1, "without a turn of the proxy's thread: then a timeout says that it is stuck; it takes one each ms")
 

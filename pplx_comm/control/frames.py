@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     FDS = 19
     PROPOSE = 20
     DECIDE = 21
+    BUSY = 22
 
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -48,6 +49,7 @@ LIMIT = {
     Kind.FDS: 4 * KiB,
     Kind.PROPOSE: 64 * KiB,
     Kind.DECIDE: 64 * KiB,
+    Kind.BUSY: KiB,
 }
 
 

@@ -9,12 +9,13 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from pplx_comm.control.callbacks import Callback, Callbacks
+from pplx_comm.control.callbacks import Busy, Callback, Callbacks
 from pplx_comm.control.connection import Connection
-from pplx_comm.control.deadlines import JOIN_SECONDS
+from pplx_comm.control.deadlines import BUSY, JOIN_SECONDS
 from pplx_comm.control.door import Door
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.frames import FrameError, Kind, decode_object, field, json_frame
@@ -42,9 +43,13 @@ class Mesh:
         self.connections: dict[int, Connection] = {}
         self.lost: dict[int, Failure] = {}
         self.inbox = Inbox()
+        self.busy_since: dict[int, float] = {}
+        """The ranks that say that they are busy."""
 
         self._pid = os.getpid()
-        self._callbacks = Callbacks(self.condition, rank)
+        self._callbacks: Callbacks[Failure] = Callbacks(self.condition, rank)
+        self._busy_callbacks: Callbacks[Busy] = Callbacks(self.condition, rank)
+        self._busy_with: list[str] = []
         self._survivors = Survivors(self)
         self._early: list[tuple[int, Kind, dict[str, Any]]] = []
         self._before_close: list[Callable[[], None]] = []
@@ -158,6 +163,44 @@ class Mesh:
     def _failure_report(self) -> dict[str, Any] | None:
         return {"generation": self.generation, **self.failure.to_json()} if self.failure is not None else None
 
+    # Ranks that are busy
+
+    def begin_busy(self, what: str) -> None:
+        with self.condition:
+            self.check_usable()
+            self._busy_with.append(what)
+            self._say_busy()
+
+    def end_busy(self, what: str) -> None:
+        with self.condition:
+            self._busy_with.remove(what)
+            if self._closing is None:
+                self._say_busy()
+
+    def _say_busy(self) -> None:
+        """To everybody, also beyond a reset: it is about this process."""
+        said = {"busy": bool(self._busy_with), "what": one_line(self._busy_with[-1])[:200] if self._busy_with else ""}
+        self.send(sorted(self.connections), json_frame(Kind.BUSY, said))
+
+    def on_busy(self, callback: Callable[[Busy], None]) -> Callable[[], None]:
+        with self.condition:
+            self.check_usable()
+            remove = self._busy_callbacks.add(callback, [Busy(rank, True) for rank in self.busy_since])
+        self._busy_callbacks.tell()
+        return remove
+
+    def someone_is_busy(self) -> bool:
+        """Under the condition: nobody is blamed for being late now."""
+        return any(time.monotonic() - since < BUSY for since in self.busy_since.values())
+
+    def _hear_busy(self, said: Busy) -> None:
+        if said.busy:
+            self.busy_since[said.rank] = time.monotonic()
+            log.info("rank %d is busy: %s", said.rank, said.what)
+        elif self.busy_since.pop(said.rank, None) is None:
+            return
+        self._busy_callbacks.announce(said)
+
     # Generations
 
     def agree_survivors(self, timeout: float, leave_out: bool = False) -> list[int]:
@@ -197,6 +240,7 @@ class Mesh:
                 if self._door is not None:
                     self._door.expire()
                 self._callbacks.tell()
+                self._busy_callbacks.tell()
         except BaseException as problem:
             log.exception("the control thread of rank %d failed", self.rank)
             with self.condition:
@@ -247,6 +291,9 @@ class Mesh:
                 self._latch(Failure("abort", sender, self.rank, "reset", message=reason))
             self._lose(Failure("closed", sender, message=f"rank {sender} closed its Communicator ({reason})"))
             return
+        if kind == Kind.BUSY:
+            self._hear_busy(Busy(sender, field(message, "busy", bool), field(message, "what", str)))
+            return
         generation = field(message, "generation", int)
         if generation > self.generation:
             self._early.append((sender, kind, message))
@@ -260,6 +307,7 @@ class Mesh:
     def _lose(self, failure: Failure) -> None:
         """Under the condition: one rank is gone, whether or not it took its leave."""
         self.lost[failure.rank] = failure
+        self._hear_busy(Busy(failure.rank, False))
         if failure.rank in self.members:
             if failure.kind == "death":
                 if self._latch(failure):
@@ -322,6 +370,7 @@ class Mesh:
         if self._closing is None:
             self._closing = reason
         self._callbacks.clear()
+        self._busy_callbacks.clear()
         self.condition.notify_all()
         if self._loop is not None:
             self._loop.wake()

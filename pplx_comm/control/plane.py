@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from pplx_comm.control.callbacks import Callback
+from pplx_comm.control.callbacks import Busy, Callback
 from pplx_comm.control.collectives import all_gather, share_fds
 from pplx_comm.control.deadlines import checked_timeout
 from pplx_comm.control.failure import Failure, is_rank
@@ -108,6 +109,21 @@ class ControlPlane:
         bound method is held weakly. Returns what unregisters it.
         """
         return self._mesh.on_failure(callback)
+
+    # ---- ranks that are busy ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def busy(self, what: str) -> Iterator[None]:
+        """Tells the other ranks that this one lives and comes later. See Communicator.busy."""
+        self._mesh.begin_busy(what)
+        try:
+            yield
+        finally:
+            self._mesh.end_busy(what)
+
+    def on_busy(self, callback: Callable[[Busy], None]) -> Callable[[], None]:
+        """Calls back when a rank says that it is busy, or no longer; at once for those that are. As on_failure does."""
+        return self._mesh.on_busy(callback)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,9 @@ class Cpu:
     def renew(self, alive: list[bool]) -> None:
         self._alive = alive
 
+    def set_num_sms(self, num_sms: int) -> None:
+        """A CPU has none."""
+
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self.core.stats()
         return stats

@@ -111,6 +111,9 @@ class Cuda:
     def renew(self, alive: list[bool]) -> None:
         """The core knows."""
 
+    def set_num_sms(self, num_sms: int) -> None:
+        self.core.set_num_sms(num_sms)
+
     def stats(self) -> dict[str, Any]:
         return {"steps": self.core.steps}
 

@@ -62,6 +62,9 @@ class Device(Protocol):
     def renew(self, alive: list[bool]) -> None:
         """After a reset."""
 
+    def set_num_sms(self, num_sms: int) -> None:
+        """Limits the grid of further launches."""
+
     def stats(self) -> dict[str, Any]: ...
 
     def end_calls(self) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm.control import deadlines
+from pplx_comm.control.callbacks import Busy
 from pplx_comm.control.failure import Failure
 from pplx_comm.device.device import Device
 from pplx_comm.device.failing import Failing
@@ -33,6 +34,7 @@ class Steps:
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
         self._forget_failures = session.control.on_failure(self._hear)
+        self._forget_busy = session.control.on_busy(self._hear_busy)
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
@@ -125,6 +127,11 @@ class Steps:
             if self.session.control.failure is not None:  # else a reset has ended it before this thread came here
                 core.fail(failure.kind, failure.rank, peer, failure.step or 0, failure.message)
 
+    def _hear_busy(self, said: Busy) -> None:
+        """From the control thread."""
+        if self._life.usable:
+            self.device.core.peer_busy(said.rank, said.busy)
+
     def reset(self, timeout: float | None, renewed: Callable[[], None]) -> list[int]:
         """The survivors of a failure agree, take fresh endpoints, and start over. Returns who they are. renewed: called when this
         rank's generation has changed."""
@@ -173,6 +180,7 @@ class Steps:
             return
         self.device.end_calls()
         self._forget_failures()
+        self._forget_busy()
         failed = life.failed is not None or self.session.control.failure is not None
         self.session.wiring.close(deadlines.CLOSE_FAILED if failed else deadlines.CLOSE_STEPS)
         self.device.close()

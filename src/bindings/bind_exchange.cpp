@@ -151,6 +151,8 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
          py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("close", [](CarriedExchange& e) { e.exchange.close(); }, "Ends the calls that other threads wait in.")
       .def("peer_left", [](CarriedExchange& e, std::uint32_t peer) { e.exchange.failures().peer_left(peer); }, py::arg("peer"))
+      .def("peer_busy", [](CarriedExchange& e, std::uint32_t peer, bool busy) { e.exchange.failures().peer_busy(peer, busy); },
+           py::arg("peer"), py::arg("busy"))
       .def("name_networks", [](CarriedExchange& e, std::vector<std::string> by_peer) { e.exchange.failures().name_networks(std::move(by_peer)); },
            py::arg("by_peer"))
       .def("raise_trouble", [](CarriedExchange& e) {

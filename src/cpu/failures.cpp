@@ -1,5 +1,7 @@
 #include "failures.h"
 
+#include <algorithm>
+
 #include "../protocol/deadlines.h"
 
 namespace pplx::cpu {
@@ -13,8 +15,10 @@ std::string seconds_text(double seconds) {
 
 }  // namespace
 
-Failures::Failures(const Blocks& blocks, Clock clock) : blocks_(blocks), now_(std::move(clock)), left_at_(blocks.config().world) {
+Failures::Failures(const Blocks& blocks, Clock clock)
+    : blocks_(blocks), now_(std::move(clock)), left_at_(blocks.config().world), busy_since_(blocks.config().world) {
   for (std::atomic<double>& at : left_at_) at = -1.0;
+  for (std::atomic<double>& at : busy_since_) at = -1.0;
 }
 
 void Failures::tell_node(std::uint64_t word) {
@@ -37,6 +41,16 @@ void Failures::lost_network(const Abort& abort, const std::string& message) {
   lost_network_ = {abort, message};
   lost_at_ = now_();
   network_is_lost_.store(true, std::memory_order_release);
+}
+
+void Failures::peer_busy(std::uint32_t peer, bool busy) { busy_since_[peer] = busy ? now_() : -1.0; }
+
+bool Failures::someone_is_busy() const {
+  const double at = now_();
+  return std::any_of(busy_since_.begin(), busy_since_.end(), [&](const std::atomic<double>& since) {
+    const double busy = since.load(std::memory_order_acquire);
+    return busy >= 0 && at - busy < deadlines::kBusy.seconds;
+  });
 }
 
 void Failures::peer_left(std::uint32_t peer) {

@@ -26,6 +26,7 @@ class Failures {
   // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead rank.
   void lost_network(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);
+  void peer_busy(std::uint32_t peer, bool busy);   // it lives, and says that it comes later: nobody is blamed meanwhile
   void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }
 
   // Throws the latched failure, if there is one; the arguments say what this rank was doing.
@@ -33,6 +34,8 @@ class Failures {
   [[noreturn]] void latch(PeerFailure failure);
   // Throws if this wait should end: somebody failed, the peer has left, or it took longer than `patience`.
   void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
+  // Any rank: the one that is waited for may wait for the busy one itself.
+  bool someone_is_busy() const;
   // Forgets all. `begin_generation` is called in between: what fail() says comes before both, or after.
   template <typename F>
   void reset(F&& begin_generation) {
@@ -54,6 +57,7 @@ class Failures {
   std::mutex mutex_;
   std::vector<std::atomic<double>> left_at_;  // by peer: when it said goodbye; negative: it has not
   std::atomic<bool> someone_left_{false};
+  std::vector<std::atomic<double>> busy_since_;  // by peer; negative: it is not
   LostNetwork lost_network_;
   double lost_at_ = 0;
   std::atomic<bool> network_is_lost_{false};

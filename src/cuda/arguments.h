@@ -68,6 +68,7 @@ inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retire
 struct Report {
   std::uint64_t abort;  // host to kernels, abort_word
   std::uint64_t left;  // host to kernels: peers that closed their Communicator, a bit each; what they sent is there
+  std::uint64_t busy;  // host to kernels: peers that say that they come later, a bit each; nobody is blamed meanwhile
   std::uint64_t failure;  // kernels to host, abort_word; written last
   std::uint64_t expected, seen;  // of that failure
   Notices notices;  // kernels to host

@@ -81,6 +81,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
   if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
+  most_sms_ = wanted_sms_ = sms_;
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   check(load_kernels(config), "loading the kernels");
   std::vector<bool> alive(config.world, true);
@@ -151,6 +152,18 @@ void Exchange::fail(const Abort& abort, const std::string& message) {
 
 void Exchange::peer_left(std::uint32_t peer) { __atomic_fetch_or(&common_.report->left, 1ull << peer, __ATOMIC_RELEASE); }
 
+void Exchange::peer_busy(std::uint32_t peer, bool busy) {
+  if (busy)
+    __atomic_fetch_or(&common_.report->busy, 1ull << peer, __ATOMIC_RELEASE);
+  else
+    __atomic_fetch_and(&common_.report->busy, ~(1ull << peer), __ATOMIC_RELEASE);
+}
+
+void Exchange::set_num_sms(std::uint32_t num_sms) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wanted_sms_ = std::min(num_sms, most_sms_);
+}
+
 void Exchange::drain(cudaStream_t current, double seconds) {
   const OnDevice on(device_);
   {
@@ -181,6 +194,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   rebuild_order(alive);
   Report fresh{};
   fresh.left = load_acquire(&common_.report->left);
+  fresh.busy = load_acquire(&common_.report->busy);
   *common_.report = fresh;
   first_.forget();
   launches_.forget_steps();

@@ -49,6 +49,7 @@ class Exchange {
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
+  void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
   void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // for messages; before the first step
   // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
@@ -60,6 +61,7 @@ class Exchange {
   void raise_notice() { raise_notices(common_.report->notices, common_.c); }
   // Of eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
+  void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
@@ -75,7 +77,7 @@ class Exchange {
   Memory memory_;
   BufferLayout layout_;
   Common common_;
-  std::uint32_t sms_ = 1;
+  std::uint32_t sms_ = 1, most_sms_ = 1, wanted_sms_ = 1;
   mutable std::mutex mutex_;
   Launches launches_;
   StepBook steps_;   // of eager calls

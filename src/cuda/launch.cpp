@@ -52,6 +52,11 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   Launches::Sequence& here = launches_.on(stream);
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
+  // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
+  if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
+    sms_ = wanted_sms_;
+    common_.combine_blocks = sms_ * kCombineBlocksPerSm;
+  }
   const Slice& slice = common_.slice;
   if ((launch.halves & kSend) != 0 && slice.tokens(tokens.count) > common_.most_rows)
     throw Misuse(too_many_tokens_text(tokens.count, slice.of, common_.most_rows));

@@ -91,14 +91,27 @@ __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint
   return is_remote(k, peer) && at < k.heap.shared_bytes;
 }
 
+// Since when a wait lasts, and since when somebody is to blame for it.
+struct Waited {
+  std::uint64_t first, begun;
+};
+
+inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
+
 // `turn`: how often this wait has asked; the host's words lie across PCIe.
-static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, std::uint64_t begun, Phase phase,
+static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, Waited& waited, Phase phase,
                                            std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
   const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
   if (stopped(k, ask_host)) return Verdict::Failed;
   if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
-  if (nanoseconds() - begun <= limit) return Verdict::GoOn;
+  const std::uint64_t now = nanoseconds();
+  if (now - waited.begun <= limit) return Verdict::GoOn;
+  // Any rank: the one that is waited for may wait for the busy one itself.
+  if (load_acquire(&k.report->busy) != 0 && now - waited.first < kBusyNs) {
+    waited.begun = now;
+    return Verdict::GoOn;
+  }
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
   return Verdict::Failed;
 }
@@ -115,9 +128,10 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
     return matches<match>(k, seen, step);
   };
   const std::uint64_t begun = nanoseconds();
+  Waited waited{begun, begun};
   for (std::uint32_t i = 1; !look(); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, word, i / 256, begun, phase, step, peer, as_arrival<match>(seen));
+    const Verdict verdict = ask(k, word, i / 256, waited, phase, step, peer, as_arrival<match>(seen));
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::GoOn || look()) continue;
     fail_of_leaving(k, phase, step, peer, as_arrival<match>(seen));

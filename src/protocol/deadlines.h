@@ -22,6 +22,9 @@ constexpr Deadline kGoodbyeGrace{
     "GOODBYE_GRACE", 1.0, "after a peer's goodbye: for what it sent and the network still holds"};
 constexpr Deadline kAway{
     "AWAY", 1.0, "a thread that comes back to its wait after more than this was stopped itself: that time is no peer's fault"};
+// What it is busy with may hang as well, and then somebody must say so.
+constexpr Deadline kBusy{
+    "BUSY", 1800.0, "a rank that says that it is busy (Communicator.busy) is not blamed for so long"};
 // The warp that passes a remote peer's words on may wait for another peer. It must give up first, since it knows whom to blame.
 constexpr Deadline kPassedOn{
     "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on"};
@@ -30,6 +33,6 @@ constexpr Deadline kCloseKernels{
 constexpr Deadline kCloseAborted{
     "CLOSE_ABORTED", 0.3, "for the kernels that did not end, after they were told to"};
 
-constexpr const Deadline* kAll[] = {&kDeathGrace, &kGoodbyeGrace, &kAway, &kPassedOn, &kCloseKernels, &kCloseAborted};
+constexpr const Deadline* kAll[] = {&kDeathGrace, &kGoodbyeGrace, &kAway, &kBusy, &kPassedOn, &kCloseKernels, &kCloseAborted};
 
 }  // namespace pplx::deadlines

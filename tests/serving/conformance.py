@@ -69,7 +69,7 @@ class TorchExperts(mk.FusedMoEExpertsModular):
     def _supports_parallel_config(moe_parallel_config: Any) -> bool:
         return True
 
-    def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> Any:  # noqa: N803
+    def workspace_shapes(self, M: int, N: int, K: int, *_: Any) -> Any:
         return (0,), (0,), (M, K)
 
     def finalize_weight_and_reduce_impl(self) -> Any:
@@ -123,7 +123,10 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
     if case["format"] == "batched":
         fused_batched_moe._is_capturing_or_compiling = lambda: False
         fused: Any = fused_batched_moe.NaiveBatchedExperts(
-            moe, quant, max_num_tokens=prepare_finalize.max_num_tokens_per_rank(), num_dispatchers=prepare_finalize.num_dispatchers()
+            moe,
+            quant,
+            max_num_tokens=prepare_finalize.max_num_tokens_per_rank(),
+            num_dispatchers=prepare_finalize.num_dispatchers(),
         )
     else:
         fused = TorchExperts(moe, quant)
@@ -134,7 +137,11 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
         tokens = case["tokens"][step][RANK]
         own = torch.Generator().manual_seed(1000 * case["seed"] + 10 * step + RANK)
         x = torch.randn(tokens, hidden, generator=own).bfloat16()
-        ids = torch.stack([torch.randperm(experts, generator=own)[:top_k] for _ in range(tokens)]) if tokens else torch.empty(0, top_k)
+        ids = (
+            torch.stack([torch.randperm(experts, generator=own)[:top_k] for _ in range(tokens)])
+            if tokens
+            else torch.empty(0, top_k)
+        )
         ids, weights = ids.to(torch.int32), torch.rand(tokens, top_k, generator=own)
         on_input = bool(case.get("on_input"))
         y = kernel.apply(

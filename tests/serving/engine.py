@@ -67,10 +67,7 @@ def main() -> None:
     engines, engine = world // arguments.tensor_parallel, rank // arguments.tensor_parallel
     everything = prompts(arguments.prompts)
     numbers = list(range(len(everything)))
-    if arguments.share == "even":
-        mine = numbers[engine::engines]
-    else:
-        mine = numbers[:-1] if engine == 0 else numbers[-1:]
+    mine = numbers[engine::engines] if arguments.share == "even" else numbers[:-1] if engine == 0 else numbers[-1:]
 
     from vllm import LLM, SamplingParams
 

@@ -30,7 +30,8 @@ CASES = [
 def test_formats_wires_and_placements(run: Engines) -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
-        run.start([str(HERE / "conformance.py"), json.dumps(CASES)], **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)
+        run.start([str(HERE / "conformance.py"), json.dumps(CASES)], **job, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank in range(2)
     ]
     for rank in ranks:
         assert rank.ended() == 0, rank.text[-6000:]

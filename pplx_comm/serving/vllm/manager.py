@@ -13,9 +13,16 @@ from vllm.logger import init_logger
 import pplx_comm
 from pplx_comm.control.failure import Failure
 from pplx_comm.errors import Error
+from pplx_comm.serving.vllm import compiling
 from pplx_comm.settings import Serving, read
 
 logger = init_logger("vllm.pplx_comm")
+
+
+_NOT_MODULAR = (
+    "pplx_comm serves vLLM's modular MoE kernels, and this layer's quantisation method has none, so that vLLM gathers all tokens: "
+    "use --all2all-backend allgather_reducescatter, or another quantisation"
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,7 @@ class Shape:
     replicas: int
 
 
-class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
+class All2AllManager(All2AllManagerBase):
     """Belongs to the communicator of the expert parallel ranks."""
 
     def __init__(self, cpu_group: Any, tcp_store_group: Any = None, *, device: torch.device) -> None:
@@ -52,6 +59,7 @@ class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
         self._num_sms: int | None = None
         self._seen: torch.Tensor | None = None
         self.comm.control.on_failure(self._hear)
+        self._compiles_no_more = compiling.watch(self.comm)
         if self.rank == 0:
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
 
@@ -93,14 +101,33 @@ class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
 
     # ---- SMs -------------------------------------------------------------------------------------------------------------
 
+    def set_num_sms(self, num_sms: int) -> None:
+        """From the next launch on, at most what each AllToAll was made with. CPU tensors have no SMs."""
+        for a2a in self._all_to_alls.values():
+            a2a.set_num_sms(num_sms)
+
     def max_sms_used(self) -> int | None:
-        return None
+        return None  # as many as there are
+
+    # ---- what other backends are asked for -------------------------------------------------------------------------------
+
+    def dispatch(self, *_: Any, **__: Any) -> Any:
+        raise Error(_NOT_MODULAR)
+
+    def dispatch_router_logits(self, *_: Any, **__: Any) -> Any:
+        raise Error(_NOT_MODULAR)
+
+    def combine(self, *_: Any, **__: Any) -> Any:
+        raise Error(_NOT_MODULAR)
 
     # ---- who is alive ----------------------------------------------------------------------------------------------------
 
     def query_active_mask(self) -> torch.Tensor:
-        alive = self.comm.control.alive()
-        return torch.tensor([0 if there else 1 for there in alive], dtype=torch.int32, device=self.device)
+        """1 for each rank that is gone, or that this rank waited for in vain."""
+        failure = self.comm.failure
+        blamed = None if failure is None else failure.rank if failure.peer is None else failure.peer
+        mask = [0 if there and rank != blamed else 1 for rank, there in enumerate(self.comm.control.alive())]
+        return torch.tensor(mask, dtype=torch.int32, device=self.device)
 
     def query_fault(self) -> torch.Tensor:
         mask = self.query_active_mask()
@@ -117,6 +144,7 @@ class All2AllManager(All2AllManagerBase):  # type: ignore[misc]
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
+        self._compiles_no_more()
         for a2a in self._all_to_alls.values():
             a2a.close()
         self._all_to_alls.clear()

@@ -52,7 +52,8 @@ def make(moe: Any, *, round_robin: bool, manager: All2AllManager, monolithic: bo
     """For the layers of that configuration."""
     if monolithic:
         raise Error(
-            "pplx_comm serves MoE kernels that take the router's choices, and this one routes by itself: choose another --moe-backend"
+            "pplx_comm serves MoE kernels that take the router's choices, and this one routes by itself: "
+            "choose another --moe-backend"
         )
     parallel = moe.moe_parallel_config
     layer = Layer(
@@ -72,7 +73,7 @@ def make(moe: Any, *, round_robin: bool, manager: All2AllManager, monolithic: bo
     return (LocalRows if manager.device.type == "cpu" else Tokens)(layer, manager)
 
 
-class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[misc]
+class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     """What the three have in common: a step is dispatch_send, dispatch_recv, the experts, combine_send and combine_recv."""
 
     layout: Ragged | Padded | Compact
@@ -112,7 +113,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
 
     def post_init_setup(self, fused_experts: Any) -> None:
         """Builds the AllToAll, when it is known what the experts take. All ranks make their layers in the same order."""
-        self._a2a = self._manager.all_to_all(self._shape(_wire(fused_experts.quant_config, fused_experts.expects_unquantized_inputs)))
+        self._a2a = self._manager.all_to_all(
+            self._shape(_wire(fused_experts.quant_config, fused_experts.expects_unquantized_inputs))
+        )
 
     def _shape(self, wire: Wire) -> Shape:
         layer = self.layer
@@ -141,7 +144,9 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
         weights = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.float()
         if apply_router_weight_on_input:
             if topk_ids.shape[1] != 1:
-                raise Error(f"prepare: the router's weights can be applied to the input with one choice a token, not {topk_ids.shape[1]}")
+                raise Error(
+                    f"prepare: the router's weights can be applied to the input with one choice a token, not {topk_ids.shape[1]}"
+                )
             a1 = a1 * weights.to(a1.dtype)
         ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int32)
         if self._physical is not None:
@@ -177,9 +182,7 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):  # type: ignore[
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """The hook receives, as above."""
         d = self._open.pop(dbo_current_ubatch_id())
-        rows = self._answer(
-            fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl
-        )
+        rows = self._answer(fused_expert_output, topk_weights, topk_ids, apply_router_weight_on_input, weight_and_reduce_impl)
         dbo_maybe_run_recv_hook()
         a2a = self._a2a
         c = a2a.combine_send(rows, d, weighted=not apply_router_weight_on_input, out=output)
@@ -207,7 +210,9 @@ class Tokens(PrepareAndFinalize):
         self._global = layer.placement.global_of_local(manager.device)
 
     def _received(self, d: Dispatched, quant_config: Any, deferred: bool) -> Any:
-        assert d.topk_ids is not None and d.topk_weights is not None and d.num_rows is not None
+        assert d.topk_ids is not None
+        assert d.topk_weights is not None
+        assert d.num_rows is not None
         rows = self._rows(d)
         x, ids = d.x[:rows], d.topk_ids[:rows]
         # Rows that no token fills hold anything.

@@ -45,7 +45,7 @@ def _accept_the_name(settings: Serving, refusal: str | None) -> None:
     from vllm.config import parallel
 
     known = typing.get_args(parallel.All2AllBackend)
-    parallel.All2AllBackend = typing.Literal[(*known, NAME)]
+    parallel.All2AllBackend = typing.Literal.__getitem__((*known, NAME))
     config = parallel.ParallelConfig
     config.__annotations__["all2all_backend"] = parallel.All2AllBackend
     field = config.__dataclass_fields__["all2all_backend"]
@@ -120,7 +120,7 @@ def kernels() -> None:
 
 
 def _answer_for_the_layers() -> None:
-    """The configuration of a layer knows by name whether experts are given batches, and whether round-robin placement has tables."""
+    """The configuration of a layer knows by name whether experts are given batches, and whether placement may be round-robin."""
     from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 
     def batched(config: Any, settings: Serving) -> bool:
@@ -139,9 +139,7 @@ def _make_our_prepare_and_finalize() -> None:
 
     theirs = all2all_utils.maybe_make_prepare_finalize
 
-    def maybe_make_prepare_finalize(
-        moe: Any, quant_config: Any, routing_tables: Any = None, *arguments: Any, **more: Any
-    ) -> Any:
+    def maybe_make_prepare_finalize(moe: Any, quant_config: Any, routing_tables: Any = None, *arguments: Any, **more: Any) -> Any:
         parallel = moe.moe_parallel_config
         if not (parallel.use_all2all_kernels and ours(parallel.all2all_backend)):
             return theirs(moe, quant_config, routing_tables, *arguments, **more)

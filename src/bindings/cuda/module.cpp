@@ -199,6 +199,7 @@ void bind_exchange(py::module_& m) {
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
       .def("peer_left", &Exchange::peer_left, py::arg("peer"))
+      .def("peer_busy", &Exchange::peer_busy, py::arg("peer"), py::arg("busy"))
       .def("name_networks", &Exchange::name_networks, py::arg("by_peer"))
       .def(
           "drain", [](Exchange& e, Address stream, double seconds) { e.drain(pointer<CUstream_st>(stream), seconds); },
@@ -210,6 +211,7 @@ void bind_exchange(py::module_& m) {
       })
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
+      .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps);
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),

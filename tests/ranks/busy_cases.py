@@ -1,0 +1,101 @@
+"""What ranks do while one of them says that it is busy; see harness."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+import pplx_comm as pc
+
+TIMEOUT = 0.5
+
+
+def _all_to_all(me: Any, transport: str) -> pc.AllToAll:
+    provider = transport.partition(":")[2] or None
+    a2a = pc.AllToAll(
+        me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT,
+        transport=transport.partition(":")[0], provider=provider,
+    )  # fmt: skip
+    a2a.warmup()  # the first step has more time
+    return a2a
+
+
+def _step(a2a: pc.AllToAll) -> float:
+    x = torch.ones(4, 16)
+    d = a2a.dispatch(x, torch.arange(4)[:, None])
+    return float((a2a.combine(d.x, d) - x).abs().max())
+
+
+def late_step(me: Any, transport: str, late: int, busy: bool) -> dict[str, Any]:
+    a2a = _all_to_all(me, transport)
+    begun = time.monotonic()
+    try:
+        if me.rank != late:
+            me.say("waits")
+            worst = _step(a2a)
+        elif busy:
+            with me.comm.busy("compiling"), me.comm.busy("and more"):
+                me.say("busy")
+                me.hear()
+                time.sleep(3 * TIMEOUT)  # being late is the subject
+            worst = _step(a2a)
+        else:
+            me.say("busy")
+            me.hear()
+            time.sleep(3 * TIMEOUT)
+            worst = _step(a2a)
+    except pc.PeerError as problem:
+        return {"type": type(problem).__name__, "peer": problem.peer, "seconds": time.monotonic() - begun}
+    finally:
+        a2a.close()
+    return {"worst": worst, "seconds": time.monotonic() - begun}
+
+
+def late_barrier(me: Any, late: int) -> float:
+    begun = time.monotonic()
+    if me.rank == late:
+        with me.comm.busy():
+            me.say("busy")
+            me.hear()
+            time.sleep(3 * TIMEOUT)  # being late is the subject
+    else:
+        me.hear()  # that the other says it
+    me.comm.barrier(TIMEOUT)
+    return time.monotonic() - begun
+
+
+def dies_busy(me: Any, late: int) -> dict[str, Any]:
+    a2a = _all_to_all(me, "mapped")
+    if me.rank == late:
+        with me.comm.busy("dying"):
+            me.say("busy")
+            me.hear()
+            os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    try:
+        me.say("waits")
+        _step(a2a)
+    except pc.PeerError as problem:
+        return {"peer": problem.peer, "message": str(problem), "seconds": time.monotonic() - begun}
+    return {}
+
+
+def stops_after(me: Any, late: int) -> dict[str, Any]:
+    """It was busy, and is no longer: it is blamed as ever."""
+    a2a = _all_to_all(me, "mapped")
+    with me.comm.busy():
+        pass
+    me.comm.barrier()
+    if me.rank == late:
+        me.say("idle")
+        me.hear()
+        return {}
+    try:
+        _step(a2a)
+    except pc.StepTimeout as problem:
+        return {"peer": problem.peer}
+    return {}

@@ -1,0 +1,52 @@
+"""A rank that says that it is busy is not blamed; one that only is late is."""
+
+from __future__ import annotations
+
+import pytest
+from busy_cases import TIMEOUT
+from harness import Crew
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_late_step(transport: str, busy: bool) -> None:
+    with Crew(3) as crew:
+        crew.start("busy_cases:late_step", transport, 1, busy)
+        crew.heard(1, "busy")
+        for rank in (0, 2):
+            crew.heard(rank, "waits")
+        crew.tell(1)
+        results = crew.collect(30)
+    if busy:
+        assert all(result["worst"] == 0 for result in results), results
+        assert results[0]["seconds"] > 2 * TIMEOUT, results
+    else:
+        assert all(results[rank]["type"] == "StepTimeout" and results[rank]["peer"] == 1 for rank in (0, 2)), results
+
+
+def test_a_late_barrier() -> None:
+    with Crew(2) as crew:
+        crew.start("busy_cases:late_barrier", 1)
+        crew.heard(1, "busy")
+        crew.tell(0)
+        crew.tell(1)
+        assert crew.collect(30)[0] > 2 * TIMEOUT
+
+
+def test_a_death_is_noticed_all_the_same() -> None:
+    with Crew(2) as crew:
+        crew.start("busy_cases:dies_busy", 1)
+        crew.heard(1, "busy")
+        crew.heard(0, "waits")
+        crew.tell(1)
+        (result,) = crew.collect(30, ranks=[0])
+    assert result["peer"] == 1 and "died" in result["message"] and result["seconds"] < 3, result
+
+
+def test_blamed_when_it_is_busy_no_longer() -> None:
+    with Crew(2) as crew:
+        crew.start("busy_cases:stops_after", 1)
+        crew.heard(1, "idle")
+        (result,) = crew.collect(30, ranks=[0])
+        crew.tell(1)
+    assert result == {"peer": 1}
