@@ -108,6 +108,25 @@ def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
             assert crew.run("emulated:gdrcopy_is_used", module(), case) == [used, used]
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_rank_that_is_busy(busy: bool) -> None:
+    with Crew(2) as crew:
+        crew.start("emulated:call", module(), "busy_cases:late_step", "mapped", 1, busy, device="cuda")
+        crew.heard(1, "busy")
+        crew.heard(0, "waits")
+        crew.tell(1)
+        results = crew.collect(60)
+    if busy:
+        assert all(result["worst"] == 0 for result in results), results
+    else:
+        assert results[0]["type"] == "StepTimeout" and results[0]["peer"] == 1, results
+
+
+def test_fewer_sms() -> None:
+    with Crew(2) as crew:
+        assert crew.run("emulated:call", module(), "busy_cases:fewer_sms", "cuda") == [[0.0] * 8] * 2
+
+
 @pytest.mark.parametrize("how", ["kill", "mute"])
 def test_cut_link(how: str) -> None:
     """A write fails, or is never heard of again: every rank names an end of the link, and all go on after reset()."""

@@ -14,11 +14,11 @@ import pplx_comm as pc
 TIMEOUT = 0.5
 
 
-def _all_to_all(me: Any, transport: str) -> pc.AllToAll:
+def _all_to_all(me: Any, transport: str, device: str = "cpu", **more: Any) -> pc.AllToAll:
     provider = transport.partition(":")[2] or None
     a2a = pc.AllToAll(
         me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT,
-        transport=transport.partition(":")[0], provider=provider,
+        transport=transport.partition(":")[0], provider=provider, device=device, **more,
     )  # fmt: skip
     a2a.warmup()  # the first step has more time
     return a2a
@@ -30,8 +30,8 @@ def _step(a2a: pc.AllToAll) -> float:
     return float((a2a.combine(d.x, d) - x).abs().max())
 
 
-def late_step(me: Any, transport: str, late: int, busy: bool) -> dict[str, Any]:
-    a2a = _all_to_all(me, transport)
+def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu") -> dict[str, Any]:
+    a2a = _all_to_all(me, transport, device)
     begun = time.monotonic()
     try:
         if me.rank != late:
@@ -56,6 +56,7 @@ def late_step(me: Any, transport: str, late: int, busy: bool) -> dict[str, Any]:
 
 
 def late_barrier(me: Any, late: int) -> float:
+    me.comm.barrier()
     begun = time.monotonic()
     if me.rank == late:
         with me.comm.busy():
@@ -99,3 +100,17 @@ def stops_after(me: Any, late: int) -> dict[str, Any]:
     except pc.StepTimeout as problem:
         return {"peer": problem.peer}
     return {}
+
+
+def fewer_sms(me: Any, device: str) -> list[float]:
+    """Steps on few SMs and on many, where the number changes between a dispatch and its combine, too."""
+    with _all_to_all(me, "mapped", device, num_sms=8) as a2a:
+        worst = []
+        for before, between in ((1, 1), (1000, 1), (2, 8), (1, 1000)):
+            a2a.set_num_sms(before)
+            x = torch.ones(4, 16)
+            d = a2a.dispatch(x, torch.arange(4)[:, None])
+            a2a.set_num_sms(between)
+            worst.append(float((a2a.combine(d.x, d) - x).abs().max()))
+            worst.append(_step(a2a))
+        return worst

@@ -1,6 +1,6 @@
 """One of two ranks that run vLLM's modular MoE kernel with the classes that GPUs use, on CPU tensors. Run by the engine's Python.
 
-`python conformance.py CASES` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output.
+`python conformance.py CASES BACKEND` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+BACKEND = sys.argv[2]
 BLOCK = 128
 
 
@@ -102,7 +103,7 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
 
     parallel = FusedMoEParallelConfig(
         tp_size=1, tp_rank=0, pcp_size=1, pcp_rank=0, dp_size=WORLD, dp_rank=RANK, ep_size=WORLD, ep_rank=RANK, sp_size=1,
-        use_ep=True, all2all_backend="pplx_comm", enable_eplb=False,
+        use_ep=True, all2all_backend=BACKEND, enable_eplb=False,
     )  # fmt: skip
     moe = FusedMoEConfig(
         num_experts=experts, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inner,
@@ -220,7 +221,7 @@ def main() -> None:
     load_general_plugins()
     config = VllmConfig(
         parallel_config=ParallelConfig(
-            data_parallel_size=WORLD, data_parallel_rank=RANK, enable_expert_parallel=True, all2all_backend="pplx_comm",
+            data_parallel_size=WORLD, data_parallel_rank=RANK, enable_expert_parallel=True, all2all_backend=BACKEND,
             distributed_executor_backend="external_launcher",
         ),
         device_config=DeviceConfig("cpu"),

@@ -27,17 +27,20 @@ CASES = [
 ]
 
 
-def test_formats_wires_and_placements(run: Engines) -> None:
+@pytest.mark.parametrize("backend", ["pplx_comm", "deepep_low_latency"])
+def test_formats_wires_and_placements(run: Engines, backend: str) -> None:
+    """Under its own name, and in the place of vLLM's DeepEP, which knows batches only."""
+    cases = [case for case in CASES if backend == "pplx_comm" or case["format"] == "batched"]
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        run.start([str(HERE / "conformance.py"), json.dumps(CASES)], **job, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank in range(2)
-    ]
+    if backend != "pplx_comm":
+        job["PPLX_COMM_VLLM_ALIAS"] = backend
+    arguments = [str(HERE / "conformance.py"), json.dumps(cases), backend]
+    ranks = [run.start(arguments, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     for rank in ranks:
         assert rank.ended() == 0, rank.text[-6000:]
         results = rank.said("RESULTS")
-        assert len(results) == len(CASES)
-        for case, result in zip(CASES, results, strict=True):
+        assert len(results) == len(cases)
+        for case, result in zip(cases, results, strict=True):
             bound = 0.06 if case["fp8"] else 0.012  # of the largest output: rounding to bfloat16, and to e4m3
             assert result["worst"] <= bound * max(result["largest"], 0.1), (case, result)
         assert rank.said("FAULTS") == {"mask": [0, 0], "fault": False, "after": [0, 0]}

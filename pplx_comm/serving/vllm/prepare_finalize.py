@@ -237,6 +237,8 @@ class Tokens(PrepareAndFinalize):
         if metadata is None:
             return min(everything, d.x.shape[0])
         tokens = metadata.num_tokens_across_dp_cpu
+        if len(tokens) * self._manager.tensor_parallel != self._manager.world_size:
+            return min(everything, d.x.shape[0])  # ranks of other kinds hold tokens too
         of_each = self._manager.tensor_parallel // self.layer.replicas
         # Parts of a sequence are rounded up to the same number of tokens.
         total = int((-(-tokens // of_each)).sum()) * of_each
@@ -321,7 +323,17 @@ def _wire(quant_config: Any, deferred: bool) -> Wire:
     """Blocks of 128 travel quantised; everything else is quantised where it arrives."""
     block = quant_config.block_shape
     blocks = quant_config.quant_dtype == torch.float8_e4m3fn and block is not None and block[1] == Wire.FP8.scale_block
-    return Wire.FP8 if blocks and not deferred else Wire.NATIVE
+    if not blocks or deferred:
+        return Wire.NATIVE
+    return Wire.FP8_UE8M0 if _powers_of_two() else Wire.FP8
+
+
+def _powers_of_two() -> bool:
+    """Whether vLLM gives DeepGEMM scales that are powers of two only."""
+    from vllm.platforms import current_platform
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return current_platform.is_cuda() and bool(is_deep_gemm_e8m0_used())
 
 
 def _quantised(x: torch.Tensor, filled: torch.Tensor | None, quant_config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
