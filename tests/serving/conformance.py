@@ -212,7 +212,9 @@ def faults() -> dict[str, Any]:
     before = manager.query_active_mask().tolist(), bool(manager.query_fault())
     manager.clean_buffers()
     manager.warmup()
-    return {"mask": before[0], "fault": before[1], "after": manager.query_active_mask().tolist()}
+    after = manager.query_active_mask().tolist()
+    manager.comm.barrier()  # who has left is gone
+    return {"mask": before[0], "fault": before[1], "after": after}
 
 
 def main() -> None:
