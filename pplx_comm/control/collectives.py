@@ -105,7 +105,7 @@ def _open(mesh: Mesh, tag: str, ranks: Iterable[int] | None) -> tuple[Call, list
 
 def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool], call: Call, timeout: float) -> None:
     """Returns when all have come. Messages from before a failure count: a rank may leave right after its last one."""
-    deadline = time.monotonic() + timeout
+    deadline, busy = time.monotonic() + timeout, False
     while True:
         missing = [rank for rank in others if not has_come(rank)]
         if not missing:
@@ -117,7 +117,8 @@ def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool]
         for rank in missing:
             if rank in mesh.lost:
                 raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
-        if not remaining(deadline) and mesh.someone_is_busy():
+        busy, was_busy = mesh.someone_is_busy(), busy
+        if busy or was_busy:  # the time begins when nobody is
             deadline = time.monotonic() + timeout
         if not remaining(deadline):
             raise StepTimeout(

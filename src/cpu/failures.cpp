@@ -43,10 +43,13 @@ void Failures::lost_network(const Abort& abort, const std::string& message) {
   network_is_lost_.store(true, std::memory_order_release);
 }
 
-void Failures::peer_busy(std::uint32_t peer, bool busy) { busy_since_[peer] = busy ? now_() : -1.0; }
+void Failures::peer_busy(std::uint32_t peer, bool busy) {
+  busy_since_[peer] = busy ? now_() : -1.0;
+  if (busy) someone_was_busy_.store(true, std::memory_order_release);
+}
 
-bool Failures::someone_is_busy() const {
-  const double at = now_();
+bool Failures::someone_is_busy(double at) const {
+  if (!someone_was_busy_.load(std::memory_order_acquire)) return false;
   return std::any_of(busy_since_.begin(), busy_since_.end(), [&](const std::atomic<double>& since) {
     const double busy = since.load(std::memory_order_acquire);
     return busy >= 0 && at - busy < deadlines::kBusy.seconds;

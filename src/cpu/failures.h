@@ -35,7 +35,7 @@ class Failures {
   // Throws if this wait should end: somebody failed, the peer has left, or it took longer than `patience`.
   void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
   // Any rank: the one that is waited for may wait for the busy one itself.
-  bool someone_is_busy() const;
+  bool someone_is_busy(double at) const;
   // Forgets all. `begin_generation` is called in between: what fail() says comes before both, or after.
   template <typename F>
   void reset(F&& begin_generation) {
@@ -58,6 +58,7 @@ class Failures {
   std::vector<std::atomic<double>> left_at_;  // by peer: when it said goodbye; negative: it has not
   std::atomic<bool> someone_left_{false};
   std::vector<std::atomic<double>> busy_since_;  // by peer; negative: it is not
+  std::atomic<bool> someone_was_busy_{false};
   LostNetwork lost_network_;
   double lost_at_ = 0;
   std::atomic<bool> network_is_lost_{false};

@@ -106,12 +106,13 @@ static __device__ __noinline__ Verdict ask(const Common& k, const void* word, st
   if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
   const std::uint64_t now = nanoseconds();
-  if (now - waited.begun <= limit) return Verdict::GoOn;
-  // Any rank: the one that is waited for may wait for the busy one itself.
-  if (load_acquire(&k.report->busy) != 0 && now - waited.first < kBusyNs) {
+  const bool late = now - waited.begun > limit;
+  // The time begins when nobody is busy. Any rank: the one that is waited for may wait for the busy one itself.
+  if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - waited.first < kBusyNs) {
     waited.begun = now;
     return Verdict::GoOn;
   }
+  if (!late) return Verdict::GoOn;
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
   return Verdict::Failed;
 }

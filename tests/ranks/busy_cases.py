@@ -11,7 +11,9 @@ import torch
 
 import pplx_comm as pc
 
-TIMEOUT = 0.5
+TIMEOUT = 0.7
+LATE = 2.95 * TIMEOUT
+"""Shortly before a time that began anew at each timeout would end: it must begin at the end of the busy time."""
 
 
 def _all_to_all(me: Any, transport: str, device: str = "cpu", **more: Any) -> pc.AllToAll:
@@ -41,12 +43,12 @@ def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu
             with me.comm.busy("compiling"), me.comm.busy("and more"):
                 me.say("busy")
                 me.hear()
-                time.sleep(3 * TIMEOUT)  # being late is the subject
+                time.sleep(LATE)  # being late is the subject
             worst = _step(a2a)
         else:
             me.say("busy")
             me.hear()
-            time.sleep(3 * TIMEOUT)
+            time.sleep(LATE)
             worst = _step(a2a)
     except pc.PeerError as problem:
         return {"type": type(problem).__name__, "peer": problem.peer, "seconds": time.monotonic() - begun}
@@ -62,7 +64,7 @@ def late_barrier(me: Any, late: int) -> float:
         with me.comm.busy():
             me.say("busy")
             me.hear()
-            time.sleep(3 * TIMEOUT)  # being late is the subject
+            time.sleep(LATE)  # being late is the subject
     else:
         me.hear()  # that the other says it
     me.comm.barrier(TIMEOUT)
