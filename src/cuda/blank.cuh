@@ -20,12 +20,13 @@ __device__ inline void make_blank(char* place) { *reinterpret_cast<uint4*>(place
 template <typename Look, typename Peer>
 __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look) {
   if (!__all_sync(~0u, look())) {
-    const std::uint64_t begun = nanoseconds();
-    Waited waited{begun, begun};
+    const std::uint64_t first = nanoseconds();
+    std::uint64_t begun = first;
     for (std::uint32_t i = 1; !__all_sync(~0u, look()); ++i) {
       if (i % 64 != 0) continue;
       const std::uint32_t peer = waits_for();
-      const Verdict verdict = ask(k, nullptr, i / 64, waited, phase, step, peer, 0);
+      const Verdict verdict = ask(k, nullptr, i / 64, first, begun, phase, step, peer, 0);
+      if (verdict == Verdict::Busy) begun = nanoseconds();
       if (__any_sync(~0u, verdict == Verdict::Failed)) return false;
       if (__any_sync(~0u, verdict == Verdict::Left) && !__all_sync(~0u, look())) {  // all that it sent was there before
         fail_of_leaving(k, phase, step, peer, 0);

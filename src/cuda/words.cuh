@@ -80,7 +80,8 @@ __device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
 }
 
 // Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
-enum class Verdict { GoOn, Failed, Left };
+// Busy: some rank says that it comes later, so the time in which somebody is to blame begins anew.
+enum class Verdict { GoOn, Failed, Left, Busy };
 
 // A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote.cuh), and that may wait for
 // another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
@@ -91,27 +92,21 @@ __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint
   return is_remote(k, peer) && at < k.heap.shared_bytes;
 }
 
-// Since when a wait lasts, and since when somebody is to blame for it.
-struct Waited {
-  std::uint64_t first, begun;
-};
-
 inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
 
-// `turn`: how often this wait has asked; the host's words lie across PCIe.
-static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, Waited& waited, Phase phase,
-                                           std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
+// `turn`: how often this wait has asked; the host's words lie across PCIe. `first`: since when it lasts; `begun`: since when somebody is
+// to blame for it.
+static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
+                                           std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                           std::uint64_t seen) {
   const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
   if (stopped(k, ask_host)) return Verdict::Failed;
   if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
   const std::uint64_t now = nanoseconds();
-  const bool late = now - waited.begun > limit;
-  // The time begins when nobody is busy. Any rank: the one that is waited for may wait for the busy one itself.
-  if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - waited.first < kBusyNs) {
-    waited.begun = now;
-    return Verdict::GoOn;
-  }
+  const bool late = now - begun > limit;
+  // Any rank: the one that is waited for may wait for the busy one itself.
+  if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - first < kBusyNs) return Verdict::Busy;
   if (!late) return Verdict::GoOn;
   fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
   return Verdict::Failed;
@@ -128,13 +123,14 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
     seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);  // a count orders nothing but itself
     return matches<match>(k, seen, step);
   };
-  const std::uint64_t begun = nanoseconds();
-  Waited waited{begun, begun};
+  const std::uint64_t first = nanoseconds();
+  std::uint64_t begun = first;
   for (std::uint32_t i = 1; !look(); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, word, i / 256, waited, phase, step, peer, as_arrival<match>(seen));
+    const Verdict verdict = ask(k, word, i / 256, first, begun, phase, step, peer, as_arrival<match>(seen));
     if (verdict == Verdict::Failed) return false;
-    if (verdict == Verdict::GoOn || look()) continue;
+    if (verdict == Verdict::Busy) begun = nanoseconds();
+    if (verdict != Verdict::Left || look()) continue;
     fail_of_leaving(k, phase, step, peer, as_arrival<match>(seen));
     return false;
   }
