@@ -57,6 +57,7 @@ def summary(runs: list[dict[str, Any]]) -> str:
         f"- commit: {first['version']}; {runs[0]['date']} to {runs[-1]['date']}",
         f"- machine: {machine['cpu']}, {machine['cores_allowed']} cores, {machine['isa']}, Linux {machine['kernel']}",
         f"- versions: {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        *([f"- {first['software_device']}"] if first.get("software_device") else []),
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),

@@ -21,7 +21,7 @@ import pplx_comm._core as _core
 from pplx_comm._version import __version__
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.control import memfd
-from pplx_comm.efasoft.machines import FIRMWARE
+from pplx_comm.efasoft.machines import is_software, sysfs_here
 from pplx_comm.errors import Error
 from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of
 from pplx_comm.layouts import Padded
@@ -133,30 +133,18 @@ def _fabric(settings: Settings) -> list[Finding]:
     for name, provider in status["providers"].items():
         if provider["available"]:
             nics = f"over {', '.join(provider['nics'])}" if provider["nics"] else "no NIC named"
-            if any(_is_software(nic) for nic in provider["nics"]):
+            if any(is_software(nic) for nic in provider["nics"]):
                 nics += ", a software device (pplx_comm efa-soft): for tests, its figures are no NIC's"
             findings.append(Finding(name, True, nics + (", device memory" if provider["device_memory"] else "")))
         else:
             findings.append(Finding(name, False, provider["why_not"], _provider_fix(name)))
     findings += _choices(settings)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if (_sysfs() / "class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
+    if (sysfs_here() / "class/infiniband").is_dir() and limit != resource.RLIM_INFINITY:
         findings.append(
             Finding("locked memory", False, f"limited to {limit} bytes: RDMA NICs must pin memory", "ulimit -l unlimited")
         )
     return findings
-
-
-def _sysfs() -> Path:
-    """As libfabric's providers find it."""
-    return Path(os.environ.get("SYSFS_PATH", "/sys"))
-
-
-def _is_software(nic: str) -> bool:
-    """By its firmware: libfabric calls the NIC NAME-rdm, or -dgrm."""
-    with contextlib.suppress(OSError):
-        return (_sysfs() / "class/infiniband" / nic.partition("-")[0] / "fw_ver").read_text().strip() == FIRMWARE
-    return False
 
 
 GPU_CLASSES = ("0x0300", "0x0302")
@@ -165,7 +153,7 @@ GPU_CLASSES = ("0x0300", "0x0302")
 
 def _gpu_addresses(sysfs: Path | None = None) -> list[str]:
     """NVIDIA's, in the order in which CUDA counts them with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
-    found, sysfs = [], sysfs or _sysfs()
+    found, sysfs = [], sysfs or sysfs_here()
     for device in sorted((sysfs / "bus/pci/devices").glob("*")):
         with contextlib.suppress(OSError):
             kind, vendor = ((device / name).read_text().strip() for name in ("class", "vendor"))
@@ -211,7 +199,7 @@ def _placement(number: int, provider: str, nics: list[str] | None, localities: l
 
 
 def _provider_fix(name: str) -> str | None:
-    rdma = (_sysfs() / "class/infiniband").is_dir()
+    rdma = (sysfs_here() / "class/infiniband").is_dir()
     if name.startswith("efa"):
         return (
             EFA_INSTALLER

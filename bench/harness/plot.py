@@ -87,7 +87,8 @@ def plot(record: dict[str, Any], path: str) -> None:
     figure.legend(handles, labels, loc="lower center", ncol=min(4, len(labels)), frameon=False)
     layer = f"hidden {o['hidden']}, {o['experts']} experts, top-{o['top_k']}, {o['dtype']}, wire {o['wire']}"
     where = f"{m['cpu']}, {m['cores_allowed']} cores; pplx_comm {record['version']}, {record['date']}"
-    figure.suptitle(f"{record['ranks']} ranks, {layer}, {o['layout'].partition('(')[0]}\n{where}", fontsize=11)
+    device = f"\n{record['software_device']}" if record.get("software_device") else ""
+    figure.suptitle(f"{record['ranks']} ranks, {layer}, {o['layout'].partition('(')[0]}\n{where}{device}", fontsize=11)
     rows = -(-len(labels) // 4)
     figure.tight_layout(rect=(0, 0.035 * rows + 0.02, 1, 1))
     figure.savefig(path, dpi=130)

@@ -14,12 +14,32 @@ from typing import Any
 from bench.harness.options import Options
 from bench.harness.results import FUSED, Point, Results
 from bench.harness.world import World
+from bench.harness.writes import remote_ranks
 from pplx_comm._version import __version__
+from pplx_comm.efasoft.machines import software_nics
 from pplx_comm.layouts import Compact, Layout
 from pplx_comm.machine import machine, versions
 from pplx_comm.wiring import libfabric
 
 SCHEMA = 1
+
+
+def software_device(options: Options, world: World) -> str | None:
+    """What played the EFA in this run, for every table: its figures must not pass for a NIC's."""
+    over = [
+        one.name
+        for one in options.transports
+        if one.transport in ("auto", "proxy") and _may_be_efa(one.provider) and remote_ranks(world, one)
+    ]
+    nics = software_nics() if over else 0
+    if not nics:
+        return None
+    return f"software device (pplx_comm efa-soft, {nics} NIC{'s' if nics > 1 else ''}) under {', '.join(over)}: no NIC's figures"
+
+
+def _may_be_efa(provider: str | None) -> bool:
+    """Of several, the best there is, which is efa."""
+    return provider is None or provider.startswith("efa")
 
 
 def _number(value: float) -> str:
@@ -92,11 +112,13 @@ def table(options: Options, results: Results, world: World) -> str:
         return "  ".join(aligned).rstrip()
 
     o = options
+    device = software_device(options, world)
     lines = [
         f"pplx_comm {__version__}: {world.size} ranks, {world.threads} thread(s) each, {_machine_line()}",
         f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, {str(o.dtype).removeprefix('torch.')}, wire {o.wire}, "
         f"{_layout(o.layout)}, {o.routing} routing",
         f"microseconds {_what_time_is(options, world)}; KiB that a rank sends",
+        *([device] if device else []),
         "",
     ]
     indent = sum(widths[:3]) + 6
@@ -160,6 +182,7 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         "one_host": world.together,
         "options": options.described(),
         "machine": machine(),
+        "software_device": software_device(options, world),
         "versions": libraries,
         "unit": "us",
         "points": [

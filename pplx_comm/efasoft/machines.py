@@ -5,6 +5,7 @@ The launcher makes one for the software device, the tests of NIC choice make man
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,23 @@ from pathlib import Path
 
 FIRMWARE = "efasoft"
 AMAZON, EFA_DEVICE = "0x1d0f", "0xefa2"
+
+
+def sysfs_here() -> Path:
+    """As libfabric's providers find it."""
+    return Path(os.environ.get("SYSFS_PATH", "/sys"))
+
+
+def is_software(nic: str) -> bool:
+    """By its firmware: libfabric calls the NIC NAME-rdm, or -dgrm."""
+    with contextlib.suppress(OSError):
+        return (sysfs_here() / "class/infiniband" / nic.partition("-")[0] / "fw_ver").read_text().strip() == FIRMWARE
+    return False
+
+
+def software_nics() -> int:
+    """How many of the NICs that this process sees are the software device's."""
+    return sum(is_software(nic.name) for nic in (sysfs_here() / "class/infiniband").glob("*"))
 
 
 @dataclass

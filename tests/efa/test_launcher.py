@@ -1,11 +1,13 @@
-"""python -m pplx_comm efa-soft: what COMMAND gets, what comes back, and that nothing is left. Of the NICs themselves nothing is used here."""
+"""python -m pplx_comm efa-soft: what COMMAND gets, what comes back, and that nothing is left. Of the NICs themselves little is used here."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -177,6 +179,50 @@ def test_a_port_by_name_and_number(tmp_path: Path, capfd: pytest.CaptureFixture[
         assert "has opened" in capfd.readouterr().err
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(20)
+
+
+WRITES = """
+import ctypes, json, sys
+from harness.environment import control_plane_only
+control_plane_only()
+from mpi4py import MPI
+from bench import _instruments
+from pplx_comm.wiring import libfabric
+
+world = MPI.COMM_WORLD
+rank, size = world.rank, 4096
+fabric = libfabric.open_fabric("efa")
+memory = ctypes.create_string_buffer(bytes([65 + rank]) * size + bytes(size), 2 * size)
+region = fabric.register_memory(ctypes.addressof(memory), 2 * size, shared_bytes=2 * size)
+address, description = world.allgather((fabric.address(), region.description))[1 - rank]
+fabric.insert_peer(7, address)
+there = fabric.import_region(7, description)
+world.barrier()
+_instruments.bare_writes(fabric, region, [(7, there, size, 0, size)], 1, rounds=10, timeout=20.0)
+said = [fabric.endpoint_name(0), memory.raw[size:] == bytes([66 - rank]) * size]
+done = world.Ibarrier()
+while not done.Test():
+    fabric.poll()  # the other's last write may need this side
+fabric.close()
+said = world.gather(said)
+if rank == 0:
+    print(json.dumps(said))
+"""
+"""Ranks that MPI started write to each other on the device."""
+
+
+def test_under_mpirun(tmp_path: Path) -> None:
+    """MPI loads a libfabric and the host's libibverbs before ours; nevertheless the writes go over the device."""
+    pytest.importorskip("mpi4py")
+    mpirun = shutil.which("mpirun", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    if mpirun is None:
+        pytest.skip("no mpirun")
+    (tmp_path / "writes.py").write_text(WRITES)
+    done = launched("--receives", "256", "--", mpirun, "-n", "2", sys.executable, str(tmp_path / "writes.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout) == [["rdmap16s27-rdm", True]] * 2
+    names, figures = (line.split() for line in done.stderr.splitlines() if line.startswith(("NIC ", "rdmap16s27 ")))
+    assert int(dict(zip(names, figures, strict=True))["writes_with_immediate"]) >= 20, done.stderr
 
 
 def test_another_host_joins() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ import torch
 from harness import Crew
 
 from bench import latency
+from bench.harness import report
+from pplx_comm.efasoft import machines
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -73,6 +76,7 @@ def test_everything_that_it_writes(tmp_path: Path) -> None:
     assert record["one_host"] is True
     assert record["options"]["tokens"] == [1, 3]
     assert record["options"]["seed"] == 1
+    assert record["software_device"] is None
     assert "latency.py --hidden 256" in record["command"]
     assert "--tokens 3,1" in record["command"]
     assert {"cpu", "cores_allowed", "kernel", "isa"} <= set(record["machine"])
@@ -131,6 +135,26 @@ def test_under_mpirun_mpi_is_a_peer(tmp_path: Path) -> None:
     record = json.loads(written.read_text())
     assert record["ranks"] == 3
     assert {peer["peer"] for peer in record["peers"]} == {"gloo", "mpi"}
+
+
+def test_figures_of_the_software_device_are_named_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes over it by a proxy, and nothing else."""
+    world: Any = SimpleNamespace(rank=0, size=4, comm=SimpleNamespace(control=SimpleNamespace(same_node=lambda rank: True)))
+
+    def named(transports: str, *more: str) -> str | None:
+        given = latency.parser_of("latency.py", "").parse_args(["--transport", transports, *more])
+        return report.software_device(latency.from_arguments(given), world)
+
+    machines.p5(tmp_path)
+    assert named("proxy:efa") is None or report.software_nics()  # of this machine
+    monkeypatch.setenv("SYSFS_PATH", str(tmp_path))
+    assert "(pplx_comm efa-soft, 32 NICs) under proxy:efa-direct, proxy: " in (
+        named("mapped,proxy:tcp,proxy:efa-direct,proxy") or ""
+    )
+    assert "under auto:efa: no NIC's figures" in (named("auto:efa", "--node-size", "2") or "")
+    assert named("mapped,auto,proxy:tcp") is None
+    (tmp_path / "class/infiniband/rdmap79s0/fw_ver").write_text("1.0\n")
+    assert "31 NICs" in (named("proxy:efa") or "")
 
 
 @pytest.mark.parametrize(("plant", "says"), [("combine", "combine: y[0, 0]"), ("dispatch", "d.src_token")])
