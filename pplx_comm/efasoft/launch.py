@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument("--gbit", type=size, metavar="G", help="Gbit/s of each NIC (0: as fast as memory)")
     receives = _number(int, 16, 2**20, "a whole number, 16 or more")
     network.add_argument(
-        "--receives", type=receives, metavar="R", help="receives that a queue takes (32768); efa fills it, 9 KiB each"
+        "--receives", type=receives, metavar="R", help="receives that a queue takes (8192); efa fills it, 9 KiB each"
     )
     network.add_argument("--fail", metavar="SPEC", help="faults, with ; between them, for example error=13,nic=0,after=100")
     software = parser.add_argument_group("the software")

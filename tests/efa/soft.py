@@ -18,7 +18,7 @@ MIXED = ("mixed:efa", "mixed:efa-direct")
 
 def software(**options: Any) -> SoftEfa:
     """Closed by the caller. `more`: further variables of the device, by name."""
-    # efa fills the queue at once, 9 KiB each: with the device's 32768 opening eight ranks' endpoints took a minute.
+    # efa fills the queue at once, 9 KiB each: with 32768 of them opening eight ranks' endpoints took a minute.
     options.setdefault("receives", 1024)
     more = tuple((name, str(value)) for name, value in options.pop("more", {}).items())
     try:
