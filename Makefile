@@ -129,10 +129,10 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 # Mutants take two cores; the sanitizers' programs have one thread or wait, so their trees go side by side. pytest measures times and
-# has the machine for itself; it comes last, so that its closing line is the last thing printed. An empty expression selects the slow tests too.
+# has the machine for itself; it comes last, so that its closing line is the last thing printed. The expression selects the slow tests too.
 check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
-	$(PY) -m pytest tests -m '' --durations=15
+	$(PY) -m pytest tests -m 'not by_hand' --durations=15
 
 # The environment of the engines is made once and kept: tools/serving_env.sh says where.
 check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process
