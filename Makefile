@@ -117,7 +117,7 @@ define sanitized
 	cmake -S . -B build/$(1) $$(command -v ninja >/dev/null && echo -G Ninja) \
 	    -DPPLX_PYTHON=OFF -DPPLX_TESTS=ON -DPPLX_SANITIZE=$(2)
 	cmake --build build/$(1) --target pplx_cpp_tests
-	ctest --test-dir build/$(1) --output-on-failure
+	ctest --test-dir build/$(1) --output-on-failure -j2
 endef
 
 cpp-asan: $(deps)  ## the C++ tests under AddressSanitizer and UBSan
@@ -128,11 +128,11 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 
 comma := ,
 
-# Mutants take two cores; the sanitizers' programs have one thread or wait, so their trees go side by side. pytest measures times and
-# has the machine for itself; it comes last, so that its closing line is the last thing printed. The expression selects the slow tests too.
+# Each step keeps both of two cores busy: mutants three at a time, the sanitizers' trees and pytest's halves side by side. pytest comes
+# last, so that its closing line is the last thing printed. The expression selects the slow tests too.
 check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
-	$(PY) -m pytest tests -m 'not by_hand' --durations=15
+	$(PY) tests/halves.py -m 'not by_hand' --durations=15
 
 # The environment of the engines is made once and kept: tools/serving_env.sh says where.
 check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process

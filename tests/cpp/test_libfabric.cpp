@@ -6,6 +6,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -906,6 +907,50 @@ void test_forked(const std::string& provider) {
   CHECK(shm_files() == before);
 }
 
+void run_provider(const std::string& provider, std::uint64_t seed) {
+  const Clock::time_point start = Clock::now();
+  std::printf("  %s\n", provider.c_str());
+  test_two_in_one_process(provider, 1, 1, seed);
+  test_two_in_one_process(provider, 2, 2, seed + 10);
+  test_two_in_one_process(provider, 3, 2, seed + 20);
+  test_three_in_one_process(provider, seed + 30);
+  test_two_processes(provider, 1, seed + 40);
+  test_two_processes(provider, 2, seed + 50);
+  test_a_stranger(provider);
+  test_zero_bytes_without_regions(provider);
+  test_again(provider);
+  test_misuse(provider);
+  test_forked(provider);
+  test_removed_peer_that_lives(provider);
+  test_bare_writes(provider);
+  test_open_and_close(provider);
+  const bool may_hang = provider == "shm" && libfabric::library().version < libfabric::version(1, 18);   // its spin lock, see providers.cpp
+  test_killed_peer(provider, false);
+  if (!may_hang) test_killed_peer(provider, true);
+  if (!may_hang) test_killed_at_any_moment(provider, seed + 60);
+  if (provider == "shm") test_files_of_the_dead();
+  std::printf("  %s: ok, %.1f s\n", provider.c_str(), seconds_since(start));
+}
+
+pid_t start(const std::vector<std::string>& arguments, int output) {
+  const pid_t pid = fork();
+  CHECK(pid >= 0);
+  if (pid != 0) return pid;
+  std::vector<const char*> words = {"/proc/self/exe"};
+  for (const std::string& argument : arguments) words.push_back(argument.c_str());
+  words.push_back(nullptr);
+  if (output >= 0) dup2(output, STDOUT_FILENO);
+  execv(words[0], const_cast<char**>(words.data()));
+  _exit(127);
+}
+
+int ended(pid_t pid) {
+  int status = 0;
+  CHECK_EQ(waitpid(pid, &status, 0), pid);
+  return status;
+}
+
+// The providers side by side, since their tests mostly wait.
 int run_all(bool times) {
   const libfabric::Library& library = libfabric::library();
   std::printf("%s: libfabric %s\n", library.path.c_str(), libfabric::version_text(library.version).c_str());
@@ -915,33 +960,30 @@ int run_all(bool times) {
     for (const std::string& provider : providers) print_times(provider);
     return 0;
   }
-  const std::uint64_t seed = check::seed(20261121);
+  const std::string seed = std::to_string(check::seed(20261121));
+  struct Run {
+    pid_t pid;
+    int output;
+  };
+  std::vector<Run> runs;
   for (const std::string& provider : providers) {
-    const Clock::time_point start = Clock::now();
-    std::printf("  %s\n", provider.c_str());
-    test_two_in_one_process(provider, 1, 1, seed);
-    test_two_in_one_process(provider, 2, 2, seed + 10);
-    test_two_in_one_process(provider, 3, 2, seed + 20);
-    test_three_in_one_process(provider, seed + 30);
-    test_two_processes(provider, 1, seed + 40);
-    test_two_processes(provider, 2, seed + 50);
-    test_a_stranger(provider);
-    test_zero_bytes_without_regions(provider);
-    test_again(provider);
-    test_misuse(provider);
-    test_forked(provider);
-    test_removed_peer_that_lives(provider);
-    test_bare_writes(provider);
-    test_open_and_close(provider);
-    const bool may_hang = provider == "shm" && library.version < libfabric::version(1, 18);   // its spin lock, see providers.cpp
-    test_killed_peer(provider, false);
-    if (!may_hang) test_killed_peer(provider, true);
-    if (!may_hang) test_killed_at_any_moment(provider, seed + 60);
-    if (provider == "shm") test_files_of_the_dead();
-    std::printf("  %s: ok, %.1f s\n", provider.c_str(), seconds_since(start));
-    std::fflush(stdout);
+    const int output = memfd_create("output", MFD_CLOEXEC);
+    CHECK(output >= 0);
+    runs.push_back({start({"--provider", provider, seed}, output), output});
   }
-  return 0;
+  int failed = 0;
+  for (const Run& run : runs) {
+    failed |= ended(run.pid);
+    CHECK(lseek(run.output, 0, SEEK_SET) == 0);
+    char text[4096];
+    while (const ssize_t count = read(run.output, text, sizeof(text))) {
+      CHECK(count > 0);
+      std::fwrite(text, 1, static_cast<std::size_t>(count), stdout);
+    }
+    std::fflush(stdout);
+    close(run.output);
+  }
+  return failed == 0 ? 0 : 1;
 }
 
 int run_child(const std::vector<std::string>& arguments) {
@@ -960,15 +1002,8 @@ int run_child(const std::vector<std::string>& arguments) {
 
 // A process has one libfabric, so each gets its own.
 int run_with(const std::string& path, bool times) {
-  const pid_t pid = fork();
-  if (pid == 0) {
-    if (!path.empty()) setenv("PPLX_LIBFABRIC", path.c_str(), 1);
-    execl("/proc/self/exe", "/proc/self/exe", times ? "--times-of-one" : "--one", nullptr);
-    _exit(127);
-  }
-  int status = 0;
-  CHECK_EQ(waitpid(pid, &status, 0), pid);
-  return status;
+  if (!path.empty()) setenv("PPLX_LIBFABRIC", path.c_str(), 1);
+  return ended(start({times ? "--times-of-one" : "--one"}, -1));
 }
 
 }  // namespace
@@ -977,6 +1012,10 @@ int main(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::string mode = arguments.empty() ? "" : arguments[0];
   if (mode == "--child") return run_child({arguments.begin() + 1, arguments.end()});
+  if (mode == "--provider") {
+    run_provider(arguments.at(1), std::stoull(arguments.at(2)));
+    return 0;
+  }
   if (mode == "--one" || mode == "--times-of-one") return run_all(mode == "--times-of-one");
   try {
     libfabric::library();

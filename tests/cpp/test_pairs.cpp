@@ -1,7 +1,9 @@
 // The libfabric back end as a proxy uses it, between processes that all write to all others: every write arrives once and whole, every
 // write is reported sent once, whatever the order.
 //
-//   test_pairs [PROVIDER [CONTACTS [RANKS]]]      tcp, once, 4 ranks; of more contacts only the first has more than one round
+//   test_pairs [PROVIDER [CONTACTS [RANKS [SECONDS]]]]      tcp, once, 4 ranks, at most 15 s a round
+//
+// Of more contacts only the first has more than one round.
 //
 // The planted bugs of tests/mutants are caught by it over efa and efa-direct, on software NICs.
 #include <signal.h>
@@ -29,7 +31,7 @@ constexpr int kWrites = 24;             // of a rank to each other one, in a rou
 constexpr std::size_t kPiece = 7168;
 constexpr int kRounds = 12;             // more immediates than a provider gets receives posted at once
 constexpr int kBurst = 1500;            // writes of 8 bytes to each, faster than any queue
-constexpr double kLimit = 15;           // seconds of a round
+double limit = 15;                      // seconds of a round
 
 // All ranks send bytes to the test's own process, which sends all ranks all of them.
 struct Meeting {
@@ -134,7 +136,7 @@ class Rank {
       if (at >= seen.size() || seen[at]++ != 0) check::fail(__FILE__, __LINE__, what_ + ": a completion came twice, or is nobody's");
       --left_;
     }
-    if (std::chrono::duration<double>(Clock::now() - begin).count() > kLimit)
+    if (std::chrono::duration<double>(Clock::now() - begin).count() > limit)
       check::fail(__FILE__, __LINE__, what_ + ": " + std::to_string(left_) + " completions are missing");
   }
 
@@ -209,5 +211,6 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (argc > 3) ranks = std::atoi(argv[3]);
+  if (argc > 4) limit = std::atof(argv[4]);
   return run(argc > 1 ? argv[1] : "tcp", argc > 2 ? std::atoi(argv[2]) : 1);
 }

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from harness import Crew, Crews
 
+from pplx_comm.efasoft import libfabrics
 from pplx_comm.efasoft.device import Options, SoftEfa
 from pplx_comm.errors import Error
 
@@ -22,9 +23,10 @@ def software(**options: Any) -> SoftEfa:
     options.setdefault("receives", 1024)
     more = tuple((name, str(value)) for name, value in options.pop("more", {}).items())
     try:
-        return SoftEfa(Options(more=more, **options))
+        libfabrics.find(options.get("libfabric"))
     except Error as problem:
         pytest.skip(str(problem))
+    return SoftEfa(Options(more=more, **options))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
     python tests/mutants/run.py EAGAIN wrap        those whose names have one of these words
 
 The tree as it is needs no build of its own: its objects are those of `make build`. A mutant compiles the files that depend on its own
-and that its catcher is linked of, in a folder of its own, and links them with the objects of the others; two at a time.
+and that its catcher is linked of, in a folder of its own, and links them with the objects of the others; a few at a time.
 Exit code 1 if one survives, or no longer applies, or if the tests fail on the tree as it is.
 """
 
@@ -38,7 +38,7 @@ LIBRARY = "libpplx_core.a"
 PARTS = ("pplx_core", "pplx_vector_")  # the targets whose objects are in it
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
 FASTER = "-O1"  # than what `make build` compiles with: most mutants are caught at once, and compiling them is what takes time
-AT_ONCE = min(2, os.cpu_count() or 1)
+AT_ONCE = (os.cpu_count() or 1) + 1  # one more than cores: some mutants are caught by waiting
 
 T = TypeVar("T")
 
@@ -203,7 +203,7 @@ class Program:
         if not self.catcher.beside:
             return ""
         code, _ = self._call(program, self.catcher.beside)
-        return f"; {' '.join(self.catcher.beside)} {'passes' if code == 0 else 'fails, too'}"
+        return f"; {self.catcher.beside[0]} {'passes' if code == 0 else 'fails, too'}"
 
     def _call(self, program: Path, arguments: tuple[str, ...]) -> tuple[int | None, str]:
         under = [sys.executable, *self.catcher.under] if self.catcher.under else []
