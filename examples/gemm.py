@@ -1,10 +1,10 @@
 """Which layout, wire and scales each grouped GEMM takes, tried: mpirun -n 2 python examples/gemm.py --device cuda
 
-Tokens are dispatched, every expert multiplies its rows with its weights, and combine brings the results back. The GEMM reads what
-dispatch wrote, with no copy between. docs/gemm.md says why each wants what it gets.
+Tokens are dispatched, every expert multiplies its rows with its weights, and combine brings the results back. The GEMM reads
+what dispatch wrote, with no copy between. docs/gemm.md says why each wants what it gets.
 
-The end is compared with float32 arithmetic on the tokens as they were; what is left is what the formats round. Magnitudes differ from
-block to block, so that a scale in the wrong place shows. One expert has tokens of all ranks, another has none.
+The end is compared with float32 arithmetic on the tokens as they were: what differs is what the formats round. Magnitudes vary
+from block to block, so that a scale in the wrong place shows. One expert gets every token, another gets none.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is built is found without being installed
-for cache in ("DG_JIT_CACHE_DIR", "TRITON_CACHE_DIR"):  # home may be read-only
-    os.environ.setdefault(cache, str(Path(tempfile.gettempdir(), f"pplx_comm-gemm-{os.getuid()}", cache)))
 
 import pplx_comm as pc
 
@@ -34,6 +32,9 @@ try:
     import triton.language as tl
 except ImportError:
     triton = None
+
+for cache in ("DG_JIT_CACHE_DIR", "TRITON_CACHE_DIR"):  # home may be read-only
+    os.environ.setdefault(cache, str(Path(tempfile.gettempdir(), f"pplx_comm-gemm-{os.getuid()}", cache)))
 
 BLOCK = 128
 """Elements of a row that share a scale on wire="fp8"; of the weights, rows and columns."""
@@ -76,12 +77,10 @@ class Gemm:
     """Raises Missing."""
     wire: str = "native"
     scale_layout: str = "row"
+    weights: str = "bf16"
+    """What it takes: "bf16" or "fp8"."""
     in_graph: bool = True
     """Whether a CUDA graph takes it: the host knows nothing of the counts."""
-
-    @property
-    def weights(self) -> str:
-        return "bf16" if self.wire == "native" else "fp8"
 
     @property
     def limit(self) -> float:
@@ -104,7 +103,7 @@ def loop(d: pc.Dispatched, layer: Layer) -> torch.Tensor:
 def batched(d: pc.Dispatched, layer: Layer) -> torch.Tensor:
     """All rows of Padded, filled or not. The codes become bfloat16 first, since bmm takes no scales."""
     x = d.x.float().unflatten(-1, (-1, BLOCK)) * d.scale[..., None]
-    return torch.bmm(x.flatten(-2).to(torch.bfloat16), dequantised(layer.fp8, layer.fp8_scale).mT)
+    return torch.bmm(x.flatten(-2).to(torch.bfloat16), layer.bf16.mT)
 
 
 def grouped_mm(d: pc.Dispatched, layer: Layer) -> torch.Tensor:
@@ -115,17 +114,16 @@ def grouped_mm(d: pc.Dispatched, layer: Layer) -> torch.Tensor:
 def needs_grouped_mm(layer: Layer) -> None:
     if not hasattr(torch, "_grouped_mm"):
         raise Missing(f"torch {torch.__version__} has none")
-    a, b = torch.zeros(16, 16).bfloat16(), torch.zeros(1, 16, 16).bfloat16()
+    ends = torch.ones(len(layer.bf16), dtype=torch.int32, device=layer.device)
     try:
-        torch._grouped_mm(a.to(layer.device), b.to(layer.device), offs=torch.tensor([8], dtype=torch.int32, device=layer.device))
+        torch._grouped_mm(layer.x[:1], layer.bf16.mT, offs=ends)
     except NotImplementedError:
         raise Missing(f"torch {torch.__version__} has none for {layer.device.type}") from None
 
 
 def needs_scaled_grouped_mm(layer: Layer) -> None:
     raise Missing(
-        "torch._scaled_grouped_mm takes a float32 scale per row, which no wire has; with scales per 32 (MXFP8) it needs compute "
-        "capability 10.0 and reorders them"
+        "on compute capability 9.0 it takes a scale per row, which no wire has; on 10.0 those of mxfp8, in an order of its own"
     )
 
 
@@ -183,8 +181,8 @@ TILE = 64
 
 def kernel_of_tile(
     x, x_scale, w, w_scale, offsets, out,
-    hidden, columns, experts, row_stride, scale_stride,
-    EXPERTS: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
+    experts, row_stride, scale_stride,
+    HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """ROWS x SIDE elements of out. SIDE is the weights' block, so that a tile has one scale of theirs at a time."""
     first = tl.program_id(0) * ROWS
@@ -196,17 +194,17 @@ def kernel_of_tile(
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)
         columns_here = column + tl.arange(0, SIDE)
         inner = tl.arange(0, SIDE)
-        a = x + rows[:, None] * hidden + inner[None, :]
-        b = w + (expert.to(tl.int64) * columns + columns_here)[None, :] * hidden + inner[:, None]
-        b_scale = w_scale + (expert * (columns // SIDE) + column // SIDE) * (hidden // SIDE)
+        a = x + rows[:, None] * HIDDEN + inner[None, :]
+        b = w + (expert.to(tl.int64) * COLUMNS + columns_here)[None, :] * HIDDEN + inner[:, None]
+        b_scale = w_scale + (expert * (COLUMNS // SIDE) + column // SIDE) * (HIDDEN // SIDE)
         total = tl.zeros((ROWS, SIDE), dtype=tl.float32)
-        for block in range(0, hidden // SIDE):
+        for block in range(HIDDEN // SIDE):
             part = tl.dot(tl.load(a), tl.load(b))
             a_scale = tl.load(x_scale + rows * row_stride + block * scale_stride)
             total += part * (a_scale * tl.load(b_scale + block))[:, None]
             a += SIDE
             b += SIDE
-        tl.store(out + rows[:, None] * columns + columns_here[None, :], total.to(tl.bfloat16))
+        tl.store(out + rows[:, None] * COLUMNS + columns_here[None, :], total.to(tl.bfloat16))
 
 
 tile_kernel = triton.jit(kernel_of_tile) if triton else None
@@ -227,13 +225,13 @@ def triton_tiles(d: pc.Dispatched, layer: Layer) -> torch.Tensor:
     out = torch.empty(rows, columns, dtype=torch.bfloat16, device=d.x.device)
     tile_kernel[(rows // TILE, columns // BLOCK)](
         d.x, d.scale, layer.fp8, layer.fp8_scale, d.offsets, out,
-        hidden, columns, experts, d.scale.stride(0), d.scale.stride(1),
-        EXPERTS=triton.next_power_of_2(experts), ROWS=TILE, SIDE=BLOCK,
+        experts, d.scale.stride(0), d.scale.stride(1),
+        HIDDEN=hidden, COLUMNS=columns, EXPERTS=triton.next_power_of_2(experts), ROWS=TILE, SIDE=BLOCK,
     )  # fmt: skip
     return out
 
 
-FP8_TMA: dict[str, Any] = {"wire": "fp8", "scale_layout": "tma"}
+FP8_TMA: dict[str, Any] = {"wire": "fp8", "scale_layout": "tma", "weights": "fp8"}
 GEMMS = [
     Gemm("torch loop", pc.Ragged(align=1), loop, in_graph=False),
     Gemm("torch.bmm", pc.Padded(), batched, wire="fp8"),
@@ -265,8 +263,7 @@ def quantised(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantised(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    whole = scale.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
-    return (codes.float() * whole).to(torch.bfloat16)
+    return codes.float() * scale.repeat_interleave(BLOCK, -1).repeat_interleave(BLOCK, -2)
 
 
 def make_layer(comm: pc.Communicator, device: torch.device, arguments: argparse.Namespace) -> Layer:
@@ -287,7 +284,7 @@ def make_layer(comm: pc.Communicator, device: torch.device, arguments: argparse.
         if expert in local:
             own.append((bf16, fp8, fp8_scale))
         share = torch.where(ids.to(device) == expert, topk_weights, 0).sum(1, keepdim=True)
-        for name, w in (("bf16", bf16), ("fp8", fp8.float() * fp8_scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1))):
+        for name, w in (("bf16", bf16), ("fp8", dequantised(fp8, fp8_scale))):
             reference[name] += share * (x.float() @ w.float().T)
     bf16s, fp8s, scales = (torch.stack(parts) for parts in zip(*own, strict=True))
     rows_expected = max(1, comm.world_size * tokens * top_k // experts)
@@ -343,8 +340,9 @@ def attempt(comm: pc.Communicator, gemm: Gemm, layer: Layer, arguments: argparse
         return True, why or "another rank lacks it"
 
     with pc.AllToAll(
-        comm, num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden, max_tokens_per_rank=arguments.tokens,
-        layout=gemm.layout, wire=gemm.wire, scale_layout=gemm.scale_layout, device=layer.device,
+        comm, num_experts=arguments.experts, top_k=arguments.top_k, hidden=arguments.hidden,
+        max_tokens_per_rank=arguments.tokens, layout=gemm.layout, wire=gemm.wire, scale_layout=gemm.scale_layout,
+        device=layer.device,
     ) as a2a:  # fmt: skip
         d = a2a.dispatch(layer.x, layer.ids, layer.topk_weights)
         with comm.busy(f"compiling {gemm.name}"):
@@ -399,7 +397,7 @@ def main() -> bool:
             print(line, flush=True)
 
     what = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    say(f"{comm.world_size} x {what}, torch {torch.__version__}, seed {arguments.seed}: {arguments.tokens} tokens per rank, ")
+    say(f"{comm.world_size} x {what}, torch {torch.__version__}, seed {arguments.seed}: {arguments.tokens} tokens per rank,")
     say(f"hidden {arguments.hidden}, {arguments.experts} experts, top-{arguments.top_k}\n")
     say("| GEMM | layout | wire | scale layout | relative error | us |\n|---|---|---|---|---|---|")
     fine = True
