@@ -35,8 +35,8 @@ class Padded:
     """A batch per expert: ``d.x`` is [local experts, max_tokens_per_expert, hidden], of which ``d.counts`` rows each are valid.
 
     max_tokens_per_expert: None takes world_size * max_tokens_per_rank; an expert gets more only if tokens name it twice.
-    align: max_tokens_per_expert is rounded up to a multiple of it. DeepGEMM's masked kernels need 64: they write whole tiles
-        of 64 rows, past an expert's count too, and where fewer rows lie between experts they overwrite the next one's.
+    align: max_tokens_per_expert is rounded up to a multiple of it. DeepGEMM's masked kernels need 128: they write whole
+        tiles of 64 or 128 rows, past an expert's count too, and overwrite the next one's rows where the last tile ends there.
         torch._grouped_mm, torch.bmm and other kernels that keep to an expert's rows need none.
     """
 

@@ -28,8 +28,8 @@ from pplx_comm.serving.vllm.manager import All2AllManager, Shape
 from pplx_comm.serving.vllm.placement import Placement
 from pplx_comm.wire import Wire
 
-MASKED_TILE = 64
-"""Rows: DeepGEMM's masked kernels write whole tiles."""
+MASKED_TILE = 128
+"""Rows: DeepGEMM's masked kernels write whole tiles, of 128 rows where they expect more than 64."""
 
 
 @dataclass(frozen=True)
