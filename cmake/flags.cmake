@@ -13,7 +13,7 @@ target_include_directories(pplx_flags INTERFACE "${PROJECT_SOURCE_DIR}" "${PROJE
 if(PPLX_SANITIZE)
   set(sanitize -fsanitize=${PPLX_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer)
   # assert() lives in these builds. Traces need lines and no more of -g, which would take half as long again to compile.
-  string(APPEND CMAKE_CXX_FLAGS_RELEASE " -g1 -O1 -UNDEBUG")
+  string(APPEND CMAKE_CXX_FLAGS_RELEASE " -g1 -Og -UNDEBUG")
   target_compile_options(pplx_flags INTERFACE ${sanitize})
   target_link_options(pplx_flags INTERFACE ${sanitize})
 endif()
