@@ -13,19 +13,15 @@ from typing import Any
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
-from vllm.config import CompilationConfig, DeviceConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+from layers import layer_of, rank_of
+from vllm.config import set_current_vllm_config
 from vllm.distributed import get_ep_group, init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.config import (
-    FusedMoEConfig,
-    FusedMoEParallelConfig,
-    RoutingMethodType,
-    biased_moe_quant_config,
-    fp8_w8a8_moe_quant_config,
-)
+from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config, fp8_w8a8_moe_quant_config
 from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
 from vllm.model_executor.layers.fused_moe.experts import fused_batched_moe
 from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+from vllm.v1.worker.workspace import init_workspace_manager
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 BACKEND = sys.argv[2]
@@ -101,14 +97,9 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
     count, expert_map, _ = determine_expert_map(WORLD, RANK, experts, strategy)
     mine = (expert_map >= 0).nonzero().flatten()
 
-    parallel = FusedMoEParallelConfig(
-        tp_size=1, tp_rank=0, pcp_size=1, pcp_rank=0, dp_size=WORLD, dp_rank=RANK, ep_size=WORLD, ep_rank=RANK, sp_size=1,
-        use_ep=True, all2all_backend=BACKEND, enable_eplb=False,
-    )  # fmt: skip
-    moe = FusedMoEConfig(
-        num_experts=experts, experts_per_token=top_k, hidden_dim=hidden, intermediate_size=inner,
-        num_local_experts=count, num_logical_experts=experts, activation=MoEActivation.SILU, device="cpu",
-        routing_method=RoutingMethodType.Renormalize, moe_parallel_config=parallel, in_dtype=torch.bfloat16, max_num_tokens=48,
+    moe = layer_of(
+        WORLD, RANK, BACKEND, experts=experts, local=count, top_k=top_k, hidden=hidden, inner=inner, max_tokens=48,
+        device=torch.device("cpu"),
     )  # fmt: skip
     if case["fp8"]:
         # Scales of one and weights that fit: what differs is the activations, which travel as FP8.
@@ -122,7 +113,6 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
     tables = (torch.empty(0),) * 3 if case.get("round_robin") else None
     prepare_finalize = all2all_utils.maybe_make_prepare_finalize(moe, quant, tables, allow_new_interface=True)
     if case["format"] == "batched":
-        fused_batched_moe._is_capturing_or_compiling = lambda: False
         fused: Any = fused_batched_moe.NaiveBatchedExperts(
             moe,
             quant,
@@ -221,17 +211,14 @@ def main() -> None:
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
-    config = VllmConfig(
-        parallel_config=ParallelConfig(
-            data_parallel_size=WORLD, data_parallel_rank=RANK, enable_expert_parallel=True, all2all_backend=BACKEND,
-            distributed_executor_backend="external_launcher",
-        ),
-        device_config=DeviceConfig("cpu"),
-        compilation_config=CompilationConfig(),
-    )  # fmt: skip
+    config = rank_of(WORLD, RANK, BACKEND, "cpu")
     with set_current_vllm_config(config):
         init_distributed_environment(WORLD, RANK, "env://", RANK, "gloo")
         initialize_model_parallel(1)
+        # What these classes ask of a GPU, each version in its own way, also where there is none.
+        fused_batched_moe._is_capturing_or_compiling = torch.cuda.is_current_stream_capturing = lambda: False
+        torch.accelerator.empty_cache = lambda: None
+        init_workspace_manager(torch.device("cpu"))
         from pplx_comm.serving.vllm import prepare_finalize as ours
 
         ours.LocalRows = ours.Tokens  # as on a GPU

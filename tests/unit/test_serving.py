@@ -13,15 +13,17 @@ from pplx_comm.serving.vllm.placement import Placement
 from pplx_comm.settings import Serving, read
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1rc1"])
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1rc1", "0.33.0"])
 def test_versions_that_were_tested(version: str) -> None:
     assert versions.problem(version) is None
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "1.32.0", "dev", ""])
+@pytest.mark.parametrize("version", ["0.25.1", "0.31.0", "0.34.0", "1.32.0", "dev", ""])
 def test_other_versions_are_refused_with_a_sentence(version: str) -> None:
     problem = versions.problem(version)
-    assert problem is not None and version in problem and "0.32" in problem and "PPLX_COMM_VLLM_UNTESTED=1" in problem
+    assert (
+        problem is not None and version in problem and "0.26, 0.32 and 0.33" in problem and "PPLX_COMM_VLLM_UNTESTED=1" in problem
+    )
 
 
 def test_settings() -> None:
