@@ -134,9 +134,10 @@ check: lint sim tests-built mutants  ## everything that a change must pass: lint
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 	$(PY) tests/halves.py -m 'not by_hand' --durations=15
 
-# The environment of the engines is made once and kept: tools/serving_env.sh says where.
-check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process
-	PPLX_SERVING_PYTHON=$$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh) \
+# The environments of the engines are made once and kept: tools/serving_env.sh says where.
+serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
+check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process; and SGLang's dispatchers
+	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    $(PY) -m pytest tests/serving --durations=10
 
 wheel: $(deps)  ## a wheel in dist/

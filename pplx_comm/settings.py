@@ -1,8 +1,8 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` when a serving engine
-loads its plug-ins; a variable that changes later changes nothing that stands. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
-SLURM_PROCID, ...) is read in control/launch.py.
+`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)`
+when vLLM or SGLang asks for its plug-in; a variable that changes later changes nothing that stands. What the launcher says (RANK,
+OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -196,7 +196,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Serving:
-    """What the plug-in of a serving engine reads."""
+    """What vLLM's plug-in reads."""
 
     alias: str | None = _variable(
         "PPLX_COMM_VLLM_ALIAS", _one_of("deepep_low_latency"), "'deepep_low_latency'",
@@ -225,8 +225,35 @@ class Serving:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Sglang:
+    """What SGLang's plug-in reads."""
+
+    max_tokens: int | None = _variable(
+        "PPLX_COMM_SGLANG_MAX_TOKENS", _whole(1), "a positive integer",
+        "SGLang, normal mode: the most tokens that a rank brings to a step", default="--chunked-prefill-size",
+    )  # fmt: skip
+    num_sms: int = _variable(
+        "PPLX_COMM_SGLANG_NUM_SMS", _whole(1), "a positive integer",
+        "SGLang, two-batch overlap: the SMs that dispatch and combine take, and DeepGEMM leaves to them in prefills",
+        value=20, default="20",
+    )  # fmt: skip
+    transport: str = _variable(
+        "PPLX_COMM_SGLANG_TRANSPORT", _one_of("auto", "mapped", "proxy"), "'auto', 'mapped' or 'proxy'",
+        "SGLang: transport= of AllToAll", value="auto", default="auto",
+    )  # fmt: skip
+    timeout: float = _variable(
+        "PPLX_COMM_SGLANG_TIMEOUT", _seconds, "seconds, more than 0 and at most 1e6", "SGLang: timeout= of AllToAll, in seconds",
+        value=100.0, default="100",
+    )  # fmt: skip
+    untested: bool = _variable(
+        "PPLX_COMM_SGLANG_UNTESTED", _flag, "0 or 1", "SGLang: 1 lets the plug-in go on with a version that it was not tested with",
+        value=False, default="0",
+    )  # fmt: skip
+
+
 def read(kind: type[T], environ: Mapping[str, str] | None = None) -> T:
-    """A Start, Settings or Serving from the environment; Error names the variable that is wrong, its value, and what it must be."""
+    """One of those classes from the environment; Error names the variable that is wrong, its value, and what it must be."""
     values = {}
     source = os.environ if environ is None else environ
     for own, variable in _variables(kind):
@@ -248,7 +275,7 @@ def unknown() -> list[str]:
 
 
 def variables() -> list[Variable]:
-    return [variable for kind in (Start, Settings, Serving) for _, variable in _variables(kind)]
+    return [variable for kind in (Start, Settings, Serving, Sglang) for _, variable in _variables(kind)]
 
 
 def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:

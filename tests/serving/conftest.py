@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import HERE, PYTHON, ROOT, Engines, engines
+from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, Engines, engines
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if PYTHON is None:
-        for item in items:
-            if Path(item.path).parent == HERE and Path(item.path).name != "test_kernels_gpu.py":
-                item.add_marker(pytest.mark.skip(reason="`make check-serving` makes the environment that these need"))
+    for item in items:
+        path = Path(item.path)
+        if path.parent != HERE or path.name == "test_kernels_gpu.py":
+            continue
+        if (SGLANG_PYTHON if path.name == "test_sglang.py" else PYTHON) is None:
+            item.add_marker(pytest.mark.skip(reason="`make check-serving` makes the environment that these need"))
 
 
 @pytest.fixture(scope="session")

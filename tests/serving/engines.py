@@ -1,4 +1,4 @@
-"""Starts vLLM's engines as processes of the environment that tools/serving_env.sh makes, and reads what they print."""
+"""Starts engines as processes of the environments that tools/serving_env.sh makes, and reads what they print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PYTHON = os.environ.get("PPLX_SERVING_PYTHON")
-"""The engines' Python; `make check-serving` sets it."""
+"""vLLM's Python; `make check-serving` sets it."""
+SGLANG_PYTHON = os.environ.get("PPLX_SGLANG_PYTHON")
+"""SGLang's; `make check-serving` sets it."""
 SECONDS = 480.0
 """For an engine to do what it has to. One alone takes 15 s."""
 
@@ -30,13 +32,10 @@ def free_port() -> int:
 class Process:
     """One process, and all that it starts."""
 
-    def __init__(self, arguments: Sequence[str], env: dict[str, str], output: Path) -> None:
-        assert PYTHON is not None
+    def __init__(self, command: Sequence[str], env: dict[str, str], output: Path) -> None:
         self.output = output
         with output.open("wb") as file:
-            self._popen = subprocess.Popen(
-                [PYTHON, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            self._popen = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         self.pid = self._popen.pid
 
     @property
@@ -80,13 +79,17 @@ class Process:
 class Engines:
     """Starts them, and ends them all when the test ends. metadata: a folder with this package's entry points."""
 
-    def __init__(self, folder: Path, metadata: Path) -> None:
+    def __init__(self, folder: Path, metadata: Path, python: str | None) -> None:
+        assert python is not None
+        self._python = python
         self._folder = folder
         self._metadata = metadata
         self._started: list[Process] = []
 
     def start(self, arguments: Sequence[str], **env: str) -> Process:
-        base = {name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "VLLM_", "PYTHON"))}
+        base = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "SGLANG_", "VLLM_", "PYTHON"))
+        }
         base |= {
             "PYTHONPATH": f"{ROOT}{os.pathsep}{self._metadata}",
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -96,19 +99,18 @@ class Engines:
             "VLLM_CACHE_ROOT": str(self._folder / "cache"),
             "HF_HUB_OFFLINE": "1",
         }
-        process = Process(arguments, base | env, self._folder / f"output-{len(self._started)}")
+        process = Process([self._python, *arguments], base | env, self._folder / f"output-{len(self._started)}")
         self._started.append(process)
         return process
 
     def ranks(self, count: int, model: Path, *arguments: str, **env: str) -> list[Process]:
         """The ranks of a job, as torchrun would start them; one alone is an engine without any other."""
+        return self.job(count, [str(HERE / "engine.py"), str(model), *arguments], VLLM_ENABLE_V1_MULTIPROCESSING="0", **env)
+
+    def job(self, count: int, arguments: Sequence[str], **env: str) -> list[Process]:
         job = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())} if count > 1 else {}
-        job["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         return [
-            self.start(
-                [str(HERE / "engine.py"), str(model), *arguments],
-                **(job | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}) | env),
-            )
+            self.start(arguments, **(job | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if count > 1 else {}) | env))
             for rank in range(count)
         ]
 
@@ -127,8 +129,8 @@ class Engines:
 
 
 @contextmanager
-def engines(folder: Path, metadata: Path) -> Iterator[Engines]:
-    started = Engines(folder, metadata)
+def engines(folder: Path, metadata: Path, python: str | None = PYTHON) -> Iterator[Engines]:
+    started = Engines(folder, metadata, python)
     try:
         yield started
     finally:

@@ -1,4 +1,4 @@
-"""What of the plug-in for vLLM needs no vLLM: versions, settings, where experts are."""
+"""What of the plug-ins for vLLM and SGLang needs neither: versions, settings, where experts are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pplx_comm.errors import Error
+from pplx_comm.serving.sglang import versions as sglang_versions
 from pplx_comm.serving.vllm import versions
 from pplx_comm.serving.vllm.placement import Placement
-from pplx_comm.settings import Serving, read
+from pplx_comm.settings import Serving, Sglang, read
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.7", "0.32.0+cpu", "0.32.1rc1", "0.33.0"])
@@ -26,6 +27,17 @@ def test_other_versions_are_refused_with_a_sentence(version: str) -> None:
     )
 
 
+@pytest.mark.parametrize("version", ["0.5.23", "0.5.23.post1", "0.5.23rc1"])
+def test_versions_of_sglang_that_were_tested(version: str) -> None:
+    assert sglang_versions.problem(version) is None
+
+
+@pytest.mark.parametrize("version", ["0.5.22", "0.5.24", "0.5.230", "0.5", "1.5.23", "dev"])
+def test_other_versions_of_sglang_are_refused(version: str) -> None:
+    problem = sglang_versions.problem(version)
+    assert problem is not None and version in problem and "0.5.23" in problem and "PPLX_COMM_SGLANG_UNTESTED=1" in problem
+
+
 def test_settings() -> None:
     assert read(Serving, {}) == Serving(format="standard", tensor_parallel="sequence", transport="auto", timeout=100.0, alias=None)
     given = {"PPLX_COMM_VLLM_TIMEOUT": "2.5", "PPLX_COMM_VLLM_FORMAT": "batched", "PPLX_COMM_VLLM_ALIAS": "deepep_low_latency"}
@@ -33,6 +45,15 @@ def test_settings() -> None:
     for wrong in ({"PPLX_COMM_VLLM_TIMEOUT": "0"}, {"PPLX_COMM_VLLM_TIMEOUT": "soon"}, {"PPLX_COMM_VLLM_TP": "both"}):
         with pytest.raises(Error, match="must be"):
             read(Serving, wrong)
+
+
+def test_settings_of_sglang() -> None:
+    assert read(Sglang, {}) == Sglang(max_tokens=None, num_sms=20, transport="auto", timeout=100.0, untested=False)
+    given = {"PPLX_COMM_SGLANG_MAX_TOKENS": "4096", "PPLX_COMM_SGLANG_NUM_SMS": "24", "PPLX_COMM_SGLANG_UNTESTED": "1"}
+    assert read(Sglang, given) == Sglang(max_tokens=4096, num_sms=24, untested=True)
+    for wrong in ({"PPLX_COMM_SGLANG_MAX_TOKENS": "0"}, {"PPLX_COMM_SGLANG_TIMEOUT": "soon"}, {"PPLX_COMM_SGLANG_NUM_SMS": "all"}):
+        with pytest.raises(Error, match="must be"):
+            read(Sglang, wrong)
 
 
 def of_vllm(experts: int, ranks: int, round_robin: bool) -> list[list[int]]:

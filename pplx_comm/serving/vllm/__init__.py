@@ -7,7 +7,6 @@ vLLM calls `register` in each of its processes, by the entry point "vllm.general
     communicator        the communicator of a process group, which makes the manager for the group of expert parallel ranks
     manager             the AllToAlls of a worker, one for each shape of layers
     placement           where the experts are
-    compiling           a rank that compiles says so
     prepare_finalize    dispatch and combine as vLLM's MoE kernels call them
 """
 

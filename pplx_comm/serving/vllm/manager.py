@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 import pplx_comm
 from pplx_comm.control.failure import Failure
 from pplx_comm.errors import Error
-from pplx_comm.serving.vllm import compiling
+from pplx_comm.serving import compiling
 from pplx_comm.settings import Serving, read
 
 logger = init_logger("vllm.pplx_comm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from pplx_comm.serving.refusal import refusal
 
 TESTED = (0, 26), (0, 32), (0, 33)
 """docs/vllm.md says what was run with which."""
@@ -10,11 +10,4 @@ TESTED = (0, 26), (0, 32), (0, 33)
 
 def problem(version: str) -> str | None:
     """Why this version of vLLM is refused, or None."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found and (int(found[1]), int(found[2])) in TESTED:
-        return None
-    *others, last = (".".join(map(str, tested)) for tested in TESTED)
-    return (
-        f"pplx_comm was tested with vLLM {', '.join(others)} and {last}, and this is {version}, whose classes may differ: install "
-        "a version that was tested, or set PPLX_COMM_VLLM_UNTESTED=1 to go on at your own risk"
-    )
+    return refusal("vLLM", version, TESTED, "PPLX_COMM_VLLM_UNTESTED")
