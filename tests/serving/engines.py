@@ -29,14 +29,81 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def environment(metadata: Path, cache: Path) -> dict[str, str]:
+    """metadata: a folder with this package's entry points."""
+    base = {name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "SGLANG_", "VLLM_", "PYTHON"))}
+    return base | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{metadata}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CACHE_ROOT": str(cache),
+        "VLLM_DISABLE_COMPILE_CACHE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+class Nest:
+    """Forks engines from a process that has imported vLLM."""
+
+    def __init__(self, python: str, env: dict[str, str], said: Path) -> None:
+        with said.open("wb") as file:
+            self._popen = subprocess.Popen(
+                [python, str(HERE / "nest.py")], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+            )
+        self._said = said
+
+    def _ask(self, **request: Any) -> Any:
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        self._popen.stdin.write(json.dumps(request) + "\n")
+        self._popen.stdin.flush()
+        answer = self._popen.stdout.readline()
+        assert answer, f"the nest ended:\n{self._said.read_text(errors='replace')[-6000:]}"
+        return json.loads(answer)
+
+    def fork(self, script: str, arguments: Sequence[str], env: dict[str, str], output: Path) -> Forked:
+        output.touch()  # read before the child has opened it
+        return Forked(self, self._ask(script=script, arguments=list(arguments), env=env, output=str(output)))
+
+    def ended(self, pid: int) -> int | None:
+        code: int | None = self._ask(ended=pid)
+        return code
+
+    def close(self) -> None:
+        self._popen.communicate()
+
+
+class Forked:
+    """As much of a Popen as is asked for here."""
+
+    def __init__(self, nest: Nest, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._nest = nest
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._nest.ended(self.pid)
+        return self.returncode
+
+    def wait(self, seconds: float = 60.0) -> int:
+        end = time.monotonic() + seconds
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forked engine", seconds)
+            time.sleep(0.02)
+        return code
+
+
 class Process:
     """One process, and all that it starts."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str], output: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | Forked, output: Path) -> None:
         self.output = output
-        with output.open("wb") as file:
-            self._popen = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        self.pid = self._popen.pid
+        self._popen = process
+        self.pid = process.pid
 
     @property
     def text(self) -> str:
@@ -77,31 +144,28 @@ class Process:
 
 
 class Engines:
-    """Starts them, and ends them all when the test ends. metadata: a folder with this package's entry points."""
+    """Starts them, and ends them all when the test ends. cache: vLLM's, in which it keeps what it found out about a model."""
 
-    def __init__(self, folder: Path, metadata: Path, python: str | None) -> None:
+    def __init__(self, folder: Path, metadata: Path, cache: Path, python: str | None, nest: Nest | None) -> None:
         assert python is not None
         self._python = python
         self._folder = folder
-        self._metadata = metadata
+        self._environment = environment(metadata, cache)
+        self._nest = nest
         self._started: list[Process] = []
 
     def start(self, arguments: Sequence[str], **env: str) -> Process:
-        base = {
-            name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "SGLANG_", "VLLM_", "PYTHON"))
-        }
-        base |= {
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{self._metadata}",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_CACHE_ROOT": str(self._folder / "cache"),
-            "HF_HUB_OFFLINE": "1",
-        }
-        process = Process([self._python, *arguments], base | env, self._folder / f"output-{len(self._started)}")
-        self._started.append(process)
-        return process
+        env, output = self._environment | env, self._folder / f"output-{len(self._started)}"
+        process: subprocess.Popen[bytes] | Forked
+        if self._nest is not None and arguments[0].endswith(".py"):
+            process = self._nest.fork(arguments[0], arguments[1:], env, output)
+        else:
+            with output.open("wb") as file:
+                process = subprocess.Popen(
+                    [self._python, *arguments], env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                )
+        self._started.append(Process(process, output))
+        return self._started[-1]
 
     def ranks(self, count: int, model: Path, *arguments: str, **env: str) -> list[Process]:
         """The ranks of a job, as torchrun would start them; one alone is an engine without any other."""
@@ -129,8 +193,8 @@ class Engines:
 
 
 @contextmanager
-def engines(folder: Path, metadata: Path, python: str | None = PYTHON) -> Iterator[Engines]:
-    started = Engines(folder, metadata, python)
+def engines(folder: Path, metadata: Path, cache: Path, python: str | None = PYTHON, nest: Nest | None = None) -> Iterator[Engines]:
+    started = Engines(folder, metadata, cache, python, nest)
     try:
         yield started
     finally:

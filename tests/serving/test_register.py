@@ -16,10 +16,10 @@ INERT = {
 }
 
 
-def test_names(run: Engines) -> None:
-    plain = run.start([str(HERE / "registering.py")])
-    set_otherwise = run.start([str(HERE / "registering.py")], PPLX_COMM_VLLM_TP="replicas", PPLX_COMM_VLLM_FORMAT="batched")
-    another = run.start([str(HERE / "registering.py"), "0.99.0"])
+def test_names(run_afresh: Engines) -> None:
+    plain = run_afresh.start([str(HERE / "registering.py")])
+    set_otherwise = run_afresh.start([str(HERE / "registering.py")], PPLX_COMM_VLLM_TP="replicas", PPLX_COMM_VLLM_FORMAT="batched")
+    another = run_afresh.start([str(HERE / "registering.py"), "0.99.0"])
     accepted = {"parsed": "pplx_comm", "ours": "pplx_comm"}
     assert plain.hears("REGISTERED") == INERT | accepted | {"ours sequence": "True", "ours batched": "False"}
     assert set_otherwise.hears("REGISTERED") == INERT | accepted | {"ours sequence": "False", "ours batched": "True"}

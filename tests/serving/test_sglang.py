@@ -37,7 +37,8 @@ def processes(tmp_path_factory: pytest.TempPathFactory, metadata: Path) -> Itera
     """One that registers, and two ranks. Most of their time goes by in imports, so they start together."""
     print(f"PPLX_SEED={SEED}")
     cases = [LAYER | case for case in CASES.values()]
-    with engines(tmp_path_factory.mktemp("sglang"), metadata, SGLANG_PYTHON) as sglang:
+    folder = tmp_path_factory.mktemp("sglang")
+    with engines(folder, metadata, folder, SGLANG_PYTHON) as sglang:
         yield [
             sglang.start([str(HERE / "sglang_registering.py")]),
             *sglang.job(2, [str(HERE / "sglang_ranks.py"), json.dumps(cases)]),
