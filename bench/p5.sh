@@ -12,7 +12,7 @@
 # What else is given goes to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
 
-hosts="" ranks="" node_size=8 provider=efa
+hosts="" ranks="" node_size=8 provider=efa transport=auto
 more=()
 while [ $# -gt 0 ]; do
     case $1 in
@@ -34,10 +34,11 @@ if [ -n "$hosts" ]; then
 elif [ -n "$ranks" ]; then
     [ "$open_mpi" = 0 ] || launch+=(--oversubscribe)
     launch+=(--bind-to none -n "$ranks")
+    transport=mapped,auto  # all ranks are on one host: its memory's part of the floor can be measured
 else
     echo "bench/p5.sh: needs --hosts FILE, or --ranks N for this host alone; see --help" >&2 && exit 2
 fi
 cd "$(dirname "$0")/.."
 set -x
 exec "${launch[@]}" "${PYTHON:-python3}" bench/latency.py --device cuda --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
-    --wire fp8 --transport "auto:$provider" --node-size "$node_size" "${more[@]}"
+    --wire fp8 --transport "$transport:$provider" --node-size "$node_size" "${more[@]}"

@@ -24,8 +24,8 @@ from pplx_comm.layouts import Compact, Padded
 from pplx_comm.serving.sglang.manager import Manager, Shape
 from pplx_comm.wire import Wire
 
-MASKED_TILE = 64
-"""Rows: DeepGEMM's masked kernels write whole tiles."""
+MASKED_TILE = 128
+"""Rows: DeepGEMM's masked kernels write whole tiles, of 128 rows where they expect more than 64."""
 CONTIGUOUS_TILE = 128
 """Rows: in DeepGEMM's contiguous kernels each expert's rows begin at a multiple of it."""
 PACKED = 4 * Wire.FP8.scale_block
