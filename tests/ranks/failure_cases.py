@@ -100,7 +100,6 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
     good = Good(me, case, a2a)
     good.step()
     good.step()
-    me.comm.barrier()
     dying, runner, n = me.rank == victim, good.runner, good.n
     # Where the victim is to be inside a call, one rank holds back what that call waits for.
     holding = me.rank == (victim + 1) % me.world_size
@@ -119,6 +118,7 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
             _when_inside(function, lambda: _die(path))
 
     def step() -> None:
+        me.comm.barrier()  # the last rank may hear of the death in it
         at("before_dispatch")
         hold("in_dispatch_recv")
         sent = runner.dispatch_send(n)
@@ -228,14 +228,19 @@ def leaves(me: Any, case: Case, who: int, what: str) -> dict[str, Any]:
     a2a = open_all_to_all(me, case)
     good = Good(me, case, a2a)
     good.step()
-    me.comm.barrier()
     if me.rank == who:
+        me.comm.barrier()
         at = time.monotonic()
         if what == "all_to_all":
             a2a.close()
         me.close() if what != "nothing" else None
         return {"at": at}
-    result = raised(good.step)
+
+    def step() -> None:
+        me.comm.barrier()  # the last rank may hear in it that one has left
+        good.step()
+
+    result = raised(step)
     _latched(me, a2a, result, good)
     result["closing"] = end_of(me, a2a, True)
     return result
@@ -312,7 +317,6 @@ def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
     good = Good(me, case, a2a)
     good.step()
     d = good.dispatch()
-    me.comm.barrier()
     n = good.n
     other = me.rank == 1
     runner = good.runner
@@ -321,6 +325,7 @@ def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
     tails, runner.steps[n].tails = [torch.ones(t.ids.shape) for t in runner.steps[n].tokens], None
 
     def act() -> None:
+        me.comm.barrier()  # the last rank may hear of another one's failure in it
         if kind == "release" and other:
             d.release()
         else:
@@ -348,7 +353,6 @@ def replicas_apart(me: Any, case: Case, kind: str) -> dict[str, Any]:
     a2a = open_all_to_all(me, case, timeout=3.0)
     good = Good(me, case, a2a)
     good.step()
-    me.comm.barrier()
     other = me.rank == me.world_size - 1
     mine = good.runner.steps[good.n].tokens[me.rank]
     ids, x = mine.ids.clone(), mine.x
@@ -358,6 +362,7 @@ def replicas_apart(me: Any, case: Case, kind: str) -> dict[str, Any]:
         ids, x = ids[1:], x[1:]
 
     def act() -> None:
+        me.comm.barrier()  # the last rank may hear of another one's failure in it
         d = a2a.dispatch(x, ids)
         out = torch.zeros(ids.shape[0], case.hidden, dtype=DTYPES[case.dtype])
         a2a.combine(torch.zeros_like(d.x), d, out=out, accumulate=other and kind == "accumulate")
