@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <thread>
 
 #include "../host/atomic.h"
@@ -17,23 +18,38 @@ constexpr std::uint32_t kControls = 64;
 
 Control fresh_control(const Config& c) {
   Control control{};
-  control.dispatch = static_cast<unsigned long long>(c.first_step) << 32;
+  control.step = static_cast<unsigned long long>(c.first_step) << 32;
+  for (auto& shares : control.shares) std::fill(std::begin(shares), std::end(shares), c.first_step - 1);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) control.closed[set] = closed_word(first_step_of_set(c, set) - c.in_flight);
   return control;
 }
 
 Control retired_control() {
   Control control{};
-  control.dispatch = kRetiredUnits;
   control.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
   return control;
+}
+
+// How rows are cut, for kernels.
+void measure_rows(Common& k) {
+  const Config& c = k.c;
+  k.pieces_of_source = pieces_of_source(c);
+  k.route_pieces = route_pieces(c);
+  k.payload_bytes = payload_bytes(c);
+  k.parts = ceil_div(k.payload_bytes, kPartBytes);
+  k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
+  const std::uint32_t scale_pieces = quantised(c.wire) ? ceil_div(scale_words(c), 4) : 0;
+  k.showing_rows = scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
+  k.row_bytes = c.hidden * dtype_bytes(c.dtype);
+  k.sent_strips = ceil_div(k.row_bytes, kSentVectors * 512);
+  k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
 }
 
 }  // namespace
 
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
-  const std::uint64_t from = h.slots[std::uint32_t(Op::Combine)], to = h.slots[std::uint32_t(Op::Weights)];
+  const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];
   check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
   if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.shared_bytes - h.slices, stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -52,8 +68,9 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.weights = weights_block(config);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
-  common_.world = Divider(config.world);
+  common_.pieces = Divider(count_pieces(config));
   common_.experts = local_experts(config, config.rank);
+  measure_rows(common_);
   common_.most_rows = max_rows_of_block(config);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
 #ifdef PPLX_CUDA_FUZZ
@@ -80,6 +97,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
   if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
+  sms = std::min(sms, static_cast<int>(kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm)));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   most_sms_ = wanted_sms_ = sms_;
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;

@@ -19,14 +19,15 @@ constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }
 
-// Replicas compare these words: the number of tokens, and the digest of their ids, 21 bits in each word.
-inline constexpr std::uint32_t kReplicaWords = 4;
-constexpr std::uint32_t replica_words_at(const Config& c) { return 1 + experts_per_rank(c); }
-constexpr std::uint32_t count_words(const Config& c) { return replica_words_at(c) + (c.replicas > 1 ? kReplicaWords : 0); }
+// Counts travel as pieces of sixteen bytes, four numbers each: one that begins with the rows, then those of the local experts, then,
+// where there are replicas, what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
+inline constexpr std::uint32_t kNumbersOfPiece = 4;
+constexpr std::uint32_t count_pieces(const Config& c) { return 1 + ceil_div(experts_per_rank(c), kNumbersOfPiece); }
+constexpr std::uint32_t pieces_of_source(const Config& c) { return count_pieces(c) + (c.replicas > 1 ? 1 : 0); }
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
-  std::uint64_t counts = 0;             // u64 [in_flight][world][count_words]: rows, choices by local expert, what replicas compare
+  std::uint64_t counts = 0;             // pieces [in_flight][world][pieces_of_source]: rows, choices by local expert, what replicas compare
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
@@ -48,7 +49,7 @@ struct Heap {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
   }
   constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return counts + kWordBytes * (std::uint64_t{set} * c.world + peer) * count_words(c);
+    return counts + kPieceBytes * (std::uint64_t{set} * c.world + peer) * pieces_of_source(c);
   }
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
@@ -62,7 +63,7 @@ struct Heap {
   constexpr std::uint64_t send_at(std::uint32_t set, Op op) const {
     return send[std::uint32_t(op)] + send_bytes[std::uint32_t(op)] * set;
   }
-  // The block for the nth remote peer, with spaced_sends.
+  // The block for the nth remote peer, on GPUs: each has one of full size.
   constexpr std::uint64_t spaced_send_at(const Config& c, std::uint32_t set, Op op, std::uint32_t nth) const {
     return send_at(set, op) + nth * (send_bytes[std::uint32_t(op)] / c.remote_peers);
   }
@@ -75,7 +76,7 @@ constexpr Heap heap_of(const Config& c) {
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
   h.counts = at;
-  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * count_words(c), page);
+  at = align_up(at + std::uint64_t{kPieceBytes} * c.in_flight * c.world * pieces_of_source(c), page);
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
     h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);
@@ -100,7 +101,7 @@ constexpr Heap heap_of(const Config& c) {
   for (std::uint32_t op = 0; op < kOps; ++op) {
     const BlockLayout block = block_layout(c, Op(op));
     h.send[op] = at;
-    h.send_bytes[op] = c.spaced_sends
+    h.send_bytes[op] = c.on_gpu
                            ? c.remote_peers * align_up(block.bytes(most), 64)
                            : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
     at = align_up(at + h.send_bytes[op] * c.in_flight, page);
