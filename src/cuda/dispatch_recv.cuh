@@ -96,6 +96,7 @@ __device__ inline bool read_counts(const Common& k, std::uint32_t step, ReceiveS
           good = false;
         }
       } else if ((nth - 1) * kNumbersOfPiece < e.stride) {
+#pragma unroll
         for (std::uint32_t m = 0; m < kNumbersOfPiece; ++m) {
           const std::uint32_t expert = (nth - 1) * kNumbersOfPiece + m;
           e.at(source, expert) = expert < k.experts ? n[m] : 0;
@@ -144,7 +145,9 @@ __device__ inline void place_experts(const DispatchArguments& a, bool reports, R
     const std::uint32_t expert = first + threadIdx.x % 32 * kNumbersOfPiece;
     std::uint32_t count[kNumbersOfPiece] = {}, room[kNumbersOfPiece] = {}, rooms = 0;
     for (std::uint32_t r = 0; r < k.c.world; ++r)
+#pragma unroll
       for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) count[j] += expert < k.experts ? e.at(r, expert + j) : 0;
+#pragma unroll
     for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
       room[j] = ceil_div(count[j], k.c.align) * k.c.align;
       rooms += room[j];
@@ -152,7 +155,9 @@ __device__ inline void place_experts(const DispatchArguments& a, bool reports, R
     std::uint32_t all = 0;
     std::uint32_t start = offset + sum_before(rooms, all);
     offset += all;
-    for (std::uint32_t j = 0; j < kNumbersOfPiece && expert + j < k.experts; ++j) {
+#pragma unroll
+    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+      if (expert + j >= k.experts) continue;
       std::uint32_t at = padded ? (expert + j) * k.c.max_per_expert : start;
       for (std::uint32_t r = 0; r < k.c.world; ++r) {
         const std::uint32_t n = e.at(r, expert + j);
@@ -187,7 +192,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   bool mine = false;
   if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
   if (!__any_sync(~0u, mine)) return;
-  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = ceil_div(k.experts, 4);
+  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = count_pieces(k.c) - 1;
   const auto pieces_of = [&](std::uint32_t peer) { return k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer); };
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes

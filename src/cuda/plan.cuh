@@ -68,7 +68,7 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t from
                                   PlanShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t rows[2] = {0, 0};
+  std::uint32_t low = 0, high = 0;  // of ranks lane and lane + 32
   for (std::uint32_t base = from + threadIdx.x - lane; base < to; base += kSenders) {
     const std::uint32_t token = base + lane;
     unsigned long long ranks = 0;
@@ -81,11 +81,12 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t from
     }
     for (std::uint32_t r = 0; r < k.c.world; ++r) {
       const std::uint32_t n = __popc(__ballot_sync(~0u, ranks >> r & 1));
-      if (lane == r % 32) rows[r / 32] += n;
+      if (lane == r) low += n;
+      if (lane + 32 == r) high += n;
     }
   }
-  if (rows[0] != 0) atomicAdd(&s.rows_before[lane], rows[0]);
-  if (rows[1] != 0) atomicAdd(&s.rows_before[lane + 32], rows[1]);
+  if (low != 0) atomicAdd(&s.rows_before[lane], low);
+  if (high != 0) atomicAdd(&s.rows_before[lane + 32], high);
 }
 
 // Adds them to the counts of choices by expert.
@@ -141,7 +142,8 @@ __device__ inline TokenRows planned_rows(const DispatchArguments& a, std::uint32
     if (entry == kNone) break;
     const std::uint32_t rank = entry >> 20;
     t.ranks |= 1ull << rank;
-    if (lane == rank % 32) t.row[rank / 32] = entry & 0xfffffu;
+    if (lane == rank) t.row[0] = entry & 0xfffffu;
+    if (lane + 32 == rank) t.row[1] = entry & 0xfffffu;
   }
   return t;
 }
