@@ -88,12 +88,15 @@ struct Common {
   BlockLayout dispatch, combine, weights;
   Divider per_rank;  // experts_per_rank
   Divider top_k;
-  Divider pieces;  // of counts, of a source
-  std::uint32_t experts = 0;  // local ones
-  std::uint32_t pieces_of_source = 0;
-  std::uint32_t route_pieces = 0;
+  std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some
+  std::uint32_t expert_pieces = 0;  // of counts, of a source
+  std::uint32_t align_mask = 0;  // Ragged: align - 1 if that is a power of two, else kNone
+  std::uint32_t group_shift = 0;  // of the lanes that have a token's choices: a power of two
   std::uint32_t showing_rows = 0;  // of a dispatch block, the first ones
   std::uint32_t payload_bytes = 0, parts = 0, part_bytes = 0;  // of a dispatch row; a warp takes a part
+  Divider by_parts;
+  std::uint32_t scale_pieces = 0;  // of a dispatch row
+  bool scales_in_pieces = false;  // they lie in the output as they came
   std::uint32_t row_bytes = 0, sent_strips = 0, received_strips = 0;  // of a combine row; a warp sums a strip
   std::uint32_t most_rows = 0;  // of a block
   Slice slice;  // which of the tokens this rank sends, and finishes
@@ -173,7 +176,7 @@ struct DispatchArguments {
   bool wide_ids = false;  // int64
   bool send = true, recv = true;
   std::uint32_t tokens = 0, own = 0;  // own: those that this rank sends
-  std::uint32_t tokens_per_unit = 1;
+  std::uint32_t tokens_per_unit = 1, units = 1;  // that send
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
   PlanView plan;
   ReceivedView received;

@@ -41,8 +41,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     if (is_publisher()) read_step(a, s.send);
     if (is_sender()) {
       early.load(a, blockIdx.x);
-      Counted counted;
-      forget_counts(k, counted, s.send, words);
+      forget_counts(k, s.send, words);
     }
     __syncthreads();
     note(k, Stage::Claimed);
@@ -53,7 +52,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     return;
   }
   if (a.recv) {
-    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), expert_stride(k.experts)};
+    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
     if (leads_receivers()) lead_receivers<kPlain>(a, step, s.receive, experts);
     if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches(a, step);
     receive_dispatch<kPlain>(a, step, s.receive, experts);
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
 }
 
 std::uint32_t shared_bytes(const Config& c) {
-  return 4 * (static_cast<std::uint32_t>(align_up(c.num_experts, 4)) + (c.world + 1) * expert_stride(local_experts(c, c.rank)));
+  return 4 * (static_cast<std::uint32_t>(align_up(c.num_experts, 4)) + (c.world + 1) * kNumbersOfPiece * expert_pieces(c));
 }
 
 using Kernel = void (*)(DispatchArguments);

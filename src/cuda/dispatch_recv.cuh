@@ -9,11 +9,11 @@
 
 namespace pplx::cuda {
 
-// A row as its first warp sees it: lane i has choice i.
+// A row as a warp sees it: lane i has choice i.
 struct ArrivedRow {
-  std::uint32_t source, at;    // at: among the rows of all sources
-  std::uint32_t token, choices, n;
-  std::uint32_t place, expert; // of this lane's choice; place is kNone where the output is too small
+  std::uint32_t source, at;  // at: among the rows of all sources
+  std::uint32_t token, choices, n;  // choices: a bit each
+  std::uint32_t expert, place;  // of this lane's choice; place is kNone where there is none, or the output is too small
   float weight;
 };
 
@@ -23,17 +23,20 @@ struct ReceiveShared {
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
   std::uint32_t next;  // unit of this thread block
-  bool good;  // all counts came
+  bool good, placed_all;  // all counts came: of rows, and of choices
   std::uint32_t ragged_rows;  // that the output must have
 };
 
-// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends.
+// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A source
+// has whole pieces of four experts.
 struct Experts {
   std::uint32_t* base;
-  std::uint32_t stride;  // of a source: the experts, and some more, so that four are loaded at once
-  __device__ std::uint32_t& at(std::uint32_t source, std::uint32_t expert) const { return base[source * stride + expert]; }
+  std::uint32_t pieces;  // of a source
+  __device__ std::uint32_t& at(std::uint32_t source, std::uint32_t expert) const {
+    return base[source * pieces * kNumbersOfPiece + expert];
+  }
+  __device__ uint4& piece(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
 };
-constexpr std::uint32_t expert_stride(std::uint32_t experts) { return ceil_div(experts, kNumbersOfPiece) * kNumbersOfPiece; }
 
 // Counts that a source cannot mean, once their experts are placed. What follows from them is checked against the output's size row by
 // row, whoever looks first.
@@ -49,8 +52,8 @@ __device__ inline void check_counts(const Common& k, std::uint32_t step, const R
 // Replicas that do not hold the same tokens.
 static __device__ __noinline__ void check_replicas(const Common& k, std::uint32_t step) {
   const auto compared = [&](std::uint32_t rank, std::uint32_t (&n)[kNumbersOfPiece]) {
-    const char* place = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), rank) + kPieceBytes * count_pieces(k.c);
-    uint4 piece;
+    const char* place = k.peers[k.c.rank] + k.heap.compared_at(k.c, set_of(k.c, step), rank);
+    uint4 piece = make_uint4(0, 0, 0, 0);
     if (!await_tagged(k, place, Phase::DispatchRecv, step, rank, piece)) return false;
     unpack_numbers({{piece.x, piece.y, piece.z}}, n);
     return true;
@@ -65,43 +68,50 @@ static __device__ __noinline__ void check_replicas(const Common& k, std::uint32_
   }
 }
 
-// The rows and the choices of each source, as their pieces come: all of a lane's are asked for at once.
-__device__ inline bool read_counts(const Common& k, std::uint32_t step, ReceiveShared& s, const Experts& e) {
-  constexpr std::uint32_t kAtOnce = 4;
-  const std::uint32_t of_source = count_pieces(k.c), all = k.c.world * of_source;
+// A piece of counts: looked at first, waited for if it has not come. Those of the dead never come.
+__device__ inline bool await_counts(const Common& k, std::uint32_t step, const char* place, std::uint32_t source, uint4& piece) {
+  if (is_tagged(k, piece, step)) return true;
+  if ((k.dead >> source & 1) == 0) return await_tagged(k, place, Phase::DispatchRecv, step, source, piece);
+  piece = make_uint4(0, 0, 0, 0);
+  return true;
+}
+
+// How many rows each source has sent.
+__device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveShared& s) {
+  bool good = true;
+#pragma unroll 1
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    const char* place = k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source);
+    uint4 piece = load_piece(place);
+    good = await_counts(k, step, place, source, piece) && good;
+    s.rows[source] = piece.x;
+    if (!good || piece.x <= k.most_rows) continue;
+    fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
+    good = false;
+  }
+  return all_of_warp(good);
+}
+
+// How many choices of each expert, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
+__device__ inline bool read_choices(const Common& k, std::uint32_t step, const Experts& e) {
+  constexpr std::uint32_t kAtOnce = 2;
+  const std::uint32_t all = k.c.world * e.pieces, of_source = k.expert_pieces;
   const char* counts = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), 0);
   bool good = true;
+#pragma unroll 1
   for (std::uint32_t first = threadIdx.x % 32; first < all; first += 32 * kAtOnce) {
     uint4 piece[kAtOnce];
-    const auto place = [&](std::uint32_t i) {
-      const std::uint32_t source = k.pieces.divide(i);
-      return counts + kPieceBytes * (source * k.pieces_of_source + i - source * of_source);
-    };
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j)
-      if (first + 32 * j < all) piece[j] = load_piece(place(first + 32 * j));
+      if (first + 32 * j < all) piece[j] = load_piece(counts + kPieceBytes * (first + 32 * j));
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-      const std::uint32_t i = first + 32 * j, source = k.pieces.divide(i), nth = i - source * of_source;
+      const std::uint32_t i = first + 32 * j;
       if (i >= all) continue;
-      std::uint32_t n[kNumbersOfPiece] = {};
-      if ((k.dead >> source & 1) == 0) {
-        good = good && (is_tagged(k, piece[j], step) || await_tagged(k, place(i), Phase::DispatchRecv, step, source, piece[j]));
-        unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
-      }
-      if (nth == 0) {
-        s.rows[source] = n[0];
-        if (good && n[0] > k.most_rows) {
-          fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, n[0]);
-          good = false;
-        }
-      } else if ((nth - 1) * kNumbersOfPiece < e.stride) {
-#pragma unroll
-        for (std::uint32_t m = 0; m < kNumbersOfPiece; ++m) {
-          const std::uint32_t expert = (nth - 1) * kNumbersOfPiece + m;
-          e.at(source, expert) = expert < k.experts ? n[m] : 0;
-        }
-      }
+      if (!is_tagged(k, piece[j], step)) good = await_counts(k, step, counts + kPieceBytes * i, i / of_source, piece[j]) && good;
+      std::uint32_t n[kNumbersOfPiece];
+      unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
+      e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
     }
   }
   return all_of_warp(good);
@@ -121,66 +131,90 @@ __device__ inline std::uint32_t sum_before(std::uint32_t n, std::uint32_t& all) 
 
 __device__ inline void place_sources(const DispatchArguments& a, bool reports, ReceiveShared& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
   std::uint32_t before = 0;
-  for (std::uint32_t r0 = 0; r0 < k.c.world; r0 += 32) {
-    const std::uint32_t r = r0 + lane, n = r < k.c.world ? s.rows[r] : 0;
+#pragma unroll 1
+  for (std::uint32_t r = threadIdx.x % 32; r - threadIdx.x % 32 < k.c.world; r += 32) {
+    const std::uint32_t n = r < k.c.world ? s.rows[r] : 0;
     std::uint32_t all = 0;
     const std::uint32_t begin = before + sum_before(n, all);
     before += all;
     if (r >= k.c.world) continue;
     s.rows_begin[r] = begin;
-    s.rows_begin[r + 1] = begin + n;
-    if (reports) a.received.rows_begin[r] = begin;
-    if (reports) a.received.rows_begin[r + 1] = begin + n;
+    if (r + 1 == k.c.world) s.rows_begin[k.c.world] = before;
+    if (!reports) continue;
+    a.received.rows_begin[r] = begin;
+    if (r + 1 == k.c.world) a.received.rows_begin[k.c.world] = before;
   }
 }
 
-// Counts become places: a lane has four experts after each other. One thread block reports what the caller is told.
-__device__ inline void place_experts(const DispatchArguments& a, bool reports, ReceiveShared& s, const Experts& e) {
-  const Common& k = a.common;
-  const bool padded = k.c.layout == LayoutKind::Padded;
-  std::uint32_t offset = 0, largest = 0;
-  for (std::uint32_t first = 0; first < k.experts; first += 32 * kNumbersOfPiece) {
-    const std::uint32_t expert = first + threadIdx.x % 32 * kNumbersOfPiece;
-    std::uint32_t count[kNumbersOfPiece] = {}, room[kNumbersOfPiece] = {}, rooms = 0;
-    for (std::uint32_t r = 0; r < k.c.world; ++r)
+// How much room a segment with so many rows takes.
+__device__ inline std::uint32_t room_of(const Common& k, std::uint32_t rows) {
+  return k.align_mask != kNone ? (rows + k.align_mask) & ~k.align_mask : ceil_div(rows, k.c.align) * k.c.align;
+}
+
+__device__ inline uint4 add(const uint4& a, const uint4& b) { return make_uint4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// What the caller is told of four experts.
+__device__ inline void report_experts(const DispatchArguments& a, std::uint32_t first, const uint4& count, const uint4& start) {
+  const std::uint32_t counts[] = {count.x, count.y, count.z, count.w}, starts[] = {start.x, start.y, start.z, start.w};
 #pragma unroll
-      for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) count[j] += expert < k.experts ? e.at(r, expert + j) : 0;
-#pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
-      room[j] = ceil_div(count[j], k.c.align) * k.c.align;
-      rooms += room[j];
-    }
-    std::uint32_t all = 0;
-    std::uint32_t start = offset + sum_before(rooms, all);
-    offset += all;
-#pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
-      if (expert + j >= k.experts) continue;
-      std::uint32_t at = padded ? (expert + j) * k.c.max_per_expert : start;
-      for (std::uint32_t r = 0; r < k.c.world; ++r) {
-        const std::uint32_t n = e.at(r, expert + j);
-        e.at(r, expert + j) = at;
-        at += n;
-      }
-      e.at(k.c.world, expert + j) = at;
-      largest = max(largest, count[j]);
-      if (reports) a.out.counts[expert + j] = static_cast<std::int32_t>(count[j]);
-      if (reports && a.out.offsets != nullptr) a.out.offsets[expert + j] = static_cast<std::int32_t>(start);
-      start += room[j];
-    }
+  for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+    if (first + j >= a.common.experts) continue;
+    a.out.counts[first + j] = static_cast<std::int32_t>(counts[j]);
+    if (a.out.offsets != nullptr) a.out.offsets[first + j] = static_cast<std::int32_t>(starts[j]);
   }
-  const bool too_large = __any_sync(~0u, largest > k.c.max_per_expert);
-  if (threadIdx.x % 32 != 0) return;
-  s.ragged_rows = offset;
-  if (!reports) return;
+}
+
+__device__ inline void report_totals(const DispatchArguments& a, const ReceiveShared& s, bool too_many_of_one) {
+  const Common& k = a.common;
   const std::uint32_t rows = s.rows_begin[k.c.world];
-  const bool overflowed = padded ? too_large : (k.c.layout == LayoutKind::Compact ? rows : offset) > k.c.max_rows;
+  const bool compact = k.c.layout == LayoutKind::Compact, padded = k.c.layout == LayoutKind::Padded;
+  const bool overflowed = padded ? too_many_of_one : (compact ? rows : s.ragged_rows) > k.c.max_rows;
   *a.received.overflowed = overflowed;
   if (overflowed) k.report->notices.overflowed = 1 + k.c.rank;
-  if (a.out.offsets != nullptr) a.out.offsets[k.experts] = static_cast<std::int32_t>(offset);
+  if (a.out.offsets != nullptr) a.out.offsets[k.experts] = static_cast<std::int32_t>(s.ragged_rows);
   if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(rows);
+}
+
+// Counts become places: a lane has four experts after each other. One thread block reports what the caller is told. True: an expert
+// has more than Padded has room for.
+__device__ inline bool place_experts(const DispatchArguments& a, bool reports, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, room = k.c.max_per_expert;
+  std::uint32_t offset = 0, largest = 0;
+#pragma unroll 1
+  for (std::uint32_t p = lane; p - lane < e.pieces; p += 32) {
+    const std::uint32_t first = p * kNumbersOfPiece;
+    uint4 count = make_uint4(0, 0, 0, 0);
+    if (p < e.pieces)
+#pragma unroll 2
+      for (std::uint32_t r = 0; r < k.c.world; ++r) count = add(count, e.piece(r * e.pieces + p));
+    const uint4 rooms = make_uint4(room_of(k, count.x), room_of(k, count.y), room_of(k, count.z), room_of(k, count.w));
+    std::uint32_t all = 0;
+    const std::uint32_t before = offset + sum_before(rooms.x + rooms.y + rooms.z + rooms.w, all);
+    offset += all;
+    if (p >= e.pieces) continue;
+    const std::uint32_t second = before + rooms.x, third = second + rooms.y;
+    const uint4 start = make_uint4(before, second, third, third + rooms.z);
+    uint4 at = k.c.layout == LayoutKind::Padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
+#pragma unroll 2
+    for (std::uint32_t r = 0; r < k.c.world; ++r) {
+      const uint4 n = e.piece(r * e.pieces + p);
+      e.piece(r * e.pieces + p) = at;
+      at = add(at, n);
+    }
+    e.piece(k.c.world * e.pieces + p) = at;
+    largest = max(largest, max(max(count.x, count.y), max(count.z, count.w)));
+    if (reports) report_experts(a, first, count, start);
+  }
+  if (lane == 0) s.ragged_rows = offset;
+  return __any_sync(~0u, largest > room);
+}
+
+// Behind the last expert a header has anything.
+__device__ inline PackedNumbers packed_counts(const Common& k, std::uint32_t first, const uint4& counts) {
+  const auto of = [&](std::uint32_t j, std::uint32_t n) { return first + j < k.experts ? n & kMostOfNumber : 0; };
+  return pack_numbers({of(0, counts.x), of(1, counts.y), of(2, counts.z), of(3, counts.w)});
 }
 
 // A warp's part: what remote peers' headers say becomes pieces of counts, as a peer of the node writes them, and their arrival words come
@@ -192,8 +226,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   bool mine = false;
   if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
   if (!__any_sync(~0u, mine)) return;
-  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = count_pieces(k.c) - 1;
-  const auto pieces_of = [&](std::uint32_t peer) { return k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer); };
+  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = k.expert_pieces;
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
@@ -214,15 +247,14 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       for (std::uint32_t j = 0; j < kAtOnce; ++j) {
         const std::uint32_t i = first + 32 * j;
         if (i >= n * vectors) continue;
-        const PackedNumbers p = pack_numbers({counts[j].x, counts[j].y, counts[j].z, counts[j].w});
-        store_tagged(k, pieces_of(group[i / vectors]) + kPieceBytes * (1 + i % vectors), step, p.words[0], p.words[1], p.words[2]);
+        const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
+        store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
       }
     }
     // Nobody does anything with counts before they know how many rows there are.
     const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if (good && lane < n) {
-      const PackedNumbers p = pack_numbers({h.rows, 0, 0, 0});
-      store_tagged(k, pieces_of(peer), step, p.words[0], p.words[1], p.words[2]);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
       pass_on(k, step, Signal::Dispatch, peer);
     }
     note(k, Stage::PassedOn);
@@ -234,40 +266,32 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   }
 }
 
-// False: the row is not one that this peer may send. `piece`: this lane's of the route.
+// False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
 __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  // Three words in each lane's piece.
-  const auto word = [&](std::uint32_t i) {
-    const std::uint32_t of = i / 3;
-    const std::uint32_t x = __shfl_sync(~0u, piece.x, of), y = __shfl_sync(~0u, piece.y, of), z = __shfl_sync(~0u, piece.z, of);
-    return i % 3 == 0 ? x : i % 3 == 1 ? y : z;
-  };
-  r.token = __shfl_sync(~0u, piece.x, 0);
-  r.choices = __shfl_sync(~0u, piece.y, 0) & 0xffffu;
+  const bool here = lane < k.c.top_k && piece.x != kNowhere, compact = k.c.layout == LayoutKind::Compact;
+  r.token = __shfl_sync(~0u, piece.z, 0);
+  r.choices = __ballot_sync(~0u, here);
   r.n = __popc(r.choices);
-  const std::uint32_t place = word(2 + 2 * (lane % kMaxTopK)), weight = word(3 + 2 * (lane % kMaxTopK));
-  bool good = r.n != 0 && r.choices >> k.c.top_k == 0;
-  r.place = kNone;
-  r.expert = 0;
-  r.weight = 0.0f;
-  if (good && lane < r.n) {
-    r.expert = route_expert(place);
-    r.weight = __uint_as_float(weight);
-    good = r.expert < k.experts;
-    if (good && k.c.layout != LayoutKind::Compact) {
-      const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert);
-      good = route_index(place) < end - begin;
-      const std::uint32_t at = begin + route_index(place);
-      const bool fits = k.c.layout == LayoutKind::Padded ? at - r.expert * k.c.max_per_expert < k.c.max_per_expert : at < k.c.max_rows;
-      if (good && fits) r.place = at;
-    }
+  r.expert = route_expert(piece.x);
+  r.weight = __uint_as_float(piece.y);
+  r.place = compact && r.at < k.c.max_rows ? r.at : kNone;
+  bool good = r.n != 0 && (!here || r.expert < k.experts);
+  if (good && here && !compact) {
+    const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(piece.x);
+    good = at - begin < end - begin;
+    const bool fits = k.c.layout == LayoutKind::Padded ? at - r.expert * k.c.max_per_expert < k.c.max_per_expert : at < k.c.max_rows;
+    if (good && fits) r.place = at;
   }
-  if (k.c.layout == LayoutKind::Compact && r.at < k.c.max_rows) r.place = r.at;
   if (__all_sync(~0u, good)) return true;
   if (lane == 0) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, r.source, step}, r.at, r.choices);
   return false;
+}
+
+// The lanes whose places get a copy of the row.
+__device__ inline std::uint32_t copies_of(const Common& k, const ArrivedRow& r) {
+  return k.c.layout == LayoutKind::Compact ? (r.place != kNone ? 1u : 0u) : __ballot_sync(~0u, r.place != kNone);
 }
 
 // Places everything that goes with a row, except its payload.
@@ -275,29 +299,21 @@ __device__ inline void place_words(const DispatchArguments& a, const ArrivedRow&
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint64_t at = r.at;
+  const bool here = (r.choices >> lane & 1) != 0, compact = k.c.layout == LayoutKind::Compact;
   if (lane == 0) a.received.choices[at] = r.choices;
-  if (k.c.layout == LayoutKind::Compact) {
-    const bool here = r.choices >> lane & 1;
-    const std::uint32_t entry = __popc(r.choices & ((1u << lane) - 1));
-    const std::uint32_t expert = __shfl_sync(~0u, r.expert, entry);
-    const float weight = __shfl_sync(~0u, r.weight, entry);
-    if (lane == 0) a.received.place[at] = r.place;
-    if (r.place == kNone) return;
-    if (lane < k.c.top_k) {
-      a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(expert) : -1;
-      a.out.topk_weights[at * k.c.top_k + lane] = here ? weight : 0.0f;
-    }
-    if (lane == 0) {
-      a.out.src_rank[at] = static_cast<std::int32_t>(r.source);
-      a.out.src_token[at] = static_cast<std::int32_t>(r.token);
-    }
-    return;
+  if (compact && lane == 0) a.received.place[at] = r.place;
+  if (!compact && here) {
+    const std::uint64_t entry = at * k.c.top_k + __popc(r.choices & ((1u << lane) - 1));
+    a.received.place[entry] = r.place;
+    a.received.weight[entry] = r.weight;
   }
-  if (lane >= r.n) return;
-  a.received.place[at * k.c.top_k + lane] = r.place;
-  a.received.weight[at * k.c.top_k + lane] = r.weight;
   if (r.place == kNone) return;
-  a.out.weights[r.place] = r.weight;
+  if (compact && lane < k.c.top_k) {
+    a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(r.expert) : -1;
+    a.out.topk_weights[at * k.c.top_k + lane] = here ? r.weight : 0.0f;
+  }
+  if (compact ? lane != 0 : !here) return;
+  if (!compact) a.out.weights[r.place] = r.weight;
   a.out.src_rank[r.place] = static_cast<std::int32_t>(r.source);
   a.out.src_token[r.place] = static_cast<std::int32_t>(r.token);
 }
@@ -308,31 +324,37 @@ __device__ inline char* scale_place(const DispatchArguments& a, std::uint32_t pl
   return a.out.scales + group * a.out.scale.group + std::uint64_t{place - group * a.common.c.max_per_expert} * a.out.scale.row;
 }
 
-// The words of scales [first, first + 4), of the scales that begin at `to`.
-__device__ inline void store_scale_words(const DispatchArguments& a, char* to, std::uint32_t first, const uint4& words) {
+// The words of scales [first, first + 4), of the scales that begin at `to`, anywhere: by column, or in rows of any length.
+static __device__ __noinline__ void store_scale_words(const DispatchArguments& a, char* to, std::uint32_t first, uint4 words) {
   const Common& k = a.common;
-  const std::uint32_t scales = scales_per_row(k.c), n = scale_words(k.c);
-  const std::uint32_t word[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (std::uint32_t i = 0; i < 4; ++i) {
-    const std::uint32_t j = first + i;
-    if (j >= n) continue;
-    if (k.c.wire != Wire::MXFP8)
-      *reinterpret_cast<std::uint32_t*>(to + j * a.out.scale.scale) = word[i];
-    else if (!k.c.scale_tma && scales % 4 == 0)
-      *reinterpret_cast<std::uint32_t*>(to + 4 * j) = word[i];
+  const std::uint32_t each = scale_bytes_each(k.c.wire), scales = scales_per_row(k.c);
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < 16; i += each) {
+    const std::uint32_t j = 4 * first / each + i / each, pair = i < 8 ? i : i - 8;
+    const std::uint64_t half = i < 8 ? words.x | std::uint64_t{words.y} << 32 : words.z | std::uint64_t{words.w} << 32;
+    if (j >= scales) return;
+    char* place = to + j * a.out.scale.scale;
+    if (each == 4)
+      *reinterpret_cast<std::uint32_t*>(place) = static_cast<std::uint32_t>(half >> 8 * pair);
     else
-      for (std::uint32_t m = 0; m < 4; ++m)
-        if (4 * j + m < scales) to[(4 * j + m) * a.out.scale.scale] = static_cast<char>(word[i] >> 8 * m);
+      *place = static_cast<char>(half >> 8 * pair);
   }
 }
 
 // `piece`: this lane's four words of scales, from the nth piece of a warp's width on.
 __device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const uint4& piece, std::uint32_t nth) {
-  const std::uint32_t copies = a.common.c.layout == LayoutKind::Compact ? 1 : r.n;
-  for (std::uint32_t i = 0; i < copies; ++i) {
-    const std::uint32_t place = __shfl_sync(~0u, r.place, i), expert = __shfl_sync(~0u, r.expert, i);
-    if (place != kNone) store_scale_words(a, scale_place(a, place, expert), 4 * (nth + threadIdx.x % 32), piece);
+  const Common& k = a.common;
+  const std::uint32_t mine = nth + threadIdx.x % 32;
+#pragma unroll 1
+  for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
+    const int of = __ffs(static_cast<int>(copies)) - 1;
+    const std::uint32_t place = __shfl_sync(~0u, r.place, of), expert = __shfl_sync(~0u, r.expert, of);
+    char* to = scale_place(a, place, expert);
+    if (mine >= k.scale_pieces) continue;
+    if (k.scales_in_pieces)
+      store16(to + 16 * mine, piece);
+    else
+      store_scale_words(a, to, 4 * mine, piece);
   }
 }
 
@@ -353,12 +375,10 @@ struct ArrivedPart {
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (begin + j * 512 < end) wanted |= 1u << j;
-    if (part == k.parts - 1 && lane < scale_pieces(k)) wanted |= 1u << kScale;
-    if (lane < k.route_pieces) wanted |= 1u << kRoute;
+    if (part == k.parts - 1 && lane < k.scale_pieces) wanted |= 1u << kScale;
+    if (lane < k.c.top_k) wanted |= 1u << kRoute;
     missing = wanted;
   }
-  __device__ static std::uint32_t scale_pieces(const Common& k) { return quantised(k.c.wire) ? ceil_div(scale_words(k.c), 4) : 0; }
-
   __device__ const char* scale_at(const Common& k) const { return row + k.dispatch.scales_at + threadIdx.x % 32 * 16; }
   // Those of `bits`.
   __device__ void load(const Common& k, std::uint32_t bits) {
@@ -393,16 +413,20 @@ struct ArrivedPart {
 // To every place of the row.
 __device__ inline void place_payload(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part) {
   const Common& k = a.common;
-  const std::uint32_t bytes = k.payload_bytes, copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
+  const std::uint32_t bytes = k.payload_bytes;
   const bool aligned = bytes % 16 == 0;
-  for (std::uint32_t i = 0; i < copies; ++i) {
-    const std::uint32_t place = __shfl_sync(~0u, r.place, i);
-    if (place == kNone) continue;
-    char* out = a.out.x + std::uint64_t{place} * bytes;
+#pragma unroll 1
+  for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
+    const std::uint32_t place = __shfl_sync(~0u, r.place, __ffs(static_cast<int>(copies)) - 1);
+    char* out = a.out.x + std::uint64_t{place} * bytes + part.begin;
 #pragma unroll
     for (std::uint32_t j = 0; j < ArrivedPart::kVectors; ++j) {
       const std::uint32_t at = part.begin + j * 512;
-      if (at < part.end) store_some(out + at, part.payload[j], min(16u, bytes - at), aligned);
+      if (at >= part.end) continue;
+      if (aligned)
+        store16(out + j * 512, part.payload[j]);
+      else
+        store_words(out + j * 512, part.payload[j], min(16u, bytes - at));
     }
   }
 }
@@ -415,7 +439,7 @@ __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e
   const std::uint32_t end = expert + 1 < k.experts ? e.at(0, expert + 1) : needed;
   for (std::uint32_t place = e.at(k.c.world, expert); place < min(end, k.c.max_rows); ++place) {
     for (std::uint32_t at = lane * 16; at < bytes; at += 512)
-      store_some(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at), bytes % 16 == 0);
+      store_words(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at));
     for (std::uint32_t j = 4 * lane; quantised(k.c.wire) && j < scale_words(k.c); j += 4 * 32)
       store_scale_words(a, scale_place(a, place, 0), j, make_uint4(0, 0, 0, 0));
     if (lane == 0) {
@@ -444,20 +468,19 @@ template <bool kPlain>
 __device__ inline void lead_receivers(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   const bool reports = blockIdx.x == gridDim.x - 1;  // it is the least likely to have sent anything
-  const bool good = read_counts(k, step, s, e);
-  note(k, Stage::CountsThere);
-  __syncwarp();
+  bool good = read_rows(k, step, s);
   if (good) place_sources(a, reports, s);
   if (threadIdx.x % 32 == 0) s.good = good;
   s.rows_known.open();
-  if (good) {
-    place_experts(a, reports, s, e);
-    note(k, Stage::ExpertsPlaced);
-  } else {
-    nothing_received(a);
-  }
+  good = good && read_choices(k, step, e);
+  note(k, Stage::CountsThere);
+  const bool too_many_of_one = good && place_experts(a, reports, s, e);
+  if (threadIdx.x % 32 == 0) s.placed_all = good;
   s.placed.open();
+  note(k, Stage::ExpertsPlaced);
+  if (!good) nothing_received(a);
   if (!good || !reports) return;
+  if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
   check_counts(k, step, s, e);
   if (!kPlain && k.slice.of > 1) check_replicas(k, step);
 }
@@ -490,8 +513,8 @@ __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint
 // The rest of the scales, where a warp has not enough lanes for all of them.
 __device__ inline void place_more_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row) {
   const Common& k = a.common;
-  for (std::uint32_t nth = 32; nth < ArrivedPart::scale_pieces(k); nth += 32) {
-    const bool here = nth + threadIdx.x % 32 < ArrivedPart::scale_pieces(k);
+  for (std::uint32_t nth = 32; nth < k.scale_pieces; nth += 32) {
+    const bool here = nth + threadIdx.x % 32 < k.scale_pieces;
     uint4 piece = make_uint4(0, 0, 0, 0);
     if (here) piece = load_piece(row + k.dispatch.scales_at + 16 * (nth + threadIdx.x % 32));
     place_scales(a, r, piece, nth);
@@ -504,8 +527,8 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
                                     const Experts& e) {
   const Common& k = a.common;
   ArrivedRow r;
-  r.at = unit / k.parts;
-  const std::uint32_t nth = unit % k.parts;
+  r.at = k.by_parts.divide(unit);
+  const std::uint32_t nth = unit - r.at * k.parts;
   r.source = 0;
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
@@ -514,7 +537,7 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   if (!fetch_part<kPlain>(k, step, r.source, shows, part)) return false;
   note(k, Stage::RowThere);
   s.placed.wait();
-  if (!read_route(a, step, part.route, e, r)) return false;
+  if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_payload(a, r, part);
   if (nth == 0) place_words(a, r);
   if (quantised(k.c.wire) && nth == k.parts - 1) {
@@ -542,6 +565,7 @@ __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_
       if (!receive_part<kPlain>(a, step, unit, s, e)) return;
     } else if (unit < rows + padding) {
       s.placed.wait();
+      if (!s.placed_all) return;
       zero_padding(a, e, unit - rows, s.ragged_rows);
     } else {
       return;

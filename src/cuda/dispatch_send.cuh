@@ -12,8 +12,6 @@
 
 namespace pplx::cuda {
 
-inline constexpr std::uint32_t kRouteWords = 36;  // of a warp, more than a route has
-
 // What the publisher is told of a unit.
 struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
@@ -28,7 +26,6 @@ struct SendShared {
   PlanShared plan;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
   StoredUnit units[2];  // in turn
-  std::uint32_t route[kSenderWarps][kRouteWords];
   ClosedWords closed;  // when this thread block began
   std::uint32_t step;
   std::uint32_t share;  // that is sent next, or kNone
@@ -36,10 +33,6 @@ struct SendShared {
   bool may_send;  // the blocks of remote peers may be written
   unsigned long long digest;  // of all tokens' ids
 };
-
-__device__ inline std::uint32_t send_units(const DispatchArguments& a) {
-  return a.common.living + ceil_div(a.own, a.tokens_per_unit);
-}
 
 // What a thread block must have counted for a unit: for a peer's counts all tokens.
 __device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::uint32_t unit) {
@@ -50,30 +43,26 @@ __device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::u
 template <typename Mode>
 struct EarlyLoads {
   Payload<Mode> payload;  // of the first token
-  CountedToken counted;
+  EarlyIds counted;
   std::int64_t id = -1;  // of this thread's choice
   float weight = 1.0f;
 
   __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
     const Common& k = a.common;
-    if (unit < k.living || unit >= send_units(a)) return;
+    id = -1;
+    weight = 1.0f;
+    if (unit < k.living || unit >= a.units) return;
     const std::uint32_t first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
     if (threadIdx.x < n * k.c.top_k) {
-      const std::uint32_t at = choice_at(k, first * k.c.top_k + threadIdx.x);
-      id = a.ids == nullptr ? a.plan.ids[first * k.c.top_k + threadIdx.x] : load_raw_id(a, at);
+      const std::uint32_t own = first * k.c.top_k + threadIdx.x, at = choice_at(k, own);
+      id = a.ids == nullptr ? a.plan.ids[own] : load_raw_id(a, at);
       if (a.weights != nullptr) weight = a.weights[at];
     }
     payload.load(k, a.x + std::uint64_t{k.slice.token(first)} * a.x_stride, k.payload_bytes, 0);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
-    if (unit >= send_units(a)) return;
-    if (a.ids != nullptr) counted.load(a, threadIdx.x, tokens_before(a, unit), 0);
+    if (a.ids != nullptr && unit < a.units) counted.load(a, tokens_before(a, unit));
     load_unit(a, unit);
-  }
-  __device__ void forget() {
-    counted.own = kNone;
-    id = -1;
-    weight = 1.0f;
   }
 };
 
@@ -97,7 +86,7 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, lane = threadIdx.x % 32;
   bool mine = false;
-  if (lane == 0 && blockIdx.x < send_units(a)) mine = take_share(k, Op::Dispatch, blockIdx.x, step);
+  if (lane == 0 && blockIdx.x < a.units) mine = take_share(k, Op::Dispatch, blockIdx.x, step);
   bool taken = may_take_at_once(k, step, s.closed);
   if (!taken && __any_sync(~0u, mine)) {
     if (lane == 0) taken = may_take_later(k, step);
@@ -123,11 +112,11 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
                                              const std::uint32_t* experts) {
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
-  const std::uint32_t first = first_expert(k.c, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
+  const std::uint32_t first = first_expert_of(k, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
   char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
   write_header(k, block, step, rows, 0, threadIdx.x);
   auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
-  for (std::uint32_t e = threadIdx.x; e < local_experts(k.c, peer); e += kSenders) {
+  for (std::uint32_t e = threadIdx.x; e < local_experts_of(k, peer); e += kSenders) {
     const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
     counts[e] = n;
     if (!planned) a.plan.counts[first + e] = n;
@@ -159,37 +148,39 @@ static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std
     if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
   }
   if (threadIdx.x != 0) return;
-  char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank);
+  char* piece = k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank);
   const auto part = [&](int i) { return static_cast<std::uint32_t>(digest >> 21 * i) & 0x1fffffu; };
   const PackedNumbers p = pack_numbers({a.tokens, part(0), part(1), part(2)});
   linger(k, digest);
-  store_tagged(k, pieces + kPieceBytes * count_pieces(k.c), step, p.words[0], p.words[1], p.words[2]);
+  store_tagged(k, piece, step, p.words[0], p.words[1], p.words[2]);
 }
 
 template <bool kPlain>
 __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
                                    const std::uint32_t* experts) {
   const Common& k = a.common;
-  char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank);
   const bool planned = a.ids == nullptr;
-  const std::uint32_t first = first_expert(k.c, peer), n = local_experts(k.c, peer);
-  for (std::uint32_t i = threadIdx.x; i < count_pieces(k.c); i += kSenders) {
+  const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
+  char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
+#pragma unroll 1
+  for (std::uint32_t i = threadIdx.x; i < k.expert_pieces; i += kSenders) {
     std::uint32_t numbers[kNumbersOfPiece] = {};
-    if (i == 0) {
-      numbers[0] = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
-      if (!planned) a.plan.rows[peer] = numbers[0];
-    } else {
 #pragma unroll
-      for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
-        const std::uint32_t e = (i - 1) * kNumbersOfPiece + j;
-        if (e >= n) continue;
-        numbers[j] = planned ? a.plan.counts[first + e] : experts[first + e];
-        if (!planned) a.plan.counts[first + e] = numbers[j];
-      }
+    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+      const std::uint32_t e = i * kNumbersOfPiece + j;
+      if (e >= n) continue;
+      numbers[j] = planned ? a.plan.counts[first + e] : experts[first + e];
+      if (!planned) a.plan.counts[first + e] = numbers[j];
     }
     const PackedNumbers p = pack_numbers(numbers);
     linger(k, p.words[0]);
     store_tagged(k, pieces + kPieceBytes * i, step, p.words[0], p.words[1], p.words[2]);
+  }
+  if (threadIdx.x == kSenders - 1) {
+    const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
+    if (!planned) a.plan.rows[peer] = rows;
+    linger(k, rows);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
   }
   // Nobody else says how many rows the dead get.
   if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
@@ -229,40 +220,19 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
   }
 }
 
-// A warp per row: head and entries, three words and the tag in each piece.
-__device__ inline void write_routes(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, SendShared& s,
-                                    const StoredUnit& unit) {
+// A warp's part: the route of one row, a lane for each of its token's choices.
+__device__ inline void write_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t rank,
+                                   const PlannedToken& t, char* row) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t* words = s.route[warp_of_block()];
-  for (std::uint32_t i = warp_of_block(); i < n * kMaxTopK; i += kSenderWarps) {
-    const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;
-    if (nth >= unit.rows[token]) continue;
-    const std::uint32_t rank = unit.rank[token][nth], choice = token * k.c.top_k + lane;
-    const std::int32_t id = lane < k.c.top_k ? s.plan.ids[choice] : -1;
-    const bool here = id >= 0 && k.per_rank.divide(static_cast<std::uint32_t>(id)) == rank;
-    const std::uint32_t choices = __ballot_sync(~0u, here);
-    for (std::uint32_t j = lane; j < kRouteWords; j += 32) words[j] = 0;
-    __syncwarp();
-    if (lane == 31) {
-      words[0] = k.slice.token(first + token);
-      words[1] = choices;
-    }
-    if (here) {
-      const std::uint32_t entry = 2 + 2 * __popc(choices & ((1u << lane) - 1));
-      words[entry] = route_place(static_cast<std::uint32_t>(id) - first_expert(k.c, rank), s.plan.index[choice]);
-      words[entry + 1] = __float_as_uint(s.plan.weights[choice]);
-    }
-    __syncwarp();
-    if (lane < k.route_pieces)
-      store_tagged(k, unit.row[token][nth] + k.dispatch.route_at + 16 * lane, step, words[3 * lane], words[3 * lane + 1],
-                   words[3 * lane + 2]);
-    __syncwarp();
-  }
+  if (lane >= k.c.top_k) return;
+  const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
+  store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,
+               __float_as_uint(t.weight), k.slice.token(own));
 }
 
-// Where a token's rows are, for the routes and for the publisher. By one warp.
-__device__ inline void tell_rows(const Common& k, const TokenRows& t, std::uint32_t token, const SendShared& s, StoredUnit& unit) {
+// Where a token's rows are, for whoever publishes them. By one warp.
+__device__ inline void tell_rows(const Common& k, const PlannedToken& t, std::uint32_t token, const SendShared& s, StoredUnit& unit) {
   const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll
   for (std::uint32_t i = 0; i < 2; ++i) {
@@ -276,111 +246,82 @@ __device__ inline void tell_rows(const Common& k, const TokenRows& t, std::uint3
   if (lane == 0) unit.rows[token] = __popcll(t.ranks);
 }
 
-// Every row of a token gets its payload: this thread's part of it.
+// Every row of a token gets its payload: this thread's part of it; and from one of the warps its route.
 template <typename Mode, bool kPlain>
-__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, Payload<Mode>& payload, const char* x,
-                                   const TokenRows& t, const SendShared& s, bool& looks_blank) {
+__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, Payload<Mode>& payload,
+                                   const PlannedToken& t, const SendShared& s, bool& looks_blank) {
   const Common& k = a.common;
-  const std::uint32_t bytes = k.payload_bytes;
-  for (std::uint32_t at = 0; at < bytes; at += Payload<Mode>::kBytes) {
-    if (at != 0) payload.load(k, x, bytes, at);
+  const char* x = a.x + std::uint64_t{k.slice.token(own)} * a.x_stride;
+#pragma unroll 1
+  for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
+    if (at != 0) payload.load(k, x, k.payload_bytes, at);
     payload.prepare(k);
-    if (!payload.shows(bytes, at)) looks_blank = true;
+    if (!payload.shows(k.payload_bytes, at)) looks_blank = true;
+    std::uint32_t nth = own;
     visit_in_order(k, t.ranks, kPlain ? 0 : k.remote, [&](std::uint32_t rank) {
       linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
-      payload.store(k, s.rows_at[rank] + std::uint64_t{t.row_at(rank)} * k.dispatch.row_bytes, bytes, at);
+      char* row = s.rows_at[rank] + std::uint64_t{t.row_at(rank)} * k.dispatch.row_bytes;
+      payload.store(k, row, k.payload_bytes, at);
+      if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
     });
   }
 }
 
-// The tokens [first, first + n). `early`: the payload of the first one, and this thread's choice.
+// The tokens [first, first + n) of a unit. `early`: the payload of the first one.
 template <typename Mode, bool kPlain>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
-                                   EarlyLoads<Mode>& early, SendShared& s, StoredUnit& unit) {
+                                   EarlyLoads<Mode>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
   const Common& k = a.common;
-  RunningRows running(s.plan);
+  UnitPlan plan(k, s.plan);
+#pragma unroll 1
   for (std::uint32_t i = 0; i < n; ++i) {
-    const char* x = a.x + std::uint64_t{k.slice.token(first + i)} * a.x_stride;
     Payload<Mode> payload = early.payload;
-    if (i + 1 < n) early.payload.load(k, x + std::uint64_t{k.slice.of} * a.x_stride, k.payload_bytes, 0);
-    const TokenRows t = a.ids == nullptr ? planned_rows(a, first + i) : running.next(k, s.plan.ids + i * k.c.top_k);
+    if (i + 1 < n) early.payload.load(k, a.x + std::uint64_t{k.slice.token(first + i + 1)} * a.x_stride, k.payload_bytes, 0);
+    const PlannedToken t = plan.next(a, first, i, s.plan, experts);
     bool looks_blank = false;
-    store_token<Mode, kPlain>(a, step, payload, x, t, s, looks_blank);
+    store_token<Mode, kPlain>(a, step, first + i, payload, t, s, looks_blank);
     if (looks_blank) unit.looks_blank[i] = true;
-    if (warp_of_block() != i % kSenderWarps) continue;
+    if (warp_of_block() != kSenderWarps - 1) continue;
     tell_rows(k, t, i, s, unit);
-    if (a.ids != nullptr) keep_rows(a, first + i, t);
+    if (a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
   note(k, Stage::Stored);
 }
 
-// How far a thread block has counted.
-struct Counted {
-  std::uint32_t rows = 0, choices = 0;  // tokens
+// A thread block's progress.
+struct Sending {
+  std::uint32_t counted = 0;  // tokens
+  std::uint32_t sent = 0;  // units of tokens
+  bool early = true;  // the early ids are of the tokens that are counted next
+  bool claimed = false;  // the publisher has said whose the first share is
 };
 
-__device__ inline void forget_counts(const Common& k, Counted& counted, SendShared& s, std::uint32_t* experts) {
+__device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32_t* experts) {
+#pragma unroll 1
   for (std::uint32_t e = threadIdx.x; e < k.c.num_experts; e += kSenders) experts[e] = 0;
   if (threadIdx.x < kMaxPeers) s.plan.rows_before[threadIdx.x] = 0;
-  counted = {};
-}
-
-template <bool kPlain>
-__device__ inline void send_counts_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, Counted& counted,
-                                        SendShared& s, std::uint32_t* experts) {
-  const Common& k = a.common;
-  if (a.ids != nullptr) {
-    count_choices_of_experts(a, counted.choices, a.own, experts);
-    counted.choices = a.own;
-    sync_senders();
-  }
-  note(k, Stage::Counted);
-  if (kPlain || !is_remote(k, peer))
-    send_counts<kPlain>(a, step, peer, s, experts);
-  else if (s.may_send)
-    write_dispatch_header(a, step, peer, s, experts);
-}
-
-// `turn`: whose place in units it takes.
-template <typename Mode, bool kPlain>
-__device__ inline void send_tokens_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t turn,
-                                        Counted& counted, EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
-  const Common& k = a.common;
-  const std::uint32_t n = min(a.own - first, a.tokens_per_unit);
-  StoredUnit& unit = s.units[turn];
-  send_tokens<Mode, kPlain>(a, step, first, n, early, s, unit);
-  // Behind the payload, which keeps the link busy meanwhile.
-  if (a.ids != nullptr) {
-    count_choices_of_experts(a, counted.choices, first, experts);
-    counted.choices = first;
-    sync_senders();
-  }
-  number_choices(a, first, n, s.plan, experts);
-  sync_senders();
-  write_routes(a, step, first, n, s, unit);
-  if (a.scales != nullptr) write_given_scales(a, first, n, unit);
-  note(k, Stage::Routed);
-  signal(kStored + turn);
 }
 
 // Before the senders meet: what they count, and what they have loaded.
-template <typename Mode, bool kPlain>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, std::uint32_t sent, Counted& counted,
-                                    const EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
+template <typename Mode>
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, const EarlyLoads<Mode>& early,
+                                    SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
-  if (end < counted.rows) {  // all tokens were counted, for a peer, or for a later share
+  if (end < sending.counted) {  // all tokens were counted, for a peer, or for a later share
     sync_senders();
-    forget_counts(k, counted, s, experts);
+    forget_counts(k, s, experts);
+    sending.counted = 0;
     sync_senders();
   }
-  if (a.ids != nullptr) count_rows(a, counted.rows, end, early.counted, s.plan);
-  counted.rows = end;
+  if (a.ids != nullptr) count_tokens(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  sending.counted = end;
+  sending.early = false;
   if (unit < k.living) return;
-  if (sent >= 2) await(kPublished + sent % 2);  // the unit before the last: its place is used again
+  if (sending.sent >= 2) await(kPublished + sending.sent % 2);  // the unit before the last: its place is used again
   if (tid < kMostTokensOfUnit) {
-    s.units[sent % 2].looks_blank[tid] = false;
-    s.units[sent % 2].rows[tid] = 0;
+    s.units[sending.sent % 2].looks_blank[tid] = false;
+    s.units[sending.sent % 2].rows[tid] = 0;
   }
   if (tid >= min(a.own - end, a.tokens_per_unit) * k.c.top_k) return;
   if (a.ids != nullptr && (early.id < -1 || early.id >= k.c.num_experts)) k.report->notices.bad_ids = 1;
@@ -388,20 +329,38 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
   s.plan.weights[tid] = early.weight;
 }
 
-// A thread block's progress.
-struct Sending {
-  Counted counted;
-  std::uint32_t sent = 0;  // units of tokens
-  bool claimed = false;  // the publisher has said whose the first share is
-};
+// What the senders do once they have met.
+template <typename Mode, bool kPlain>
+__device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, Sending& sending,
+                                 EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  if (unit < k.living) {
+    const std::uint32_t peer = k.order[unit];
+    if (kPlain || !is_remote(k, peer))
+      send_counts<kPlain>(a, step, peer, s, experts);
+    else if (s.may_send)
+      write_dispatch_header(a, step, peer, s, experts);
+    note(k, Stage::Counted);
+    return;
+  }
+  if (!kPlain && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
+  const std::uint32_t turn = sending.sent++ % 2, first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
+  send_tokens<Mode, kPlain>(a, step, first, n, early, s, experts, s.units[turn]);
+  if (a.scales != nullptr) {
+    sync_senders();
+    write_given_scales(a, first, n, s.units[turn]);
+  }
+  note(k, Stage::Routed);
+  signal(kStored + turn);
+}
 
 // The units of a share: what this thread block's senders do together.
 template <typename Mode, bool kPlain>
 __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step, std::uint32_t share, Sending& sending,
                                   EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
-  for (std::uint32_t unit = share; unit < send_units(a); unit += gridDim.x) {
-    prepare_unit<Mode, kPlain>(a, unit, sending.sent, sending.counted, early, s, experts);
+  for (std::uint32_t unit = share; unit < a.units; unit += gridDim.x) {
+    prepare_unit(a, unit, sending, early, s, experts);
     if (sending.claimed)
       sync_senders();
     else
@@ -413,13 +372,8 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
       take_set(k, step);
     }
     note(k, Stage::RowsPlanned);
-    if (unit < k.living) {
-      send_counts_unit<kPlain>(a, step, k.order[unit], sending.counted, s, experts);
-    } else if (kPlain || k.remote == 0 || s.may_send) {  // else all has failed, and ends; the blocks may still be read
-      send_tokens_unit<Mode, kPlain>(a, step, tokens_before(a, unit), sending.sent % 2, sending.counted, early, s, experts);
-      ++sending.sent;
-    }
-    early.forget();
+    send_unit<Mode, kPlain>(a, step, unit, sending, early, s, experts);
+    if (unit + gridDim.x >= a.units) return;
     early.load_unit(a, unit + gridDim.x);
     sync_senders();
   }
@@ -429,7 +383,7 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
 template <typename Mode, bool kPlain>
 __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
-  const std::uint32_t step = s.step, shares = min(gridDim.x, send_units(a));
+  const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)
     s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
   Sending sending;
@@ -446,7 +400,6 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
     }
     sync_senders();
     share = s.share;
-    early.forget();
     if (share != kNone) early.load_unit(a, share);
   }
   const std::uint32_t turn = sending.sent % 2;

@@ -33,13 +33,17 @@ Control retired_control() {
 // How rows are cut, for kernels.
 void measure_rows(Common& k) {
   const Config& c = k.c;
-  k.pieces_of_source = pieces_of_source(c);
-  k.route_pieces = route_pieces(c);
+  k.experts_per_rank = experts_per_rank(c);
+  k.expert_pieces = expert_pieces(c);
+  k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
+  while (1u << k.group_shift < c.top_k) ++k.group_shift;
   k.payload_bytes = payload_bytes(c);
   k.parts = ceil_div(k.payload_bytes, kPartBytes);
   k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
-  const std::uint32_t scale_pieces = quantised(c.wire) ? ceil_div(scale_words(c), 4) : 0;
-  k.showing_rows = scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
+  k.by_parts = Divider(k.parts);
+  k.scale_pieces = ceil_div(scale_words(c), 4);
+  k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
+  k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
   k.sent_strips = ceil_div(k.row_bytes, kSentVectors * 512);
   k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
@@ -68,7 +72,6 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.weights = weights_block(config);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
-  common_.pieces = Divider(count_pieces(config));
   common_.experts = local_experts(config, config.rank);
   measure_rows(common_);
   common_.most_rows = max_rows_of_block(config);

@@ -94,6 +94,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   }
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
+  a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
   check(launch_dispatch(a, blocks, stream), "launching dispatch");

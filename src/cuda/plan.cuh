@@ -1,6 +1,6 @@
 // The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes it
 // for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block waits
-// for another's. Rows are counted first, since payload waits for nothing else; experts while it is on its way.
+// for another's.
 #pragma once
 
 #include "barriers.cuh"
@@ -13,7 +13,6 @@ inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK
 struct PlanShared {
   std::uint32_t rows_before[kMaxPeers];  // of the tokens before the unit, by rank
   std::int32_t ids[kMostChoicesOfUnit];  // of the unit
-  std::uint32_t index[kMostChoicesOfUnit];
   float weights[kMostChoicesOfUnit];
 };
 
@@ -39,67 +38,57 @@ __device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
   return n + (k.slice.token(own) - own) * k.c.top_k;
 }
 
-// A thread's token of those that are counted: its ids as they are, loaded before anything is known.
-struct CountedToken {
-  static constexpr std::uint32_t kAtOnce = 8;
-  std::int64_t ids[kAtOnce];
-  std::uint32_t own = kNone, first = 0;  // the first of these choices
+// A pass over tokens has a group of lanes for each, a lane for each choice.
+struct Pass {
+  std::uint32_t token, k;  // of this thread, in the pass
+  std::uint32_t tokens;  // of a pass
 
-  __device__ void load(const DispatchArguments& a, std::uint32_t token, std::uint32_t end, std::uint32_t k0) {
-    own = token < end ? token : kNone;
-    first = k0;
-    const std::uint64_t at = own == kNone ? 0 : choice_at(a.common, own * a.common.c.top_k);
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) ids[i] = own != kNone && k0 + i < a.common.c.top_k ? load_raw_id(a, at + k0 + i) : -1;
-  }
-  __device__ unsigned long long ranks(const Common& k) const {
-    unsigned long long all = 0;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const std::int32_t id = valid_id(k, ids[i]);
-      if (id >= 0) all |= 1ull << k.per_rank.divide(static_cast<std::uint32_t>(id));
-    }
-    return all;
+  __device__ explicit Pass(const Common& c)
+      : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
+  __device__ std::int64_t load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
+    const std::uint32_t own = begin + token;
+    return own < end && k < a.common.c.top_k ? load_raw_id(a, choice_at(a.common, own * a.common.c.top_k + k)) : -1;
   }
 };
 
-// Adds this rank's tokens [from, to) to the counts of rows by rank. The first of them may have been loaded: `early`.
-__device__ inline void count_rows(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, const CountedToken& early,
-                                  PlanShared& s) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t low = 0, high = 0;  // of ranks lane and lane + 32
-  for (std::uint32_t base = from + threadIdx.x - lane; base < to; base += kSenders) {
-    const std::uint32_t token = base + lane;
-    unsigned long long ranks = 0;
-    const bool loaded = early.own == token;
-    if (loaded) ranks = early.ranks(k);
-    for (std::uint32_t k0 = loaded ? CountedToken::kAtOnce : 0; k0 < k.c.top_k; k0 += CountedToken::kAtOnce) {
-      CountedToken more;
-      more.load(a, token, to, k0);
-      ranks |= more.ranks(k);
-    }
-    for (std::uint32_t r = 0; r < k.c.world; ++r) {
-      const std::uint32_t n = __popc(__ballot_sync(~0u, ranks >> r & 1));
-      if (lane == r) low += n;
-      if (lane + 32 == r) high += n;
-    }
-  }
-  if (low != 0) atomicAdd(&s.rows_before[lane], low);
-  if (high != 0) atomicAdd(&s.rows_before[lane + 32], high);
-}
+// This thread's choices of the first passes, loaded before anything is known.
+struct EarlyIds {
+  static constexpr std::uint32_t kPasses = 3;
+  std::int64_t ids[kPasses];
 
-// Adds them to the counts of choices by expert.
-__device__ inline void count_choices_of_experts(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, std::uint32_t* experts) {
+  // Of the tokens before `end`.
+  __device__ void load(const DispatchArguments& a, std::uint32_t end) {
+    const Pass pass(a.common);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPasses; ++i) ids[i] = pass.load(a, i * pass.tokens, end);
+  }
+  __device__ std::int64_t of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
+};
+
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
+                                    PlanShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
-  for (std::uint32_t choice = from * k.c.top_k + threadIdx.x; choice < to * k.c.top_k; choice += kSenders) {
-    const std::int32_t id = load_id(a, choice_at(k, choice), false);
-    if (id >= 0) atomicAdd(experts + id, 1);
+  const Pass pass(k);
+  std::uint32_t number = 0;
+#pragma unroll 1
+  for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
+    const bool known = loaded && number < EarlyIds::kPasses;
+    const std::int32_t id = valid_id(k, known ? early.of_pass(number) : pass.load(a, begin, to));
+    const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
+    // The first lane of a token that wants a rank counts the row.
+    const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone - lane : rank << 16 | pass.token);
+    if (id < 0) continue;
+    if ((same & ((1u << lane) - 1)) == 0) atomicAdd(&s.rows_before[rank], 1u);
+    atomicAdd(experts + id, 1u);
   }
 }
 
-// A token's rows, spread over a warp: lane r has that of ranks r and r + 32.
-struct TokenRows {
+// A token as a warp sees it: lane i has choice i, and the rows of ranks i and i + 32.
+struct PlannedToken {
+  std::int32_t id = -1;
+  std::uint32_t rank = kNone, index = 0;  // of this choice
+  float weight = 1.0f;
   unsigned long long ranks = 0;  // that want it; every lane has them
   std::uint32_t row[2] = {};
 
@@ -107,19 +96,35 @@ struct TokenRows {
 };
 
 // Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
-struct RunningRows {
-  std::uint32_t rows[2];
+struct UnitPlan {
+  std::uint32_t rows[2];  // so far, of ranks lane and lane + 32
 
-  __device__ explicit RunningRows(const PlanShared& s) {
+  __device__ explicit UnitPlan(const Common& k, const PlanShared& s) {
     rows[0] = s.rows_before[threadIdx.x % 32];
-    rows[1] = s.rows_before[threadIdx.x % 32 + 32];
+    rows[1] = k.c.world > 32 ? s.rows_before[threadIdx.x % 32 + 32] : 0;
   }
-  // The next token, whose ids these are.
-  __device__ TokenRows next(const Common& k, const std::int32_t* ids) {
+  // The nth token of the unit that begins with `first`.
+  __device__ PlannedToken next(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
+                               const std::uint32_t* experts) {
+    const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32;
-    const std::int32_t id = lane < k.c.top_k ? ids[lane] : -1;
-    const unsigned long long mine = id < 0 ? 0 : 1ull << k.per_rank.divide(static_cast<std::uint32_t>(id));
-    TokenRows t;
+    PlannedToken t;
+    if (lane < k.c.top_k) {
+      t.id = s.ids[nth * k.c.top_k + lane];
+      t.weight = s.weights[nth * k.c.top_k + lane];
+    }
+    if (t.id >= 0) t.rank = k.per_rank.divide(static_cast<std::uint32_t>(t.id));
+    if (a.ids == nullptr)
+      take_from_plan(a, first + nth, t);
+    else
+      number(k, nth, s, experts, t);
+    return t;
+  }
+
+ private:
+  __device__ void number(const Common& k, std::uint32_t nth, const PlanShared& s, const std::uint32_t* experts, PlannedToken& t) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const unsigned long long mine = t.id < 0 ? 0 : 1ull << t.rank;
     t.ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
     if (k.c.world > 32) t.ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
 #pragma unroll
@@ -127,26 +132,32 @@ struct RunningRows {
       t.row[i] = rows[i];
       rows[i] += t.ranks >> (lane + 32 * i) & 1;
     }
-    return t;
+    const std::uint32_t same = __match_any_sync(~0u, t.id < 0 ? kNone - lane : static_cast<std::uint32_t>(t.id));
+    if (t.id < 0) return;
+    t.index = experts[t.id] + __popc(same & ((1u << lane) - 1));
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < nth * k.c.top_k; ++i) t.index += s.ids[i] == t.id;
+  }
+  __device__ static void take_from_plan(const DispatchArguments& a, std::uint32_t own, PlannedToken& t) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint64_t at = std::uint64_t{own} * k.c.top_k + lane;
+    std::uint32_t mine = kNone;
+    if (lane < k.c.top_k) {
+      mine = a.plan.token_rows[at];
+      t.index = a.plan.index[at];
+    }
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::uint32_t entry = __shfl_sync(~0u, mine, i);
+      if (entry == kNone) break;
+      const std::uint32_t rank = entry >> 20;
+      t.ranks |= 1ull << rank;
+      if (lane == rank) t.row[0] = entry & 0xfffffu;
+      if (lane + 32 == rank) t.row[1] = entry & 0xfffffu;
+    }
   }
 };
-
-// The same from a plan that was given.
-__device__ inline TokenRows planned_rows(const DispatchArguments& a, std::uint32_t own) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const std::uint32_t mine = lane < k.c.top_k ? a.plan.token_rows[std::uint64_t{own} * k.c.top_k + lane] : kNone;
-  TokenRows t;
-  for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
-    const std::uint32_t entry = __shfl_sync(~0u, mine, i);
-    if (entry == kNone) break;
-    const std::uint32_t rank = entry >> 20;
-    t.ranks |= 1ull << rank;
-    if (lane == rank) t.row[0] = entry & 0xfffffu;
-    if (lane + 32 == rank) t.row[1] = entry & 0xfffffu;
-  }
-  return t;
-}
 
 // Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
 // last.
@@ -162,40 +173,21 @@ __device__ inline void visit_in_order(const Common& k, unsigned long long ranks,
   }
 }
 
-// Which of its expert's rows each choice of the unit's tokens is: counted, or taken from the plan. The plan keeps it.
-__device__ inline void number_choices(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, PlanShared& s,
-                                      const std::uint32_t* experts) {
-  const Common& k = a.common;
-  const std::uint32_t tid = threadIdx.x;
-  const std::uint64_t at = std::uint64_t{first} * k.c.top_k;
-  if (tid >= n * k.c.top_k) return;
-  if (a.ids == nullptr) {
-    s.index[tid] = a.plan.index[at + tid];
-    return;
-  }
-  const std::int32_t id = s.ids[tid];
-  std::uint32_t index = 0;
-  if (id >= 0) {
-    index = experts[id];
-    for (std::uint32_t i = 0; i < tid; ++i) index += s.ids[i] == id;
-  }
-  s.index[tid] = index;
-  if (a.weights != nullptr && k.slice.of == 1) a.plan.weights[at + tid] = s.weights[tid];
-  a.plan.ids[at + tid] = id;
-  a.plan.index[at + tid] = index;
-}
-
-// By one warp: where the token's rows are, ranks ascending.
-__device__ inline void keep_rows(const DispatchArguments& a, std::uint32_t own, const TokenRows& t) {
+// By one warp: what further dispatches, and this one's combine, need to know of a token.
+__device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken& t) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t* entries = a.plan.token_rows + std::uint64_t{own} * k.c.top_k;
+  const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
 #pragma unroll
   for (std::uint32_t i = 0; i < 2; ++i) {
     const std::uint32_t rank = lane + 32 * i;
-    if ((t.ranks >> rank & 1) != 0) entries[__popcll(t.ranks & ((1ull << rank) - 1))] = rank << 20 | t.row[i];
+    if ((t.ranks >> rank & 1) != 0) a.plan.token_rows[at + __popcll(t.ranks & ((1ull << rank) - 1))] = rank << 20 | t.row[i];
   }
-  if (lane < k.c.top_k && lane >= static_cast<std::uint32_t>(__popcll(t.ranks))) entries[lane] = kNone;
+  if (lane >= k.c.top_k) return;
+  if (lane >= static_cast<std::uint32_t>(__popcll(t.ranks))) a.plan.token_rows[at + lane] = kNone;
+  a.plan.ids[at + lane] = t.id;
+  a.plan.index[at + lane] = t.index;
+  if (a.weights != nullptr && k.slice.of == 1) a.plan.weights[at + lane] = t.weight;
 }
 
 }  // namespace pplx::cuda

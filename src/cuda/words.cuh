@@ -21,6 +21,12 @@ __device__ inline void publish(const Common& k, void* word, std::uint64_t value)
 
 __device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (k.remote >> peer & 1) != 0; }
 
+__device__ inline std::uint32_t first_expert_of(const Common& k, std::uint32_t rank) { return rank * k.experts_per_rank; }
+__device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t rank) {
+  const std::uint32_t first = first_expert_of(k, rank);
+  return first >= k.c.num_experts ? 0 : min(k.c.num_experts - first, k.experts_per_rank);
+}
+
 // The block that came from the peer, and the one for the peer: in the peer's memory, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);

@@ -4,7 +4,7 @@
 //
 // `index` counts the choices that this source sends to that expert, in (token, k) order. Entries follow in k order.
 //
-// GPUs write the same words in pieces of sixteen bytes: three of them, then the step's tag (arrival.h).
+// GPUs write a piece of sixteen bytes for each k, here or not: place or kNowhere, weight, token, the step's tag (arrival.h).
 #pragma once
 
 #include "config.h"
@@ -34,8 +34,9 @@ constexpr std::uint32_t count_choices(std::uint16_t choices) {
   return n;
 }
 
-constexpr std::uint32_t route_words(const Config& c) { return (sizeof(RouteHead) + c.top_k * sizeof(RouteEntry)) / 4; }
-constexpr std::uint32_t route_pieces(const Config& c) { return ceil_div(route_words(c), 3); }
-constexpr std::uint32_t route_bytes(const Config& c) { return c.on_gpu ? 16 * route_pieces(c) : 4 * route_words(c); }
+inline constexpr std::uint32_t kNowhere = 0xffffffffu;
+constexpr std::uint32_t route_bytes(const Config& c) {
+  return c.on_gpu ? 16 * c.top_k : sizeof(RouteHead) + c.top_k * sizeof(RouteEntry);
+}
 
 }  // namespace pplx
