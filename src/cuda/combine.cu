@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
-    const bool receives = kPlain && a.recv && threadIdx.x / 32 >= kCombineWarps - receivers_of_combine(ceil_div(units.all, gridDim.x));
+    const bool receives = kPlain && a.recv && threadIdx.x / 32 >= kCombineWarps - receivers_of_combine(units.all, gridDim.x);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
     if (!receives) send_combine<T, kPlain>(a, step, units, places, s);

@@ -53,7 +53,7 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
 
 // This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32, token = unit / a.common.received_strips;
+  const std::uint32_t lane = threadIdx.x % 32, token = a.common.by_received_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
@@ -161,7 +161,7 @@ __device__ inline bool await_strips(const Common& k, std::uint32_t step, std::ui
 template <typename T, bool kGives, bool kPlain>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
-  const std::uint32_t own = unit / k.received_strips, strip = unit % k.received_strips;
+  const std::uint32_t own = k.by_received_strips.divide(unit), strip = unit - own * k.received_strips;
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
   if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);

@@ -78,7 +78,7 @@ struct CombineUnits {
     const Common& k = a.common;
     rows = a.release ? 0 : s.rows_begin[k.c.world];
     together = rows * k.sent_strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
-    runs = ceil_div(k.sent_strips, together);
+    runs = together == 1 ? k.sent_strips : k.runs;
     headers = k.living;
     all = headers + rows * runs;
   }
@@ -88,7 +88,9 @@ struct CombineUnits {
 
 // Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
 __device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t nth) {
-  return nth * gridDim.x + (share + nth) % gridDim.x;
+  std::uint32_t in_round = share + nth;
+  while (in_round >= gridDim.x) in_round -= gridDim.x;
+  return nth * gridDim.x + in_round;
 }
 
 // Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
@@ -221,8 +223,9 @@ template <typename T, bool kPlain>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const RowOfUnit of(k, s, units, run / units.runs);
-  std::uint32_t strip = run % units.runs * units.together;
+  const std::uint32_t nth = units.small() ? k.by_sent_strips.divide(run) : k.by_runs.divide(run);
+  const RowOfUnit of(k, s, units, nth);
+  std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
   const std::uint32_t n = places.check(a);
   if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
@@ -295,7 +298,7 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   const Common& k = a.common;
   const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
   if (a.release || unit < k.living) return;
-  const std::uint32_t at = (unit - k.living) / k.sent_strips;
+  const std::uint32_t at = k.by_sent_strips.divide(unit - k.living);
   if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
 }
 
@@ -304,24 +307,22 @@ template <typename T, bool kPlain>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, Places& places,
                                     CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
   if (!kPlain && a.uses_weights) send_all_weights(a, step);
-  std::uint32_t nth = threadIdx.x / 32;
-  for (bool first = true;; first = false) {
-    const std::uint32_t unit = unit_of_share(blockIdx.x, nth);
-    if (nth * gridDim.x >= units.all) break;
-    if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, first && units.small(), true, s);
-    if (lane == 0) nth = atomicAdd(&s.sent, 1);
-    nth = __shfl_sync(~0u, nth, 0);
-  }
-  if (threadIdx.x >= 32) return;
-  for (;;) {
-    const std::uint32_t share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
-    if (share == kNone) return;
-    for (nth = 0; nth * gridDim.x < units.all; ++nth) {
-      const std::uint32_t unit = unit_of_share(share, nth);
-      if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, false, false, s);
+  std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
+  bool own = true, loaded = units.small();
+#pragma unroll 1
+  for (;; loaded = false) {
+    if (nth * gridDim.x >= units.all) {
+      if (threadIdx.x >= 32) return;
+      share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
+      if (share == kNone) return;
+      own = false;
+      nth = 0;
     }
+    const std::uint32_t unit = unit_of_share(share, nth);
+    if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, loaded, own, s);
+    if (threadIdx.x % 32 == 0) nth = own ? atomicAdd(&s.sent, 1u) : nth + 1;
+    nth = __shfl_sync(~0u, nth, 0);
   }
 }
 

@@ -47,6 +47,13 @@ void measure_rows(Common& k) {
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
   k.sent_strips = ceil_div(k.row_bytes, kSentVectors * 512);
   k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
+  k.runs = ceil_div(k.sent_strips, kStripsTogether);
+  // What is divided: a strip's number among those of all rows.
+  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * k.received_strips;
+  if (most * k.received_strips >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
+  k.by_sent_strips = Divider(k.sent_strips);
+  k.by_received_strips = Divider(k.received_strips);
+  k.by_runs = Divider(k.runs);
 }
 
 }  // namespace
@@ -73,8 +80,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
   common_.experts = local_experts(config, config.rank);
-  measure_rows(common_);
   common_.most_rows = max_rows_of_block(config);
+  measure_rows(common_);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
 #ifdef PPLX_CUDA_FUZZ
   if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);

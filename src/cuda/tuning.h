@@ -41,8 +41,8 @@ inline constexpr std::uint32_t kStripsTogether = 2;
 
 // Where every warp would send several runs of strips, some of them receive from the start, while the link is behind.
 inline constexpr std::uint32_t kReceiversOfCombine = 4;
-constexpr std::uint32_t receivers_of_combine(std::uint32_t runs_of_block) {
-  return runs_of_block > 2 * kCombineWarps ? kReceiversOfCombine : 0;
+constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t blocks) {
+  return units > 2 * kCombineWarps * blocks ? kReceiversOfCombine : 0;
 }
 
 // Of a launch that has the GPU to itself. Two of dispatch would leave each thread 48 registers, and it spills.
