@@ -341,21 +341,15 @@ static __device__ __noinline__ void store_scale_words(const DispatchArguments& a
   }
 }
 
-// `piece`: this lane's four words of scales, from the nth piece of a warp's width on.
-__device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const uint4& piece, std::uint32_t nth) {
+// `piece`: this lane's four words of scales, of which it has the nth.
+__device__ inline void place_scale(const DispatchArguments& a, std::uint32_t place, std::uint32_t expert, const uint4& piece, std::uint32_t nth) {
   const Common& k = a.common;
-  const std::uint32_t mine = nth + threadIdx.x % 32;
-#pragma unroll 1
-  for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
-    const int of = __ffs(static_cast<int>(copies)) - 1;
-    const std::uint32_t place = __shfl_sync(~0u, r.place, of), expert = __shfl_sync(~0u, r.expert, of);
-    char* to = scale_place(a, place, expert);
-    if (mine >= k.scale_pieces) continue;
-    if (k.scales_in_pieces)
-      store16(to + 16 * mine, piece);
-    else
-      store_scale_words(a, to, 4 * mine, piece);
-  }
+  if (nth >= k.scale_pieces) return;
+  char* to = scale_place(a, place, expert);
+  if (k.scales_in_pieces)
+    store16(to + 16 * nth, piece);
+  else
+    store_scale_words(a, to, 4 * nth, piece);
 }
 
 // A warp's part of a row: pieces of payload, of the route, and with the last part of scales. They are loaded before anybody knows where
@@ -365,6 +359,7 @@ struct ArrivedPart {
   static constexpr std::uint32_t kScale = kVectors, kRoute = kVectors + 1;  // bits
   const char* row;
   std::uint32_t begin, end;  // of payload; begin: this lane's
+  bool full;  // every lane has all vectors
   uint4 payload[kVectors], scale, route;
   std::uint32_t wanted = 0, missing = 0;  // a bit each
 
@@ -372,6 +367,7 @@ struct ArrivedPart {
     const std::uint32_t lane = threadIdx.x % 32;
     begin = part * k.part_bytes + lane * 16;
     end = min(k.payload_bytes, (part + 1) * k.part_bytes);
+    full = part * k.part_bytes + kPartBytes <= end && k.payload_bytes % 16 == 0;
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (begin + j * 512 < end) wanted |= 1u << j;
@@ -382,9 +378,14 @@ struct ArrivedPart {
   __device__ const char* scale_at(const Common& k) const { return row + k.dispatch.scales_at + threadIdx.x % 32 * 16; }
   // Those of `bits`.
   __device__ void load(const Common& k, std::uint32_t bits) {
+    if (full && bits == wanted) {
 #pragma unroll
-    for (std::uint32_t j = 0; j < kVectors; ++j)
-      if ((bits >> j & 1) != 0) payload[j] = load_piece(row + begin + j * 512);
+      for (std::uint32_t j = 0; j < kVectors; ++j) payload[j] = load_piece(row + begin + j * 512);
+    } else {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if ((bits >> j & 1) != 0) payload[j] = load_piece(row + begin + j * 512);
+    }
     if ((bits >> kScale & 1) != 0) scale = load_piece(scale_at(k));
     if ((bits >> kRoute & 1) != 0) route = load_piece(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
   }
@@ -403,31 +404,44 @@ struct ArrivedPart {
     return all ? missing == 0 : bits == 0 || (missing & bits) == 0;
   }
   __device__ void make_places_blank(const Common& k) const {
+    char* to = const_cast<char*>(row) + begin;
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
-      if ((wanted >> j & 1) != 0) make_blank(const_cast<char*>(row) + begin + j * 512);
+      if (full || (wanted >> j & 1) != 0) make_blank(to + j * 512);
     if ((wanted >> kScale & 1) != 0) make_blank(const_cast<char*>(scale_at(k)));
+  }
+  // To a row of the output.
+  __device__ void place(const Common& k, char* out) const {
+    out += begin;
+    if (full) {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j) store16(out + j * 512, payload[j]);
+      return;
+    }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if ((wanted >> j & 1) != 0) {
+        if (k.payload_bytes % 16 == 0)
+          store16(out + j * 512, payload[j]);
+        else
+          store_words(out + j * 512, payload[j], min(16u, k.payload_bytes - begin - j * 512));
+      }
   }
 };
 
 // To every place of the row.
-__device__ inline void place_payload(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part) {
+__device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;
-  const std::uint32_t bytes = k.payload_bytes;
-  const bool aligned = bytes % 16 == 0;
 #pragma unroll 1
   for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
-    const std::uint32_t place = __shfl_sync(~0u, r.place, __ffs(static_cast<int>(copies)) - 1);
-    char* out = a.out.x + std::uint64_t{place} * bytes + part.begin;
-#pragma unroll
-    for (std::uint32_t j = 0; j < ArrivedPart::kVectors; ++j) {
-      const std::uint32_t at = part.begin + j * 512;
-      if (at >= part.end) continue;
-      if (aligned)
-        store16(out + j * 512, part.payload[j]);
-      else
-        store_words(out + j * 512, part.payload[j], min(16u, bytes - at));
-    }
+    const int of = __ffs(static_cast<int>(copies)) - 1;
+    const std::uint32_t place = __shfl_sync(~0u, r.place, of), expert = __shfl_sync(~0u, r.expert, of);
+    part.place(k, a.out.x + std::uint64_t{place} * k.payload_bytes);
+    if (!with_scales) continue;
+    place_scale(a, place, expert, part.scale, threadIdx.x % 32);
+#pragma unroll 1
+    for (std::uint32_t nth = 32 + threadIdx.x % 32; nth < k.scale_pieces; nth += 32)  // more than a warp has lanes
+      place_scale(a, place, expert, load_arrived(part.row + k.dispatch.scales_at + 16 * nth), nth);
   }
 }
 
@@ -510,17 +524,6 @@ __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint
   return await_pieces(k, Phase::DispatchRecv, step, [&] { return source; }, look);
 }
 
-// The rest of the scales, where a warp has not enough lanes for all of them.
-__device__ inline void place_more_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row) {
-  const Common& k = a.common;
-  for (std::uint32_t nth = 32; nth < k.scale_pieces; nth += 32) {
-    const bool here = nth + threadIdx.x % 32 < k.scale_pieces;
-    uint4 piece = make_uint4(0, 0, 0, 0);
-    if (here) piece = load_piece(row + k.dispatch.scales_at + 16 * (nth + threadIdx.x % 32));
-    place_scales(a, r, piece, nth);
-  }
-}
-
 // A part of a row. False: something failed.
 template <bool kPlain>
 __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, ReceiveShared& s,
@@ -538,12 +541,8 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   note(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
-  place_payload(a, r, part);
+  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if (quantised(k.c.wire) && nth == k.parts - 1) {
-    place_scales(a, r, part.scale, 0);
-    place_more_scales(a, r, part.row);
-  }
   if (shows) part.make_places_blank(k);
   note(k, Stage::RowPlaced);
   return true;

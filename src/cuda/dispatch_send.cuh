@@ -44,21 +44,37 @@ template <typename Mode>
 struct EarlyLoads {
   Payload<Mode> payload;  // of the first token
   EarlyIds counted;
-  std::int64_t id = -1;  // of this thread's choice
+  std::int64_t id = -1;  // of this thread's choice in the unit
   float weight = 1.0f;
+  PlannedToken token;  // the first one, as far as its ids say
 
   __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
     const Common& k = a.common;
-    id = -1;
-    weight = 1.0f;
     if (unit < k.living || unit >= a.units) return;
     const std::uint32_t first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
-    if (threadIdx.x < n * k.c.top_k) {
-      const std::uint32_t own = first * k.c.top_k + threadIdx.x, at = choice_at(k, own);
+    const std::uint32_t choices = n * k.c.top_k, lane = threadIdx.x % 32;
+    // A warp has its own copy of the first token's.
+    const std::uint32_t mine = n > 1 && threadIdx.x < choices ? threadIdx.x : lane;
+    id = -1;
+    weight = 1.0f;
+    if (mine < choices) {
+      const std::uint32_t own = first * k.c.top_k + mine, at = choice_at(k, own);
       id = a.ids == nullptr ? a.plan.ids[own] : load_raw_id(a, at);
       if (a.weights != nullptr) weight = a.weights[at];
     }
     payload.load(k, a.x + std::uint64_t{k.slice.token(first)} * a.x_stride, k.payload_bytes, 0);
+  }
+  // Everything that must not wait for the step, nor for what was counted.
+  __device__ void prepare(const DispatchArguments& a, std::uint32_t choices, SendShared& s) {
+    const Common& k = a.common;
+    if (a.ids != nullptr && (id < -1 || id >= k.c.num_experts)) k.report->notices.bad_ids = 1;
+    const std::int32_t valid = a.ids == nullptr ? static_cast<std::int32_t>(id) : valid_id(k, id);
+    if (threadIdx.x < choices) {
+      s.plan.ids[threadIdx.x] = valid;
+      s.plan.weights[threadIdx.x] = weight;
+    }
+    payload.prepare(k);
+    if (choices <= k.c.top_k) token.choose(k, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
     if (a.ids != nullptr && unit < a.units) counted.load(a, tokens_before(a, unit));
@@ -254,20 +270,22 @@ __device__ inline void store_token(const DispatchArguments& a, std::uint32_t ste
   const char* x = a.x + std::uint64_t{k.slice.token(own)} * a.x_stride;
 #pragma unroll 1
   for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-    if (at != 0) payload.load(k, x, k.payload_bytes, at);
-    payload.prepare(k);
+    if (at != 0) {
+      payload.load(k, x, k.payload_bytes, at);
+      payload.prepare(k);
+    }
     if (!payload.shows(k.payload_bytes, at)) looks_blank = true;
     std::uint32_t nth = own;
     visit_in_order(k, t.ranks, kPlain ? 0 : k.remote, [&](std::uint32_t rank) {
       linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
-      char* row = s.rows_at[rank] + std::uint64_t{t.row_at(rank)} * k.dispatch.row_bytes;
+      char* row = s.rows_at[rank] + std::uint64_t{t.row_at(k, rank)} * k.dispatch.row_bytes;
       payload.store(k, row, k.payload_bytes, at);
       if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
     });
   }
 }
 
-// The tokens [first, first + n) of a unit. `early`: the payload of the first one.
+// The tokens [first, first + n) of a unit. `early`: what was prepared of the first one.
 template <typename Mode, bool kPlain>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
                                    EarlyLoads<Mode>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
@@ -277,7 +295,13 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
   for (std::uint32_t i = 0; i < n; ++i) {
     Payload<Mode> payload = early.payload;
     if (i + 1 < n) early.payload.load(k, a.x + std::uint64_t{k.slice.token(first + i + 1)} * a.x_stride, k.payload_bytes, 0);
-    const PlannedToken t = plan.next(a, first, i, s.plan, experts);
+    if (i > 0) payload.prepare(k);
+    PlannedToken t = early.token;
+    if (n > 1) {
+      const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
+      t.choose(k, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
+    }
+    plan.place(a, first, i, s.plan, experts, t);
     bool looks_blank = false;
     store_token<Mode, kPlain>(a, step, first + i, payload, t, s, looks_blank);
     if (looks_blank) unit.looks_blank[i] = true;
@@ -304,7 +328,7 @@ __device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32
 
 // Before the senders meet: what they count, and what they have loaded.
 template <typename Mode>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, const EarlyLoads<Mode>& early,
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode>& early,
                                     SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
@@ -323,10 +347,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
     s.units[sending.sent % 2].looks_blank[tid] = false;
     s.units[sending.sent % 2].rows[tid] = 0;
   }
-  if (tid >= min(a.own - end, a.tokens_per_unit) * k.c.top_k) return;
-  if (a.ids != nullptr && (early.id < -1 || early.id >= k.c.num_experts)) k.report->notices.bad_ids = 1;
-  s.plan.ids[tid] = a.ids == nullptr ? static_cast<std::int32_t>(early.id) : valid_id(k, early.id);
-  s.plan.weights[tid] = early.weight;
+  early.prepare(a, min(a.own - end, a.tokens_per_unit) * k.c.top_k, s);
 }
 
 // What the senders do once they have met.

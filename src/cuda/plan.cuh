@@ -60,7 +60,8 @@ struct EarlyIds {
   __device__ void load(const DispatchArguments& a, std::uint32_t end) {
     const Pass pass(a.common);
 #pragma unroll
-    for (std::uint32_t i = 0; i < kPasses; ++i) ids[i] = pass.load(a, i * pass.tokens, end);
+    for (std::uint32_t i = 0; i < kPasses; ++i)
+      if (i * pass.tokens < end) ids[i] = pass.load(a, i * pass.tokens, end);
   }
   __device__ std::int64_t of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
@@ -92,7 +93,20 @@ struct PlannedToken {
   unsigned long long ranks = 0;  // that want it; every lane has them
   std::uint32_t row[2] = {};
 
-  __device__ std::uint32_t row_at(std::uint32_t rank) const { return __shfl_sync(~0u, rank < 32 ? row[0] : row[1], rank % 32); }
+  // What its ids say: whose it is, and how many of its lower choices name the same expert.
+  __device__ void choose(const Common& k, std::int32_t its_id, float its_weight) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    id = its_id;
+    weight = its_weight;
+    rank = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+    const unsigned long long mine = id < 0 ? 0 : 1ull << rank;
+    ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
+    if (k.c.world > 32) ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
+    index = __popc(__match_any_sync(~0u, id < 0 ? kNone - lane : static_cast<std::uint32_t>(id)) & ((1u << lane) - 1));
+  }
+  __device__ std::uint32_t row_at(const Common& k, std::uint32_t rank) const {
+    return __shfl_sync(~0u, k.c.world > 32 && rank >= 32 ? row[1] : row[0], rank % 32);
+  }
 };
 
 // Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
@@ -103,41 +117,26 @@ struct UnitPlan {
     rows[0] = s.rows_before[threadIdx.x % 32];
     rows[1] = k.c.world > 32 ? s.rows_before[threadIdx.x % 32 + 32] : 0;
   }
-  // The nth token of the unit that begins with `first`.
-  __device__ PlannedToken next(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
-                               const std::uint32_t* experts) {
+  // Where the nth token's rows are, which begins the unit's tokens with `first`, and which of its experts' each choice is.
+  __device__ void place(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
+                        const std::uint32_t* experts, PlannedToken& t) {
     const Common& k = a.common;
-    const std::uint32_t lane = threadIdx.x % 32;
-    PlannedToken t;
-    if (lane < k.c.top_k) {
-      t.id = s.ids[nth * k.c.top_k + lane];
-      t.weight = s.weights[nth * k.c.top_k + lane];
-    }
-    if (t.id >= 0) t.rank = k.per_rank.divide(static_cast<std::uint32_t>(t.id));
-    if (a.ids == nullptr)
+    if (a.ids == nullptr) {
       take_from_plan(a, first + nth, t);
-    else
-      number(k, nth, s, experts, t);
-    return t;
-  }
-
- private:
-  __device__ void number(const Common& k, std::uint32_t nth, const PlanShared& s, const std::uint32_t* experts, PlannedToken& t) {
-    const std::uint32_t lane = threadIdx.x % 32;
-    const unsigned long long mine = t.id < 0 ? 0 : 1ull << t.rank;
-    t.ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
-    if (k.c.world > 32) t.ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
+      return;
+    }
 #pragma unroll
     for (std::uint32_t i = 0; i < 2; ++i) {
       t.row[i] = rows[i];
-      rows[i] += t.ranks >> (lane + 32 * i) & 1;
+      rows[i] += t.ranks >> (threadIdx.x % 32 + 32 * i) & 1;
     }
-    const std::uint32_t same = __match_any_sync(~0u, t.id < 0 ? kNone - lane : static_cast<std::uint32_t>(t.id));
     if (t.id < 0) return;
-    t.index = experts[t.id] + __popc(same & ((1u << lane) - 1));
+    t.index += experts[t.id];
 #pragma unroll 1
     for (std::uint32_t i = 0; i < nth * k.c.top_k; ++i) t.index += s.ids[i] == t.id;
   }
+
+ private:
   __device__ static void take_from_plan(const DispatchArguments& a, std::uint32_t own, PlannedToken& t) {
     const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32;
