@@ -43,6 +43,7 @@ struct Experts {
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s, const Experts& e) {
   for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
     std::uint64_t sum = 0;
+#pragma unroll 1
     for (std::uint32_t i = 0; i < k.experts; ++i) sum += e.at(source + 1, i) - e.at(source, i);
     if (sum < s.rows[source] || sum > std::uint64_t{s.rows[source]} * k.c.top_k)
       fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, s.rows[source], sum);

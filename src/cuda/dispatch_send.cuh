@@ -3,6 +3,8 @@
 // word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
 #pragma once
 
+#include <type_traits>
+
 #include "claims.cuh"
 #include "closed.cuh"
 #include "payload.cuh"
@@ -224,6 +226,7 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
 __device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, StoredUnit& unit) {
   const Common& k = a.common;
   const std::uint32_t words = scale_words(k.c), pieces = ceil_div(words, 4);
+#pragma unroll 1
   for (std::uint32_t i = threadIdx.x; i < n * pieces; i += kSenders) {
     const std::uint32_t token = i / pieces, at = i % pieces;
     std::uint32_t word[4] = {};
@@ -367,7 +370,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
   if (!kPlain && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
   const std::uint32_t turn = sending.sent++ % 2, first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
   send_tokens<Mode, kPlain>(a, step, first, n, early, s, experts, s.units[turn]);
-  if (a.scales != nullptr) {
+  if (std::is_same_v<Mode, AsIs> && a.scales != nullptr) {
     sync_senders();
     write_given_scales(a, first, n, s.units[turn]);
   }
