@@ -97,9 +97,9 @@ struct Common {
   Divider by_parts;
   std::uint32_t scale_pieces = 0;  // of a dispatch row
   bool scales_in_pieces = false;  // they lie in the output as they came
-  std::uint32_t row_bytes = 0, strips = 0, half_strips = 0;  // of a combine row; a warp sums a strip, or one of half the size
+  std::uint32_t row_bytes = 0, sent_strips = 0, received_strips = 0;  // of a combine row; a warp sums a strip
   std::uint32_t runs = 0;  // of a row: where strips are sent together
-  Divider by_strips, by_half_strips, by_runs;
+  Divider by_sent_strips, by_received_strips, by_runs;
   std::uint32_t most_rows = 0;  // of a block
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each

@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
-  FirstPlaces places;
-  if (a.send) places.load<kPlain>(a);
+  Places places;
+  if (a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, s)) return;

@@ -53,7 +53,7 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
 
 // This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32, token = a.common.by_half_strips.divide(unit);
+  const std::uint32_t lane = threadIdx.x % 32, token = a.common.by_received_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
@@ -161,7 +161,7 @@ __device__ inline bool await_strips(const Common& k, std::uint32_t step, std::ui
 template <typename T, bool kGives, bool kPlain>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
-  const std::uint32_t own = k.by_half_strips.divide(unit), strip = unit - own * k.half_strips;
+  const std::uint32_t own = k.by_received_strips.divide(unit), strip = unit - own * k.received_strips;
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
   if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
@@ -182,14 +182,14 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   sums.store(y, begin, end);
   note(k, Stage::Added);
   if (kGives) give_strip(k, step, own, sums, begin, end);
-  return kPlain || !a.has_tail || strip != k.half_strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
+  return kPlain || !a.has_tail || strip != k.received_strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
 }
 
 // A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
 template <typename T>
 __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  const std::uint32_t others = k.slice.of - 1, strips = k.half_strips, units = others + a.own * strips;
+  const std::uint32_t others = k.slice.of - 1, strips = k.received_strips, units = others + a.own * strips;
   std::uint32_t unit = claim_slice(k, step, units);
   while (unit < units) {
     const std::uint32_t next = claim_slice(k, step, units);
@@ -231,7 +231,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     if (a.release || receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
     return;
   }
-  const std::uint32_t units = a.release ? 0 : a.own * k.half_strips;
+  const std::uint32_t units = a.release ? 0 : a.own * k.received_strips;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {

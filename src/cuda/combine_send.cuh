@@ -69,25 +69,21 @@ struct CombineShared {
   std::uint32_t sent, received;  // units of this thread block that its warps have begun
 };
 
-// The send units of a launch, in the order in which they are dealt out: headers, then runs of strips of the rows.
+// The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
-  std::uint32_t headers, all;  // where each kind ends
-  std::uint32_t runs;  // of a row
-  bool small;  // a unit a warp: their order is nobody's concern, and a warp knows its row before it knows how many there are
-  bool halves;  // strips of half the size
+  std::uint32_t rows = 0, together = 1, runs = 0;  // of a row: runs of so many strips
+  std::uint32_t headers = 0, all = 0;  // where each kind ends
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
-    const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world], warps = kCombineWarps * gridDim.x;
+    rows = a.release ? 0 : s.rows_begin[k.c.world];
+    together = rows * k.sent_strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
+    runs = together == 1 ? k.sent_strips : k.runs;
     headers = k.living;
-    halves = rows * k.half_strips + headers <= warps;
-    small = rows * k.strips + headers <= warps;
-    runs = halves ? k.half_strips : small ? k.strips : k.runs;
     all = headers + rows * runs;
   }
-  __device__ std::uint32_t row_of(const Common& k, std::uint32_t run) const {
-    return (halves ? k.by_half_strips : small ? k.by_strips : k.by_runs).divide(run);
-  }
+  // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
+  __device__ bool small() const { return together == 1; }
 };
 
 // Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
@@ -104,7 +100,7 @@ struct RowOfUnit {
   std::uint32_t source = 0, row = 0;
 
   __device__ RowOfUnit(const Common& k, const CombineShared& s, const CombineUnits& units, std::uint32_t n) {
-    if (units.small) {
+    if (units.small()) {
       while (s.rows_begin[source + 1] <= n) ++source;
       row = n - s.rows_begin[source];
       return;
@@ -222,11 +218,23 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
   return s.mine;
 }
 
-// A run of a row's strips, from `strip` up to `last`.
-template <typename T, bool kPlain, int kVectors>
-__device__ inline bool send_run(const CombineArguments& a, std::uint32_t step, const Places& places, std::uint32_t n, std::uint32_t strip,
-                                std::uint32_t last, bool remote, char* to, bool own, CombineShared& s) {
+// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
+template <typename T, bool kPlain>
+__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
+                                   Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
+  const std::uint32_t nth = units.small() ? k.by_sent_strips.divide(run) : k.by_runs.divide(run);
+  const RowOfUnit of(k, s, units, nth);
+  std::uint32_t strip = (run - nth * units.runs) * units.together;
+  if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  const std::uint32_t n = places.check(a);
+  if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
+  note(k, Stage::Found);
+
+  const std::uint32_t last = min(strip + units.together, k.sent_strips);
+  const bool remote = !kPlain && is_remote(k, of.source);
+  if (remote && !s.may_send) return;
+  char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
   const auto pointer = [&](std::uint32_t i) -> const char* {
     const std::uint32_t from = __shfl_sync(~0u, places.place, i);
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
@@ -234,43 +242,20 @@ __device__ inline bool send_run(const CombineArguments& a, std::uint32_t step, c
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
 #pragma unroll 1
   for (; strip < last; ++strip) {
-    const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
-    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
-    Sums<T, kVectors> sums;
+    const std::uint32_t begin = strip * strip_bytes(kSentVectors) + threadIdx.x % 32 * 16;
+    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kSentVectors));
+    Sums<T, kSentVectors> sums;
     if (k.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone)) sums.start(-0.0f);  // only copied: keeps its sign of zero
     sums.add(n, begin, end, pointer, weight_of);
-    if (!may_store(s, own)) return false;
+    if (!may_store(s, own)) return;
     if (remote)
       sums.store(to, begin, end);
     else
       sums.send(to, begin, end);
     linger(k, std::uint64_t{step} << 32 | begin);
   }
-  return true;
-}
-
-// own: of this block's own share.
-template <typename T, bool kPlain>
-__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
-                                   Places& places, bool loaded, bool own, CombineShared& s) {
-  const Common& k = a.common;
-  const std::uint32_t nth = units.row_of(k, run);
-  const RowOfUnit of(k, s, units, nth);
-  if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
-  const std::uint32_t n = places.check(a);
-  if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
-  note(k, Stage::Found);
-
-  const bool remote = !kPlain && is_remote(k, of.source);
-  if (remote && !s.may_send) return;
-  char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
-  run -= nth * units.runs;
-  const std::uint32_t together = units.small ? 1 : kStripsTogether, strip = run * together;
-  if (!(units.halves ? send_run<T, kPlain, kReceivedVectors>(a, step, places, n, run, run + 1, remote, to, own, s)
-                     : send_run<T, kPlain, kSentVectors>(a, step, places, n, strip, min(strip + together, k.strips), remote, to, own, s)))
-    return;
   note(k, Stage::Sent);
-  const bool with_tail = !kPlain && a.has_tail && run == units.runs - 1;
+  const bool with_tail = !kPlain && a.has_tail && last == k.sent_strips;
   if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
   if (!with_tail && !remote) return;
   __syncwarp();
@@ -307,30 +292,24 @@ static __device__ __noinline__ void send_all_weights(const CombineArguments& a, 
   }
 }
 
-// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one, of either kind.
-struct FirstPlaces {
-  Places of_half, of_strip;
-
-  template <bool kPlain>
-  __device__ void load(const CombineArguments& a) {
-    const Common& k = a.common;
-    const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32), most = k.c.world * k.most_rows;
-    if (a.release || unit < k.living) return;
-    const std::uint32_t half = k.by_half_strips.divide(unit - k.living), strip = k.by_strips.divide(unit - k.living);
-    if (half < most) of_half.load<kPlain>(a, half);
-    if (strip < most) of_strip.load<kPlain>(a, strip);
-  }
-};
+// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
+template <bool kPlain>
+__device__ inline void load_first_places(const CombineArguments& a, Places& places) {
+  const Common& k = a.common;
+  const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
+  if (a.release || unit < k.living) return;
+  const std::uint32_t at = k.by_sent_strips.divide(unit - k.living);
+  if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
+}
 
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
 template <typename T, bool kPlain>
-__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, const FirstPlaces& first,
+__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, Places& places,
                                     CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && a.uses_weights) send_all_weights(a, step);
-  Places places = units.halves ? first.of_half : first.of_strip;
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
-  bool own = true, loaded = units.small;
+  bool own = true, loaded = units.small();
 #pragma unroll 1
   for (;; loaded = false) {
     if (nth * gridDim.x >= units.all) {

@@ -417,6 +417,7 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
     if (!sending.claimed) await(kClaimed);
     sending.claimed = true;
     if (!s.taken) break;
+    sending.early = false;  // what was loaded early is of the own share alone
     sync_senders();
     if (warp_of_block() == 0) {
       const std::uint32_t next = take_another_share(k, Op::Dispatch, step, shares);

@@ -34,8 +34,8 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 inline constexpr std::uint32_t kCombineWarps = 16;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
-// 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, the smallest have
-// strips of half the size; in large ones a warp has two after each other, and looks the row's places up once.
+// 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
+// own; in large ones a warp has two after each other, and looks the row's places up once.
 inline constexpr int kSentVectors = 4, kReceivedVectors = 2;
 inline constexpr std::uint32_t kStripsTogether = 2;
 
@@ -49,7 +49,7 @@ constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t 
 inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1;
 
 // How long a thread block lets others begin before it takes their share.
-inline constexpr std::uint32_t kPatienceNs = 2000;
+inline constexpr std::uint32_t kPatienceNs = 10000;
 
 inline constexpr std::uint32_t kMostWarps = std::max(kDispatchWarps, kCombineWarps);
 
