@@ -22,6 +22,7 @@ struct ReceiveShared {
   Gate placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
+  unsigned long long choices[kMaxPeers];  // of all experts here; where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
   std::uint32_t ragged_rows;  // that the output must have
@@ -38,15 +39,13 @@ struct Experts {
   __device__ uint4& piece(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
 };
 
-// Counts that a source cannot mean, once their experts are placed. What follows from them is checked against the output's size row by
-// row, whoever looks first.
-__device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s, const Experts& e) {
-  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
-    std::uint64_t sum = 0;
+// Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
+__device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
 #pragma unroll 1
-    for (std::uint32_t i = 0; i < k.experts; ++i) sum += e.at(source + 1, i) - e.at(source, i);
-    if (sum < s.rows[source] || sum > std::uint64_t{s.rows[source]} * k.c.top_k)
-      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, s.rows[source], sum);
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    const unsigned long long rows = s.rows[source], choices = s.choices[source];
+    if (choices < rows || choices > rows * k.c.top_k)
+      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, rows, choices);
   }
 }
 
@@ -86,6 +85,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
     uint4 piece = load_piece(place);
     good = await_counts(k, step, place, source, piece) && good;
     s.rows[source] = piece.x;
+    s.choices[source] = 0;
     if (!good || piece.x <= k.most_rows) continue;
     fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
     good = false;
@@ -94,7 +94,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
 }
 
 // How many choices of each expert, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
-__device__ inline bool read_choices(const Common& k, std::uint32_t step, const Experts& e) {
+__device__ inline bool read_choices(const Common& k, std::uint32_t step, bool sums, ReceiveShared& s, const Experts& e) {
   constexpr std::uint32_t kAtOnce = 2;
   const std::uint32_t all = k.c.world * e.pieces, of_source = k.expert_pieces;
   const char* counts = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), 0);
@@ -113,6 +113,7 @@ __device__ inline bool read_choices(const Common& k, std::uint32_t step, const E
       std::uint32_t n[kNumbersOfPiece];
       unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
       e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
+      if (sums) atomicAdd(&s.choices[i / of_source], std::uint64_t{n[0]} + n[1] + n[2] + n[3]);
     }
   }
   return all_of_warp(good);
@@ -487,16 +488,17 @@ __device__ inline void lead_receivers(const DispatchArguments& a, std::uint32_t 
   if (good) place_sources(a, reports, s);
   if (threadIdx.x % 32 == 0) s.good = good;
   s.rows_known.open();
-  good = good && read_choices(k, step, e);
+  good = good && read_choices(k, step, reports, s, e);
   note(k, Stage::CountsThere);
   const bool too_many_of_one = good && place_experts(a, reports, s, e);
   if (threadIdx.x % 32 == 0) s.placed_all = good;
   s.placed.open();
+  __syncwarp();
   note(k, Stage::ExpertsPlaced);
   if (!good) nothing_received(a);
   if (!good || !reports) return;
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
-  check_counts(k, step, s, e);
+  check_counts(k, step, s);
   if (!kPlain && k.slice.of > 1) check_replicas(k, step);
 }
 
