@@ -50,11 +50,11 @@ __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t
 
 // For a warp whose block has done its own: another one that it has taken, or kNone. A block that has just found room takes its own.
 __device__ inline std::uint32_t take_another_share(const Common& k, Op op, std::uint32_t step, std::uint32_t shares) {
-  for (bool patient = true;; patient = false) {
+  for (std::uint32_t looks = 1;; ++looks) {
     const std::uint32_t share = find_share(k, op, step, shares);
     if (share == kNone) return kNone;
-    if (patient) {
-      __nanosleep(kPatienceNs);
+    if (looks < kPatientLooks) {
+      __nanosleep(kBetweenLooksNs);
       continue;
     }
     bool taken = false;

@@ -22,7 +22,7 @@ struct ReceiveShared {
   Gate placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
-  unsigned long long choices[kMaxPeers];  // of all experts here; where they are checked
+  std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
   std::uint32_t ragged_rows;  // that the output must have
@@ -43,7 +43,7 @@ struct Experts {
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
 #pragma unroll 1
   for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
-    const unsigned long long rows = s.rows[source], choices = s.choices[source];
+    const std::uint32_t rows = s.rows[source], choices = s.choices[source];
     if (choices < rows || choices > rows * k.c.top_k)
       fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, rows, choices);
   }
@@ -113,7 +113,8 @@ __device__ inline bool read_choices(const Common& k, std::uint32_t step, bool su
       std::uint32_t n[kNumbersOfPiece];
       unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
       e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
-      if (sums) atomicAdd(&s.choices[i / of_source], std::uint64_t{n[0]} + n[1] + n[2] + n[3]);
+      // More than there can be is as good as any number that is too large.
+      if (sums) atomicAdd(&s.choices[i / of_source], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
     }
   }
   return all_of_warp(good);

@@ -48,8 +48,8 @@ constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t 
 // Of a launch that has the GPU to itself. Two of dispatch would leave each thread 48 registers, and it spills.
 inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1;
 
-// How long a thread block lets others begin before it takes their share.
-inline constexpr std::uint32_t kPatienceNs = 10000;
+// A thread block lets others begin before it takes their share: so many looks, 10 us in all.
+inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 
 inline constexpr std::uint32_t kMostWarps = std::max(kDispatchWarps, kCombineWarps);
 
