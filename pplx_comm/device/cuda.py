@@ -211,6 +211,8 @@ class Cuda:
             d.weighted = True
         if halves & _core.RECV:
             d.received = True
+        else:
+            d.receiving = threading.Lock()  # wanted soon
         launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=plan_at, buffer=at)
         weights_at = 0 if weights is None else weights.data_ptr()
         if x_scale is None:
