@@ -51,6 +51,12 @@ def test_random_shapes(crew: Crews, transport: str) -> None:
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
 
 
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
+    case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=264, max_tokens=20, wire=wire)
+    crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
