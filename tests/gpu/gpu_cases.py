@@ -278,7 +278,7 @@ def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
     dtype = torch.uint8 if quantised else rank_cases.DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed)
     device = gpu_of(me)
-    with open_all_to_all(me, case, device=str(device)) as a2a:
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
         for _ in range(steps):
             bits, ids = [], []
             for _ in range(case.world_size):
