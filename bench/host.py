@@ -4,7 +4,7 @@
 
 Tensors are on the CPU, and the launches do nothing, so what is left is the library's own: checks, allocations, handles. Rows are
 short: torch's allocator on a GPU hands out what it has, but on the CPU large tensors are mapped anew.
-Microseconds per call, the best of several rounds.
+Microseconds per call, the best of several rounds; also with `out=`, and how many tensors a pair allocates.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import functools
 import pstats
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ if __name__ == "__main__":
     import checkout  # noqa: F401
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pplx_comm as pc
 from pplx_comm.device import cuda
@@ -60,6 +62,22 @@ def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
         setattr(cuda, "raw_stream", real[2])  # noqa: B010
 
 
+class Counted(TorchDispatchMode):
+    """Counts the tensors that torch allocates; views are none."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "empty" in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def allocations(call: Callable[[], object]) -> int:
+    with Counted() as counted:
+        call()
+    return counted.count
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
@@ -71,16 +89,13 @@ def main() -> None:
     weights = torch.zeros(128, 8)
     out = torch.zeros(a2a._steps.session.config.max_rows, 128, dtype=torch.bfloat16)
 
+    y = torch.zeros(128, 128, dtype=torch.bfloat16)
+
     def pairs(n: int) -> None:
         for _ in range(n):
             a2a.combine(out, a2a.dispatch(x, ids, weights))
 
-    with without_launches(a2a, NoLaunches()), torch.no_grad():
-        pairs(100)
-        if arguments.profile:
-            profile = cProfile.Profile()
-            profile.runcall(pairs, 2000)
-            pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+    def measure(into: torch.Tensor | None) -> list[float]:
         best = [float("inf")] * 2
         for _ in range(40):
             dispatch = combine = 0.0
@@ -88,11 +103,24 @@ def main() -> None:
             for _ in range(500):
                 d = a2a.dispatch(x, ids, weights)
                 between = time.perf_counter()
-                a2a.combine(out, d)
+                a2a.combine(out, d, out=into)
                 after = time.perf_counter()
                 dispatch, combine, before = dispatch + between - before, combine + after - between, after
             best = [min(best[0], dispatch / 500 * 1e6), min(best[1], combine / 500 * 1e6)]
-    print(f"dispatch {best[0]:.1f} us, combine {best[1]:.1f} us, together {sum(best):.1f} us")
+        return best
+
+    with without_launches(a2a, NoLaunches()), torch.no_grad():
+        pairs(100)
+        if arguments.profile:
+            profile = cProfile.Profile()
+            profile.runcall(pairs, 2000)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+        for name, into in (("combine", None), ("combine with out=", y)):
+            best = measure(into)
+            allocated = allocations(lambda: a2a.dispatch(x, ids, weights))
+            d = a2a.dispatch(x, ids, weights)
+            allocated += allocations(functools.partial(a2a.combine, out, d, out=into))
+            print(f"dispatch {best[0]:.1f} us, {name} {best[1]:.1f} us, together {sum(best):.1f} us; {allocated} allocations")
 
 
 if __name__ == "__main__":

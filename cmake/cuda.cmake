@@ -27,7 +27,7 @@ if(NOT CMAKE_CUDA_ARCHITECTURES)
   set(CMAKE_CUDA_ARCHITECTURES "${architectures}" CACHE STRING "GPU architectures of pplx_comm._cuda")
 endif()
 enable_language(CUDA)
-# src/cuda/blank.cuh moves sixteen bytes as one, .b128, which is of PTX 8.3.
+# src/cuda/arrivals.cuh moves sixteen bytes as one, .b128, which is of PTX 8.3.
 if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.3)
   set(reason "pplx_comm._cuda needs CUDA 12.3 or newer, ${CMAKE_CUDA_COMPILER} is ${CMAKE_CUDA_COMPILER_VERSION}")
   if(PPLX_CUDA STREQUAL "ON")

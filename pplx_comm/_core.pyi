@@ -157,7 +157,7 @@ class Config:
     dtype: Dtype
     layout: LayoutKind
     scale_tma: bool
-    spaced_sends: bool
+    on_gpu: bool
     wire: Wire
     zero_pad: bool
     def __init__(self) -> None:

@@ -202,8 +202,8 @@ class AllToAll:
             if async_op:
                 self._graph.refuse("combine")
             return self._graph.combine(expert_out, d, weights, weighted, tail, out, accumulate)
-        c = self._steps.combine(_core.SEND if async_op else _core.BOTH, expert_out, d, weights, weighted, tail, out, accumulate)
-        return c if async_op else c.result
+        halves = _core.SEND if async_op else _core.BOTH
+        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
 
     def combine_send(
         self,
@@ -219,7 +219,9 @@ class AllToAll:
         """The send half of combine. When it returns, expert_out may be overwritten."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
-        return self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+        assert isinstance(c, Combining)
+        return c
 
     def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The receive half of combine."""

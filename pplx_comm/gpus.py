@@ -12,6 +12,7 @@ from pplx_comm.errors import Error
 def built() -> Any:
     """pplx_comm._cuda, or an Error that says why there is none."""
     try:
+        import pplx_comm._core  # first: _cuda's types are made of its  # noqa: F401
         import pplx_comm._cuda as _cuda
     except ImportError as problem:
         raise Error(f"device='cuda': this build has no CUDA module ({problem}); build with an nvcc at hand") from None

@@ -7,19 +7,24 @@ from typing import Protocol
 
 import torch
 
+Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""The tokens' outputs; with tail= also what came back with them."""
+
 
 class Owner(Protocol):
     """The steps of an AllToAll, as its handles call them."""
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched: ...
 
-    def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+    def combine_recv(self, c: Combining) -> Combined: ...
 
     def release(self, d: Dispatched) -> None: ...
 
 
 class Plan:
-    """The routing of one dispatch. Immutable; further dispatches may use it for other tokens with the same routing."""
+    """The routing of one dispatch. Immutable; further dispatches may use it for other tokens with the same routing.
+
+    On a GPU it lies in one allocation with that dispatch's tensors, and keeps it."""
 
     owner: Owner
     generation: int
@@ -99,7 +104,7 @@ class Combining:
         self.out = out
         self.accumulate = accumulate
         self.tail = tail
-        self.result = out if tail is None else (out, tail)
+        self.result: Combined = out if tail is None else (out, tail)
         self.receiving = threading.Lock()
 
     def wait(self) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -9,11 +10,11 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm.device.checks import Checks
-from pplx_comm.device.parts import Part, Tickets, parts_of
+from pplx_comm.device.parts import Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.gpus import built
-from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.wiring.record import CLOSED
 
@@ -21,32 +22,38 @@ if TYPE_CHECKING:
     import pplx_comm._cuda as _cuda
 
 _ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
+_PLAN_ALIGN = 256  # bytes
 _MOST_KNOWN = 4096  # looks of arguments
 
-
-def raw_stream(device: int) -> int:
-    """torch.cuda.current_stream() makes an object, ten times as slow."""
-    return torch._C._cuda_getCurrentRawStream(device)
+# torch.cuda.current_stream() makes an object, ten times as slow. A torch without CUDA has neither.
+raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class DevicePlan(Plan):
     """A plan in device memory, where the kernel that makes it keeps the weights, too."""
 
     def __init__(
-        self, owner: Owner, cuda: Cuda, buffer: torch.Tensor, tokens: int, weighted: bool, weights: torch.Tensor | None = None
+        self,
+        owner: Owner,
+        cuda: Cuda,
+        generation: int,
+        buffer: torch.Tensor,
+        tokens: int,
+        weighted: bool,
+        weights: torch.Tensor | None = None,
     ) -> None:
-        self.owner, self._cuda, self.generation = owner, cuda, cuda.core.generation
+        self.owner, self._cuda, self.generation = owner, cuda, generation
         self.buffer, self.tokens, self._weighted, self._weights = buffer, tokens, weighted, weights
 
     @property
     def topk_weights(self) -> torch.Tensor | None:
         if self._weights is None and self._weighted:
-            shape = self.tokens, self._cuda.top_k
-            self._weights = Part.contiguous(self._cuda.plan_layout.weights, torch.float32, shape).of(self.buffer)
+            at, shape = self._cuda.plan_layout.weights, (self.tokens, self._cuda.top_k)
+            self._weights = self.buffer[at : at + 4 * math.prod(shape)].view(torch.float32).view(shape)
         return self._weights
 
     def with_weights(self, weights: torch.Tensor) -> Plan:
-        return DevicePlan(self.owner, self._cuda, self.buffer, self.tokens, True, weights.detach().clone())
+        return DevicePlan(self.owner, self._cuda, self.generation, self.buffer, self.tokens, True, weights.detach().clone())
 
     def rows(self, rank: int) -> int:
         """Waits for the dispatch that makes the plan."""
@@ -54,21 +61,33 @@ class DevicePlan(Plan):
 
 
 class DeviceDispatched(Dispatched):
-    """Its tensors are views of one buffer, made when they are asked for."""
+    """Its tensors and its plan are parts of one buffer. What nobody asks for is not made."""
 
     plan: DevicePlan
+    step = -1
 
-    def __init__(self, cuda: Cuda, plan: DevicePlan, step: int, buffer: torch.Tensor, received: bool) -> None:
-        self.owner, self._cuda, self.plan, self.step = plan.owner, cuda, plan, step
-        self.buffer, self.received, self.receiving = buffer, received, threading.Lock()
+    def __init__(
+        self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, addresses: tuple[int, int], tokens: int
+    ) -> None:
+        self.owner, self._cuda, self.generation, self.tokens = owner, cuda, generation, tokens
+        self.buffer = buffer
+        self.at, self.plan_at = addresses
+        self.weighted = False  # whether a plan in the buffer has weights
 
     def __getattr__(self, name: str) -> Any:
         cuda = self.__dict__.get("_cuda")
-        if cuda is None or (name not in cuda.parts and name not in cuda.absent):
+        if cuda is None:
             raise AttributeError(name)
-        view = None if name in cuda.absent else cuda.parts[name].of(self.buffer)
-        self.__dict__[name] = view
-        return view
+        value: Any = None
+        if name in cuda.parts:
+            value = cuda.parts[name].of(self.buffer)
+        elif name == "plan":
+            value = cuda.plan_of(self)
+        elif name == "receiving":
+            value = threading.Lock()
+        elif name not in cuda.absent:
+            raise AttributeError(name)
+        return self.__dict__.setdefault(name, value)  # another thread may have been quicker
 
 
 class Cuda:
@@ -84,11 +103,14 @@ class Cuda:
         module = built()
         layout: _core.OutputLayout = module.output_layout(config)
         self.parts = parts_of(layout)
-        self._buffer_bytes = layout.nbytes
         self._weights = "topk_weights" if "topk_weights" in self.parts else "weights"
         self._ticket_bytes = self.parts[self._weights].at
         self.plan_layout: _cuda.PlanLayout = module.plan_layout(config)
         self._plan_bytes = self.plan_layout.nbytes
+        self._plan_begin = -(-layout.nbytes // _PLAN_ALIGN) * _PLAN_ALIGN
+        # All that a step leaves is one allocation, its plan at the end: empty_like() of this, which takes no memory, and
+        # 0.1 us less than empty().
+        self._step_memory = self._bytes(1).expand(self._plan_begin + self._plan_bytes)
         # Kept: looking a name up in the module takes as long as half of the call.
         self._make_launch: type[_cuda.Launch] = module.Launch
         self._make_result: type[_cuda.Result] = module.Result
@@ -124,8 +146,11 @@ class Cuda:
         self.core = CLOSED  # type: ignore[assignment]
 
     def _check_generation(self, call: str, d: DeviceDispatched) -> None:
-        if d.plan.generation != self.core.generation:
+        if d.generation != self.core.generation:
             raise Error(f"{call}: this dispatch is from before reset()")
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
 
     @staticmethod
     def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -153,41 +178,62 @@ class Cuda:
         apart: bool = False,
         zeroed: bool = False,
     ) -> Dispatched:
-        """apart: the rows have memory of their own. zeroed is for those only."""
+        """apart: the rows have memory of their own, and so has the plan. zeroed is for those only."""
+        generation = self.core.generation
+        weights: torch.Tensor | None
         if plan is None:
-            x, ids, weights, looks = self._inputs(x, topk_ids, topk_weights, x_scale)
-            tokens, stride, wide = looks
-            device_plan = DevicePlan(
-                owner, self, torch.empty(self._plan_bytes, dtype=torch.uint8, device=self._device), tokens, weights is not None
-            )
-            # Without tokens any address says that the plan is to be made.
-            ids_at = ids.data_ptr() or device_plan.buffer.data_ptr()
+            x, ids, weights, (tokens, stride, wide) = self._inputs(x, topk_ids, topk_weights, x_scale)
+            ids_at = ids.data_ptr() or self._step_memory.data_ptr()  # without tokens any address says that the plan is to be made
         else:
             checks = self.checks
-            checks.plan_of(plan, owner, self.core.generation, topk_ids)
+            checks.plan_of(plan, owner, generation, topk_ids)
             tokens, ids_at, wide = checks.tokens(x, x_scale), 0, False
-            known = checks.plan(plan, topk_weights, tokens)
-            assert isinstance(known, DevicePlan)
-            device_plan, weights = known, known.topk_weights
+            plan = checks.plan(plan, topk_weights, tokens)
+            weights = plan.topk_weights
             x, stride = self._rows_of(x)
-        rows = self._rows_apart(zeroed) if apart else None
-        buffer = torch.empty(self._buffer_bytes if rows is None else self._ticket_bytes, dtype=torch.uint8, device=self._device)
-        launch = self._launch(halves, device_plan, buffer)
-        at = x.data_ptr()
+        rows = None
+        if not apart:
+            buffer = torch.empty_like(self._step_memory)
+        else:
+            rows, buffer = self._rows_apart(zeroed), self._bytes(self._ticket_bytes)
+            if plan is None:
+                plan = DevicePlan(owner, self, generation, self._bytes(self._plan_bytes), tokens, weights is not None)
+        at = buffer.data_ptr()
+        if plan is None:
+            plan_at = at + self._plan_begin
+        else:
+            assert isinstance(plan, DevicePlan)
+            plan_at = plan.buffer.data_ptr()
+        d = DeviceDispatched(owner, self, generation, buffer, (at, plan_at), tokens)
+        if plan is not None:
+            d.plan = plan
+        elif weights is not None:
+            d.weighted = True
+        if halves & _core.RECV:
+            d.received = True
+        else:
+            d.receiving = threading.Lock()  # wanted soon
+        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=plan_at, buffer=at)
         weights_at = 0 if weights is None else weights.data_ptr()
         if x_scale is None:
-            sent = self._tokens(count=tokens, x=at, stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
+            sent = self._tokens(count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
         else:
-            size = self._scale_size
+            size, (row, column) = self._scale_size, x_scale.stride()
             sent = self._tokens(
-                count=tokens, x=at, stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at, scales=x_scale.data_ptr(),
-                scale_row_stride=size * x_scale.stride(0), scale_stride=size * x_scale.stride(1),
+                count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at,
+                scales=x_scale.data_ptr(), scale_row_stride=size * row, scale_stride=size * column,
             )  # fmt: skip
-        step = self.core.dispatch(launch, sent) if rows is None else self.core.dispatch(launch, sent, self._addresses(rows))
-        d = DeviceDispatched(self, device_plan, step, buffer, halves & _core.RECV != 0)
-        if rows is not None:
+        if rows is None:
+            d.step = self.core.dispatch(launch, sent)
+        else:
+            d.step = self.core.dispatch(launch, sent, self._addresses(rows))
             d.__dict__.update(rows)
         return d
+
+    def plan_of(self, d: DeviceDispatched) -> DevicePlan:
+        """The one in its buffer."""
+        buffer = d.buffer[self._plan_begin : self._plan_begin + self._plan_bytes]
+        return DevicePlan(d.owner, self, d.generation, buffer, d.tokens, d.weighted)
 
     def _rows_apart(self, zeroed: bool) -> dict[str, torch.Tensor]:
         rows = {}
@@ -205,10 +251,8 @@ class Cuda:
             x=rows["x"].data_ptr(), scales=0 if scale is None else scale.data_ptr(), weights=rows[self._weights].data_ptr()
         )
 
-    def _launch(self, halves: int, plan: DevicePlan, buffer: torch.Tensor) -> _cuda.Launch:
-        return self._make_launch(
-            stream=raw_stream(self._index), halves=halves, plan=plan.buffer.data_ptr(), buffer=buffer.data_ptr()
-        )
+    def _launch(self, halves: int, d: DeviceDispatched) -> _cuda.Launch:
+        return self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
 
     def _inputs(
         self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
@@ -216,17 +260,25 @@ class Cuda:
         """The tensors for the kernels, and (tokens, stride of x, whether ids are int64). Inputs that look like earlier ones are not
         checked again."""
         ids, weights = topk_ids, topk_weights
+        key: Any
         try:
             # Strides take longer to get and to hash.
-            key: Any = (
-                x.shape, x.is_contiguous(), x.dtype, x.device,
-                ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
-            )  # fmt: skip
-            if weights is not None:
-                key = *key, weights.shape, weights.is_contiguous(), weights.dtype, weights.device
+            if weights is None:
+                key = (
+                    x.shape, x.is_contiguous(), x.dtype, x.device,
+                    ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
+                )  # fmt: skip
+            else:
+                key = (
+                    x.shape, x.is_contiguous(), x.dtype, x.device,
+                    ids.shape, ids.is_contiguous(), ids.dtype, ids.device,  # type: ignore[union-attr]
+                    weights.shape, weights.is_contiguous(), weights.dtype, weights.device,
+                )  # fmt: skip
+            if x_scale is not None:
+                key = *key, x_scale.shape, x_scale.dtype, x_scale.device
         except AttributeError:
             key = None  # what is no tensor, the checks will name
-        looks = self._known.get(key) if x_scale is None else None
+        looks = self._known.get(key)
         if looks is not None and x.data_ptr() % _ROW_ALIGN == 0:
             return x, ids, weights, looks  # type: ignore[return-value]
         checks = self.checks
@@ -234,7 +286,7 @@ class Cuda:
         ids, weights = checks.ids(topk_ids, tokens), checks.weights("topk_weights", topk_weights, tokens)
         rows, stride = self._rows_of(x)
         looks = tokens, stride, ids.dtype == torch.int64
-        if x_scale is None and rows is x and x.is_contiguous() and ids is topk_ids and weights is topk_weights:
+        if rows is x and x.is_contiguous() and ids is topk_ids and weights is topk_weights:
             self._remember(key, looks)
         return rows, ids, weights, looks
 
@@ -246,7 +298,7 @@ class Cuda:
     def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("dispatch_recv", d)
-        self.core.dispatch(self._launch(_core.RECV, d.plan, d.buffer), self._tokens(count=d.plan.tokens))
+        self.core.dispatch(self._launch(_core.RECV, d), self._tokens(count=d.tokens))
         d.received = True
 
     # ---- combine -----------------------------------------------------------------------------------------------------
@@ -261,14 +313,14 @@ class Cuda:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-    ) -> Combining:
+    ) -> Combining | Combined:
         checks = self.checks
         if not d.received or d.used:
             checks.received(d)
         assert isinstance(d, DeviceDispatched)
-        self._check_generation("combine", d)
-        plan = d.plan
-        tokens = plan.tokens
+        if d.generation != self.core.generation:
+            self._check_generation("combine", d)
+        tokens = d.tokens
         try:
             key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
             at = expert_out.data_ptr()
@@ -276,14 +328,14 @@ class Cuda:
             key, at = None, 1
         looks = self._known.get(key)
         if looks is not None and at % _ROW_ALIGN == 0:
-            rows, (stride, count) = expert_out, looks
+            stride, count = looks
         else:
             checks.expert_rows(expert_out)
             rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
             count = rows.shape[0]
             if rows.data_ptr() == at and expert_out.is_contiguous():
                 self._remember(key, (stride, count))
-            at = rows.data_ptr()
+            expert_out, at = rows, rows.data_ptr()
         if weights is not None:
             weights = checks.combine_weights(weights, weighted, tokens)
         tail_out = None
@@ -293,23 +345,39 @@ class Cuda:
         if out is None:
             if accumulate:
                 raise Error("combine: accumulate=True needs out=")
-            y = out = torch.empty((tokens, self._hidden), dtype=self._dtype, device=self._device)
+            # Numbers take 0.4 us less than a tuple of them.
+            y = out = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
             y_stride = self._y_stride
         else:
-            checks.out(out, accumulate, tokens)
-            y, y_stride = self._rows_of(out)
-        c = DeviceCombining(d, out, accumulate, tail_out)
-        c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
+            y, y_stride = self._out(out, accumulate, tokens)
         d.used = True
         outputs = self._expert_outputs(
             expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
             weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
             tail_rows=0 if tail is None else self._tail_rows(tail),
         )  # fmt: skip
-        self.core.combine(self._launch(halves, plan, d.buffer), outputs, self._result(c, tokens))
-        if halves & _core.RECV:
-            c.finish()
-        return c
+        self.core.combine(self._launch(halves, d), outputs, self._result(tokens, y, y_stride, accumulate, tail_out))
+        if not halves & _core.RECV:
+            c = DeviceCombining(d, out, accumulate, tail_out)
+            c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
+            return c
+        if y is not out:
+            out.copy_(y[:, : self._hidden])
+        return out if tail_out is None else (out, tail_out)
+
+    def _out(self, out: torch.Tensor, accumulate: bool, tokens: int) -> tuple[torch.Tensor, int]:
+        """What the kernels write for `out`, and its stride."""
+        try:
+            key: Any = tokens, out.shape, out.is_contiguous(), out.dtype, out.device
+        except AttributeError:
+            key = None
+        if key in self._known and out.data_ptr() % _ROW_ALIGN == 0:
+            return out, self._y_stride
+        self.checks.out(out, accumulate, tokens)
+        y, stride = self._rows_of(out)
+        if y is out and stride == self._y_stride and out.is_contiguous():
+            self._remember(key, stride)
+        return y, stride
 
     def _tail_rows(self, tail: torch.Tensor) -> int:
         return tail.numel() // self.top_k if self._compact else tail.numel()
@@ -320,13 +388,14 @@ class Cuda:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine_recv", d)
         outputs = self._expert_outputs(weighted=True, uses_weights=c.uses_weights)
-        self.core.combine(self._launch(_core.RECV, d.plan, d.buffer), outputs, self._result(c, d.plan.tokens))
-        c.finish()
+        self.core.combine(self._launch(_core.RECV, d), outputs, self._result(d.tokens, c.y, c.y_stride, c.accumulate, c.tail))
+        if c.y is not c.out:
+            c.out.copy_(c.y[:, : self._hidden])
+        c.done = True
 
-    def _result(self, c: DeviceCombining, tokens: int) -> _cuda.Result:
-        tail = c.tail
+    def _result(self, tokens: int, y: torch.Tensor, stride: int, accumulate: bool, tail: torch.Tensor | None) -> _cuda.Result:
         return self._make_result(
-            tokens=tokens, y=c.y.data_ptr(), stride=c.y_stride, accumulate=bool(c.accumulate), has_tail=tail is not None,
+            tokens=tokens, y=y.data_ptr(), stride=stride, accumulate=bool(accumulate), has_tail=tail is not None,
             tail=0 if tail is None else tail.data_ptr(),
         )  # fmt: skip
 
@@ -334,7 +403,7 @@ class Cuda:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("release", d)
         d.used = True
-        self.core.release(self._launch(_core.BOTH, d.plan, d.buffer), d.plan.tokens)
+        self.core.release(self._launch(_core.BOTH, d), d.tokens)
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 
@@ -350,22 +419,22 @@ class Cuda:
         return d.x, scale, getattr(d, self._weights), d.buffer[: self._ticket_bytes].view(torch.float32)
 
     def plan_ticket(self, plan: Plan) -> torch.Tensor:
+        """Its memory is its own: torch takes a change of other tensors in it for one of the plan."""
         assert isinstance(plan, DevicePlan)
-        return plan.buffer
+        return plan.buffer.clone() if plan.buffer.untyped_storage().nbytes() > self._plan_bytes else plan.buffer
 
     def of_plan_ticket(self, owner: Owner, ticket: torch.Tensor, tokens: int) -> DevicePlan:
-        return DevicePlan(owner, self, ticket, tokens, False)
+        return DevicePlan(owner, self, self.core.generation, ticket, tokens, False)
 
     def of_ticket(self, owner: Owner, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
-        return DeviceDispatched(self, self.of_plan_ticket(owner, plan, tokens), -1, ticket.view(torch.uint8), True)
+        d = DeviceDispatched(
+            owner, self, self.core.generation, ticket.view(torch.uint8), (ticket.data_ptr(), plan.data_ptr()), tokens
+        )
+        d.plan, d.received = self.of_plan_ticket(owner, plan, tokens), True
+        return d
 
 
 class DeviceCombining(Combining):
     y: torch.Tensor  # what the kernels write: out, or rows that start where they want them
     y_stride: int
     uses_weights: bool
-
-    def finish(self) -> None:
-        if self.y is not self.out:
-            self.out.copy_(self.y[:, : self.out.shape[1]])
-        self.done = True

@@ -8,7 +8,7 @@ import torch
 
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets
-from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
 
 
 class Device(Protocol):
@@ -47,8 +47,8 @@ class Device(Protocol):
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-    ) -> Combining:
-        """Like dispatch: c.done says whether the receive half is done."""
+    ) -> Combining | Combined:
+        """Like dispatch: where one launch does both halves, the result."""
 
     def combine_recv(self, c: Combining) -> None: ...
 

@@ -15,10 +15,6 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @classmethod
-    def contiguous(cls, at: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Part:
-        return cls(at, dtype, shape, torch.empty(shape, device="meta").stride())
-
     def of(self, buffer: torch.Tensor) -> torch.Tensor:
         """`buffer` is contiguous and starts where its storage does."""
         return buffer.view(self.dtype).as_strided(self.shape, self.strides, self.at // self.dtype.itemsize)

@@ -16,7 +16,7 @@ from pplx_comm.device.device import Device
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
-from pplx_comm.handles import Combining, Dispatched, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.record import Wiring
 from pplx_comm.wiring.wire_up import rewire
@@ -50,8 +50,15 @@ class Steps:
         zeroed: bool = False,
     ) -> Dispatched:
         """See Device.dispatch."""
-        self.check("dispatch")
-        d = self.device.dispatch(self, halves, x, topk_ids, topk_weights, x_scale, plan, apart, zeroed)
+        device = self.device
+        if not self._life.usable:
+            self._life.check("dispatch")
+        try:
+            device.core.raise_trouble()
+        except BaseException:
+            with self._checking:
+                raise
+        d = device.dispatch(self, halves, x, topk_ids, topk_weights, x_scale, plan, apart, zeroed)
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
@@ -74,17 +81,16 @@ class Steps:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-    ) -> Combining:
+    ) -> Combining | Combined:
+        """See Device.combine. With the receive half, the result."""
         if not isinstance(d, Dispatched) or d.owner is not self:
             self._checks.handle("combine", d, Dispatched, self)
         if not self._life.usable:
             self._life.check("combine")
         c = self.device.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
-        if halves & _core.RECV and not c.done:
-            self.combine_recv(c)
-        return c
+        return self.combine_recv(c) if halves & _core.RECV and isinstance(c, Combining) else c
 
-    def combine_recv(self, c: Combining) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def combine_recv(self, c: Combining) -> Combined:
         self._checks.handle("combine_recv", c, Combining, self)
         if c.done:
             return c.result

@@ -15,6 +15,9 @@ from pplx_comm.torch_ops.operators import Spec, enroll
 
 Optional = torch.Tensor | None
 
+# Every call asks both, and finding them takes as long as the answer.
+is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+
 
 class GraphPlan(Plan):
     """A plan that is a tensor."""
@@ -93,12 +96,12 @@ class Graph:
 
     # ---- whether ---------------------------------------------------------------------------------------------------------
 
-    def wanted(self, *inputs: Any) -> bool:
-        """Whether this call is for here. inputs: what may need a gradient."""
-        if torch.compiler.is_compiling():
+    def wanted(self, x: Any, weights: Any, tail: Any = None, out: Any = None) -> bool:
+        """Whether this call is for here. Arguments are what may need a gradient."""
+        if is_compiling():
             return True
-        if torch.is_grad_enabled():
-            for tensor in inputs:  # any() and a generator take three times as long
+        if is_grad_enabled():
+            for tensor in (x, weights, tail, out):  # any() and a generator take three times as long
                 if tensor is not None and getattr(tensor, "requires_grad", False):
                     return True
         return False

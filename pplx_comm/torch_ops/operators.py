@@ -29,6 +29,7 @@ import pplx_comm._core as _core
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.steps import Steps
 from pplx_comm.errors import Error
+from pplx_comm.handles import Combining
 from pplx_comm.torch_ops.inductor import keep_order
 
 Optional = torch.Tensor | None
@@ -131,7 +132,8 @@ def _combine(
     steps = _steps(spec)
     d = steps.device.of_ticket(steps, ticket, plan, tokens)
     out = None if onto is None else onto.clone(memory_format=torch.contiguous_format)
-    result = steps.combine(_core.BOTH, expert_out, d, weights, weighted, tail, out, out is not None).result
+    result = steps.combine(_core.BOTH, expert_out, d, weights, weighted, tail, out, out is not None)
+    assert not isinstance(result, Combining)
     return result if isinstance(result, tuple) else (result, _nothing(expert_out, torch.float32))
 
 

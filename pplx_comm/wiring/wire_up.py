@@ -48,7 +48,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     assert peers is not None
     config.object = _free_number(answers)
     config.remote_peers = len(peers.remote)
-    config.spaced_sends = request.gpu is not None
+    config.on_gpu = request.gpu is not None
     proxied = any(answer is not None and answer["remote"] for answer in answers)
     wiring, proxied = _lay_memory(control, request, peers, answers, proxied)
     alive = [rank for rank, answer in enumerate(answers) if answer is not None]

@@ -67,7 +67,7 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("max_rows", &Config::max_rows)
       .def_readwrite("max_per_expert", &Config::max_per_expert)
       .def_readwrite("remote_peers", &Config::remote_peers)
-      .def_readwrite("spaced_sends", &Config::spaced_sends)
+      .def_readwrite("on_gpu", &Config::on_gpu)
       .def_readwrite("first_step", &Config::first_step)
       .def_readwrite("object", &Config::object)
       .def_readwrite("dtype", &Config::dtype)

@@ -1,17 +1,15 @@
 // What crosses from the host to the kernels: one plain struct per launch, and the memory of an AllToAll that only it touches.
 //
-// One launch is one dispatch or one combine (or a half of one). Every thread block works through the same two lists:
+// One launch is one dispatch or one combine (or a half of one). Every thread block has a share of two lists of units:
 //
-//   send units    claimed from a counter in device memory, all of them before any receive unit
-//   receive units dealt out by number; each waits only for what a peer sends
+//   send units    its own share first, then those that nobody has begun: claims.cuh
+//   receive units each waits only for what a peer sends
 //
-// What a replica finishes for the others it sends, too: those units, in the receive half of a combine, are claimed, and come before
-// all that wait for replicas.
+// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. What a replica finishes for the
+// others it sends, too: those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
 //
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
-// runs on the GPU. The step number lives in the same word as dispatch's counter, so one addition brings both; everybody's last
-// claim finds no unit, and the very last of them resets the counter and advances the step. No launch carries a number that would be
-// wrong when a captured graph replays.
+// runs on the GPU. The step's number is in device memory: no launch carries one that would be wrong when a captured graph replays.
 //
 // The plan is made by every thread block for itself, from the ids: how many rows and choices come before its tokens is a count over
 // all earlier tokens, in any order, so no thread block waits for another's.
@@ -21,23 +19,20 @@
 #include "../protocol/notices.h"
 #include "../protocol/replicas.h"
 #include "../protocol/scale_strides.h"
+#include "tuning.h"
 
 namespace pplx::cuda {
 
 inline constexpr std::uint32_t kMaxPeers = 64;  // a bit each in a token's mask of ranks
-inline constexpr std::uint32_t kThreads = 512;
-inline constexpr std::uint32_t kWarps = kThreads / 32;
-inline constexpr std::uint32_t kWorkers = kThreads - 32;  // of dispatch; its last warp publishes what they have stored
-inline constexpr std::uint32_t kWorkerWarps = kWorkers / 32;
-inline constexpr std::uint32_t kMostTokensOfUnit = 8;  // of a send unit of dispatch
+inline constexpr std::uint32_t kMostBlocks = 512;  // of a launch
 inline constexpr std::uint32_t kMostExperts = 8192;  // of all ranks: shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
 // Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then:
-// their launches find no unit and a failure, so they send nothing and wait for nothing.
+// their launches find a failure, so they send nothing and wait for nothing.
 struct Control {
-  unsigned long long dispatch;  // step of the next dispatch (32) | send units claimed of it (32)
-  std::uint32_t combine;  // send units claimed of the running combine
+  unsigned long long step;  // of the next dispatch (32) | how many of its thread blocks know it (32): see claims.cuh
+  std::uint32_t shares[kOps][kMostBlocks];  // of the send units of a launch: the step that took each last
   std::uint32_t slices[kMaxInFlight];  // by set: units claimed of what this replica finishes
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
@@ -61,8 +56,6 @@ constexpr bool may_take(const Config& c, std::uint64_t word, std::uint32_t step)
 constexpr bool is_closing(const Config& c, std::uint64_t word, std::uint32_t step) {
   return is_step_of(word, step - c.in_flight) && (word & kClosing) != 0;
 }
-
-inline constexpr std::uint32_t kRetiredUnits = 1u << 31;  // claimed of a retired Control's dispatch: more than there are
 
 // Pinned host memory: how kernels and host tell each other what went wrong, without a call that could synchronise.
 struct Report {
@@ -95,8 +88,18 @@ struct Common {
   BlockLayout dispatch, combine, weights;
   Divider per_rank;  // experts_per_rank
   Divider top_k;
-  Divider world;
-  std::uint32_t experts = 0;  // local ones
+  std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some
+  std::uint32_t expert_pieces = 0;  // of counts, of a source
+  std::uint32_t align_mask = 0;  // Ragged: align - 1 if that is a power of two, else kNone
+  std::uint32_t group_shift = 0;  // of the lanes that have a token's choices: a power of two
+  std::uint32_t showing_rows = 0;  // of a dispatch block, the first ones
+  std::uint32_t payload_bytes = 0, parts = 0, part_bytes = 0;  // of a dispatch row; a warp takes a part
+  Divider by_parts;
+  std::uint32_t scale_pieces = 0;  // of a dispatch row
+  bool scales_in_pieces = false;  // they lie in the output as they came
+  std::uint32_t row_bytes = 0, sent_strips = 0, received_strips = 0;  // of a combine row; a warp sums a strip
+  std::uint32_t runs = 0;  // of a row: where strips are sent together
+  Divider by_sent_strips, by_received_strips, by_runs;
   std::uint32_t most_rows = 0;  // of a block
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
@@ -175,7 +178,7 @@ struct DispatchArguments {
   bool wide_ids = false;  // int64
   bool send = true, recv = true;
   std::uint32_t tokens = 0, own = 0;  // own: those that this rank sends
-  std::uint32_t tokens_per_unit = 1;
+  std::uint32_t tokens_per_unit = 1, units = 1;  // that send
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
   PlanView plan;
   ReceivedView received;

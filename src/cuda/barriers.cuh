@@ -1,29 +1,34 @@
-// The hardware barriers of a thread block of dispatch. Workers go on while the last warp, the publisher, waits for their stores to
-// have reached the peers: a release at system scope takes as long as the link is behind.
+// Where the warps of a thread block of dispatch meet. Senders go on while the publisher waits for their stores to have reached the
+// peers: a release at system scope takes as long as the link is behind. Receivers wait for peers alone.
 #pragma once
 
 #include "arguments.h"
-#include "device.cuh"
+#include "gate.cuh"
 
 namespace pplx::cuda {
 
-inline constexpr std::uint32_t kAmongWorkers = 1;
-inline constexpr std::uint32_t kStored = 2;  // and 3, for units in turn: workers to publisher
-inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to workers
-inline constexpr std::uint32_t kPlaced = 6;  // workers to publisher, once
-inline constexpr std::uint32_t kStepKnown = 7;  // workers to publisher, once, where there are remote peers
-inline constexpr std::uint32_t kCleared = 8;  // publisher to workers, after that
+inline constexpr std::uint32_t kAmongSenders = 1;
+inline constexpr std::uint32_t kStored = 2;  // and 3, for units in turn: senders to publisher
+inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to senders
+inline constexpr std::uint32_t kClaimed = 6;  // publisher to senders, once: whose the block's share is
 
-__device__ inline bool is_publisher() { return threadIdx.x >= kWorkers; }
+inline constexpr std::uint32_t kSendersAndPublisher = kSenders + 32;
 
-__device__ inline void sync_workers() { barrier_sync<kAmongWorkers, kWorkers>(); }
-__device__ inline bool all_workers(bool good) { return barrier_all<kAmongWorkers, kWorkers>(good); }
+__device__ inline std::uint32_t warp_of_block() { return threadIdx.x / 32; }
+__device__ inline bool is_sender() { return threadIdx.x < kSenders; }
+__device__ inline bool is_publisher() { return warp_of_block() == kSenderWarps; }
+__device__ inline bool leads_receivers() { return warp_of_block() == kSenderWarps + 1; }
+
+// The receiver that looks at what the proxy says, where there are peers of other nodes.
+__device__ inline bool looks_after_proxy() { return warp_of_block() == kSenderWarps + 2; }
+
+__device__ inline void sync_senders() { barrier_sync<kAmongSenders, kSenders>(); }
 
 // One side signals, the other waits.
 __device__ inline void signal(std::uint32_t barrier) {
   __threadfence_block();
-  barrier_arrive<kThreads>(barrier);
+  barrier_arrive<kSendersAndPublisher>(barrier);
 }
-__device__ inline void await(std::uint32_t barrier) { barrier_sync<kThreads>(barrier); }
+__device__ inline void await(std::uint32_t barrier) { barrier_sync<kSendersAndPublisher>(barrier); }
 
 }  // namespace pplx::cuda

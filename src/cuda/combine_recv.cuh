@@ -6,25 +6,38 @@
 
 namespace pplx::cuda {
 
-__device__ inline void receive_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+// Whether it is what this rank expects; fails otherwise.
+__device__ inline bool check_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
+                                            std::uint32_t its_flags) {
   const Common& k = a.common;
-  const bool remote = is_remote(k, peer);
-  if (remote ? !wait_for_proxy(k, step, Signal::Combine, Phase::CombineRecv, peer)
-             : !wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer))
-    return;
+  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
+  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
+  if ((its_flags & kFlagsAlike) != flags)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, its_flags);
+  else if (rows != expected)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, rows);
+  if ((its_flags & kOverflowed) != 0) k.report->notices.overflowed = 1 + peer;
+  return (its_flags & kFlagsAlike) == flags && rows == expected;
+}
+
+__device__ inline void receive_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  uint4 piece;
+  if (!await_tagged(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, piece)) return;
+  if (piece.z == peer)
+    check_combine_header(a, step, peer, piece.x, piece.y);
+  else
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
+}
+
+__device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  if (!wait_for_proxy(k, step, Signal::Combine, Phase::CombineRecv, peer)) return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
-  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
-  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
-  if ((h.flags & kFlagsAlike) != flags)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, h.flags);
-  else if (h.rows != expected)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, h.rows);
-  else if (remote)
-    pass_on(k, step, Signal::Combine, peer);
-  if (remote) see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
-  if ((h.flags & kOverflowed) != 0) k.report->notices.overflowed = 1 + peer;
+  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on(k, step, Signal::Combine, peer);
+  see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
 
 // Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
@@ -34,16 +47,13 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
   if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
   if (__syncthreads_or(mine) == 0) return;
   const std::uint32_t peer = threadIdx.x;
-  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_combine_header(a, step, peer);
+  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header(a, step, peer);
   __syncwarp();
 }
 
-// Neighbours go to different multiprocessors.
-__device__ inline std::uint32_t first_receive_unit() { return threadIdx.x / 32 * gridDim.x + blockIdx.x; }
-
 // This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32, token = unit / strips_of_row(a.common, kReceivedVectors);
+  const std::uint32_t lane = threadIdx.x % 32, token = a.common.by_received_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
@@ -72,72 +82,166 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   return true;
 }
 
+// A warp's strip of up to four rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
+// was read; a remote peer's rows are there when its block is.
+struct ArrivingStrips {
+  static constexpr int kRows = 4;
+  std::uint32_t begin, end;  // begin: this lane's
+  uint4 v[kRows][kReceivedVectors];
+  char* row[kRows];
+  std::uint32_t remote = 0;  // a bit each
+  std::uint32_t missing = 0;  // pieces, a bit each
+
+  __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
+  __device__ bool has(int j) const { return begin + j * 512 < end; }
+
+  __device__ bool look(bool all) {
+    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));
+    return all ? missing == 0 : (missing & bits) == 0;
+  }
+  __device__ void make_places_blank() const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (row[i] == nullptr || (remote >> i & 1) != 0) continue;
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if (has(j)) make_blank(row[i] + begin + j * 512);
+    }
+  }
+};
+
+// For a warp: waits for a remote peer's combine.
+__device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::uint32_t peer) {
+  const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer);
+  return all_of_warp(good);
+}
+
+// The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
+template <bool kPlain>
+__device__ inline bool await_strips(const Common& k, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row, std::uint32_t rank,
+                                    ArrivingStrips& strips) {
+#pragma unroll
+  for (int i = 0; i < ArrivingStrips::kRows; ++i) {
+    strips.row[i] = nullptr;
+    if (first + i >= n) continue;
+    strips.row[i] = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), first + i));
+    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
+    if (!kPlain && is_remote(k, source)) {
+      if (!block_is_there(k, step, source)) return false;
+      strips.remote |= 1u << i;
+    }
+#pragma unroll
+    for (int j = 0; j < kReceivedVectors; ++j) {
+      if (!strips.has(j)) continue;
+      if ((strips.remote >> i & 1) != 0)
+        strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
+      else
+        strips.missing |= 1u << (i * kReceivedVectors + j);
+    }
+  }
+  const auto waits_for = [&] {
+    const std::uint32_t all = __reduce_or_sync(~0u, strips.missing);
+    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kReceivedVectors);
+  };
+  return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
+}
+
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
 // come.
-template <typename T, bool kTail, bool kGives>
+template <typename T, bool kGives, bool kPlain>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
-  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
-  const std::uint32_t own = unit / strips, strip = unit % strips;
-  const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone));
+  const std::uint32_t own = k.by_received_strips.divide(unit), strip = unit - own * k.received_strips;
+  const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
-  if (entry != kNone) row = own_slot(k, set, Op::Combine, entry >> 20) + k.combine.row_at(entry & 0xfffffu);
-  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-  const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
-  char* y = a.y + k.slice.token(own) * a.y_stride;
+  if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
   Sums<T, kReceivedVectors> sums;
   if (a.accumulate) sums.load(y, begin, end);
-  const auto pointer = [&](std::uint32_t i) {
-    return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
-  };
-  const auto rank = [&](std::uint32_t i) { return __shfl_sync(~0u, entry, i) >> 20; };
-  if (!sums.add_arriving(k, step, n, begin, end, pointer, rank)) return false;
+  for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
+    ArrivingStrips strips(begin, end);
+    if (!await_strips<kPlain>(k, step, first, n, row, rank, strips)) return false;
+    note(k, Stage::Came);
+#pragma unroll
+    for (int i = 0; i < ArrivingStrips::kRows; ++i)
+      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
+    strips.make_places_blank();
+  }
   sums.store(y, begin, end);
   note(k, Stage::Added);
   if (kGives) give_strip(k, step, own, sums, begin, end);
-  return !kTail || strip != strips - 1 || read_tail<kGives>(a, step, own, n, row, entry >> 20);
+  return kPlain || !a.has_tail || strip != k.received_strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
 }
 
 // A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
-template <typename T, bool kTail>
+template <typename T>
 __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  const std::uint32_t others = k.slice.of - 1, strips = strips_of_row(k, kReceivedVectors), units = others + a.own * strips;
+  const std::uint32_t others = k.slice.of - 1, strips = k.received_strips, units = others + a.own * strips;
   std::uint32_t unit = claim_slice(k, step, units);
   while (unit < units) {
     const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
       send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, kTail, true>(a, step, unit - others, load_token_row(a, unit - others)))
+    else if (!receive_strip<T, true, false>(a, step, unit - others, load_token_row(a, unit - others)))
       return false;
     unit = next;
   }
-  const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
+  const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
   for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-    if (!take_strip<kTail>(a, step, unit)) return false;
+    if (!take_strip(a, step, unit)) return false;
   for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
     if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
   return true;
 }
 
-template <typename T, bool kTail>
-__device__ void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry) {
+// A thread block's nth unit, which its warps take in turn. Neighbours go to different multiprocessors.
+__device__ inline std::uint32_t receive_unit(std::uint32_t nth) { return nth * gridDim.x + blockIdx.x; }
+
+// The first unit of a warp, before it has asked. The first warp, which looks for shares that nobody sends, comes last.
+__device__ inline std::uint32_t first_of_warp() { return (threadIdx.x / 32 + kCombineWarps - 1) % kCombineWarps; }
+
+// Peers' headers, by the last warps, which have the least to do with a small step.
+template <bool kPlain>
+__device__ inline void receive_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  const std::uint32_t warp = first_receive_unit(), warps = kWarps * gridDim.x;
-  if (k.remote != 0) receive_remote_headers(a, step);
-  if (k.slice.of == 1) {
-    const std::uint32_t units = a.release ? 0 : a.own * strips_of_row(k, kReceivedVectors);
-    for (std::uint32_t unit = warp; unit < units; unit += warps) {
-      if (unit != warp) entry = load_token_row(a, unit);
-      if (!receive_strip<T, kTail, false>(a, step, unit, entry)) return;
-    }
-  } else if (!a.release && !receive_with_replicas<T, kTail>(a, step)) {
+  const std::uint32_t last = (kCombineWarps - 1 - first_of_warp()) * gridDim.x + gridDim.x - 1 - blockIdx.x;
+  for (std::uint32_t i = last; i < k.living; i += kCombineWarps * gridDim.x)
+    if (threadIdx.x % 32 == 0 && (kPlain || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
+}
+
+// For each warp. `entry`: what it has loaded of its first unit.
+template <typename T, bool kPlain>
+__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry, CombineShared& s) {
+  const Common& k = a.common;
+  if (!kPlain && k.remote != 0) receive_remote_headers(a, step);
+  if (!kPlain && k.slice.of > 1) {
+    if (a.release || receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
     return;
   }
-  // The last warps, which have the least to do.
-  for (std::uint32_t i = warps - 1 - warp; i < k.living; i += warps)
-    if (threadIdx.x % 32 == 0 && !is_remote(k, k.order[i])) receive_combine_header(a, step, k.order[i]);
+  const std::uint32_t units = a.release ? 0 : a.own * k.received_strips;
+  for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
+    const std::uint32_t unit = receive_unit(nth);
+    if (unit < units) {
+      if (nth >= kCombineWarps) entry = load_token_row(a, unit);
+      if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
+    }
+    if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
+    nth = __shfl_sync(~0u, nth, 0);
+  }
+  receive_headers<kPlain>(a, step);
 }
 
 }  // namespace pplx::cuda

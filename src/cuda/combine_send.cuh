@@ -1,18 +1,14 @@
-// combine_send: units, all claimed by warps, are the weights of combine(weights=) per peer, a header per peer, and the strips of
-// every row received: the weighted sum over the row's local experts, stored into the source's memory.
+// combine_send: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
+// local experts, stored into the source's memory. Before them all come the weights of combine(weights=), which strips wait for.
 #pragma once
 
-#include "blank.cuh"
-#include "number.cuh"
+#include "claims.cuh"
+#include "closed.cuh"
+#include "gate.cuh"
 #include "remote.cuh"
-#include "rows.cuh"
+#include "sums.cuh"
 
 namespace pplx::cuda {
-
-// 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
-// own; in large ones a warp has two after each other, and looks the row's places up once.
-inline constexpr int kSentVectors = 4, kReceivedVectors = 2;
-constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
 
 __device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
@@ -65,15 +61,51 @@ __device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t 
   __syncwarp();
 }
 
+struct CombineShared {
+  Gate claimed;  // mine
+  bool mine;  // this block's own share was still to be had
+  bool may_send;  // the blocks of remote peers may be written
+  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint32_t sent, received;  // units of this thread block that its warps have begun
+};
+
+// The send units of a launch, in the order in which they are dealt out.
+struct CombineUnits {
+  std::uint32_t rows = 0, together = 1, runs = 0;  // of a row: runs of so many strips
+  std::uint32_t headers = 0, all = 0;  // where each kind ends
+
+  __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
+    const Common& k = a.common;
+    rows = a.release ? 0 : s.rows_begin[k.c.world];
+    together = rows * k.sent_strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
+    runs = together == 1 ? k.sent_strips : k.runs;
+    headers = k.living;
+    all = headers + rows * runs;
+  }
+  // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
+  __device__ bool small() const { return together == 1; }
+};
+
+// Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
+__device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t nth) {
+  std::uint32_t in_round = share + nth;
+  while (in_round >= gridDim.x) in_round -= gridDim.x;
+  return nth * gridDim.x + in_round;
+}
+
 // Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
 // rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
 // 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
-struct SendOrder {
-  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
-  std::uint32_t common;  // rows that every source has
-  bool may_send;  // the blocks of remote peers may be written
+struct RowOfUnit {
+  std::uint32_t source = 0, row = 0;
 
-  __device__ void find(const Common& k, std::uint32_t n, std::uint32_t& source, std::uint32_t& row) const {
+  __device__ RowOfUnit(const Common& k, const CombineShared& s, const CombineUnits& units, std::uint32_t n) {
+    if (units.small()) {
+      while (s.rows_begin[source + 1] <= n) ++source;
+      row = n - s.rows_begin[source];
+      return;
+    }
+    const std::uint32_t common = common_rows(k, s);
     if (n < common * k.living) {
       row = n / k.living;
       source = k.order[n % k.living];
@@ -82,29 +114,44 @@ struct SendOrder {
     n -= common * k.living;
     for (std::uint32_t i = 0;; ++i) {
       source = k.order[i];
-      const std::uint32_t more = rows_begin[source + 1] - rows_begin[source] - common;
+      const std::uint32_t more = s.rows_begin[source + 1] - s.rows_begin[source] - common;
       if (n < more) break;
       n -= more;
     }
     row = common + n;
   }
+
+ private:
+  // For a warp: rows that every source has.
+  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
+    std::uint32_t least = k.most_rows;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
+    return least;
+  }
 };
 
-// parts: of each row.
-__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const SendOrder& order,
+// A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
+template <bool kPlain>
+__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
                                            std::uint32_t parts) {
   const Common& k = a.common;
-  if (is_remote(k, peer) && !order.may_send) return;
-  const std::uint32_t rows = a.release ? 0 : a.received.rows_begin[peer + 1] - a.received.rows_begin[peer];
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
   const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u) |
                               (*a.received.overflowed != 0 ? kOverflowed : 0u);
-  write_header(k, block_for(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
+  char* block = block_for(k, set_of(k.c, step), Op::Combine, peer);
+  if (kPlain || !is_remote(k, peer)) {
+    linger(k, rows);
+    if (lane == 0) store_tagged(k, block, step, rows, flags, k.c.rank);
+    return;
+  }
+  if (!s.may_send) return;
+  write_header(k, block, step, rows, flags, lane);
   __syncwarp();
-  if (threadIdx.x % 32 != 0) return;
-  if (is_remote(k, peer))
-    count_stored(k, step, Op::Combine, peer, kComplete - rows * parts, [&] { return rows; });
-  else
-    raise_at_peer(k, step, Signal::Combine, peer);
+  if (lane == 0) count_stored(k, step, Op::Combine, peer, kComplete - rows * parts, [&] { return rows; });
 }
 
 // The weights of this row's choices that its source gave to combine. False: they will not come.
@@ -123,141 +170,6 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   return true;
 }
 
-// For a warp: waits for a remote peer's combine.
-__device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::uint32_t peer) {
-  const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer);
-  return all_of_warp(good);
-}
-
-// Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
-// once; they are added in order.
-template <typename T, int kVectors>
-struct Sums {
-  static constexpr int kBatch = 4;
-  float sum[kVectors][T::kPerVector] = {};
-
-  // pointer(i): of row i, null if it has none.
-  template <typename Pointer, typename Weight>
-  __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
-    for (std::uint32_t first = 0; first < n; first += kBatch) {
-      uint4 v[kBatch][kVectors];
-      bool here[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const char* row = first + i < n ? pointer(first + i) : nullptr;
-        here[i] = row != nullptr;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row + begin + j * 512);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-        if (here[i]) add_row(v[i], weight(first + i));
-    }
-  }
-
-  // Like add(), for rows that are on their way. rank(i): whose row i is. A node's peer leaves no other trace, and its places are blank
-  // afterwards; a remote peer's rows are there when its block is. False: they will not come.
-  template <typename Pointer, typename Rank>
-  __device__ bool add_arriving(const Common& k, std::uint32_t step, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
-                               const Pointer& pointer, const Rank& rank) {
-    for (std::uint32_t first = 0; first < n; first += kBatch) {
-      uint4 v[kBatch][kVectors];
-      char* row[kBatch];
-      bool remote[kBatch];
-      std::uint32_t missing = 0;  // a bit each
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        row[i] = first + i < n ? pointer(first + i) : nullptr;
-        remote[i] = k.remote != 0 && row[i] != nullptr && is_remote(k, rank(first + i));
-        if (remote[i] && !block_is_there(k, step, rank(first + i))) return false;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) {
-          if (row[i] == nullptr || begin + j * 512 >= end) continue;
-          if (remote[i])
-            v[i][j] = load_arrived(row[i] + begin + j * 512);
-          else
-            missing |= 1u << (i * kVectors + j);
-        }
-      }
-      const auto look = [&] {
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-          for (int j = 0; j < kVectors; ++j)
-            if ((missing >> (i * kVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-          for (int j = 0; j < kVectors; ++j)
-            if ((missing >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));
-        return missing == 0;
-      };
-      const auto waits_for = [&] {
-        const std::uint32_t all = __reduce_or_sync(~0u, missing);
-        return rank(all == 0 ? first : first + (__ffs(all) - 1) / kVectors);
-      };
-      if (!await_pieces(k, Phase::CombineRecv, step, waits_for, look)) return false;
-      note(k, Stage::Came);
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (row[i] == nullptr) continue;
-        add_row(v[i], 1.0f);
-        if (remote[i]) continue;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-          if (begin + j * 512 < end) make_blank(row[i] + begin + j * 512);
-      }
-    }
-    return true;
-  }
-
-  // A weight of 1 changes nothing: the sum comes of an addition in any case.
-  __device__ void add_row(const uint4 (&v)[kVectors], float weight) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float f[T::kPerVector];
-      T::unpack(v[j], f);
-#pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
-    }
-  }
-
-  __device__ void start(float value) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-#pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = value;
-  }
-
-  __device__ void load(const char* from, std::uint32_t begin, std::uint32_t end) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) T::unpack(*reinterpret_cast<const uint4*>(from + begin + j * 512), sum[j]);
-  }
-
-  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) store16(to + begin + j * 512, T::pack(sum[j]));
-  }
-  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) store_piece(to + begin + j * 512, T::pack(sum[j]));
-  }
-  // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
-  // all the same.
-  __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      uint4 v = T::pack(sum[j]);
-      if (is_blank(v)) v.w = 0x7fffffffu;
-      if (begin + j * 512 < end) store_piece(to + begin + j * 512, v);
-    }
-  }
-};
-
 // The floats of a row's choices, each at its k, so that the token's rank need not know what else lives here.
 __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choices, std::uint32_t place, char* to) {
   const Common& k = a.common;
@@ -270,49 +182,72 @@ __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choic
   reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
 }
 
-__device__ inline std::uint32_t row_bytes(const Common& k) { return k.c.hidden * dtype_bytes(k.c.dtype); }
-__device__ inline std::uint32_t strips_of_row(const Common& k, int vectors) { return ceil_div(row_bytes(k), strip_bytes(vectors)); }
-
-// Strips [strip, strip + strips) of the nth row, as far as it has them.
-template <typename T, bool kTail>
-__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, const SendOrder& order, std::uint32_t nth,
-                                   std::uint32_t strip, std::uint32_t strips) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, top_k = k.c.top_k;
-  const bool compact = k.c.layout == LayoutKind::Compact;
-  std::uint32_t source = 0, row = 0;
-  order.find(k, nth, source, row);
-  const std::uint32_t at = order.rows_begin[source] + row;
-  const std::uint32_t choices = compact && !kTail ? 1 : a.received.choices[at], n = compact ? 1 : __popc(choices);
-  std::uint32_t place = kNone;
+// Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
+struct Places {
+  std::uint32_t choices = 1, place = kNone;
   float weight = 1.0f;
-  if (lane < (compact ? 1 : top_k)) {  // not n: that load would have to come first
-    place = a.received.place[compact ? at : std::uint64_t{at} * top_k + lane];
-    if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * top_k + lane];
-  }
-  if (lane >= n) place = kNone;
-  if (place != kNone && place >= a.expert_rows) {
-    k.report->notices.short_output = 1;
+
+  template <bool kPlain>
+  __device__ void load(const CombineArguments& a, std::uint32_t at) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const bool compact = k.c.layout == LayoutKind::Compact;
+    choices = compact && (kPlain || !a.has_tail) ? 1 : a.received.choices[at];
     place = kNone;
+    weight = 1.0f;
+    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not as many as there are: that load would have to come first
+    place = a.received.place[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
+    if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * k.c.top_k + lane];
   }
-  if (a.uses_weights && !sent_weight(a, step, source, row, weight)) return;
+  // How many there are.
+  __device__ std::uint32_t check(const CombineArguments& a) {
+    const std::uint32_t n = a.common.c.layout == LayoutKind::Compact ? 1 : __popc(choices);
+    if (threadIdx.x % 32 >= n) place = kNone;
+    if (place != kNone && place >= a.expert_rows) {
+      a.common.report->notices.short_output = 1;
+      place = kNone;
+    }
+    return n;
+  }
+};
+
+// This block's own share is sent by nobody else: asked when the first sums are ready.
+__device__ inline bool may_store(CombineShared& s, bool own) {
+  if (!own) return true;
+  s.claimed.wait();
+  return s.mine;
+}
+
+// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
+template <typename T, bool kPlain>
+__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
+                                   Places& places, bool loaded, bool own, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t nth = units.small() ? k.by_sent_strips.divide(run) : k.by_runs.divide(run);
+  const RowOfUnit of(k, s, units, nth);
+  std::uint32_t strip = (run - nth * units.runs) * units.together;
+  if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  const std::uint32_t n = places.check(a);
+  if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
   note(k, Stage::Found);
 
-  const std::uint32_t bytes = row_bytes(k), last = min(strip + strips, strips_of_row(k, kSentVectors));
-  const bool remote = is_remote(k, source);
-  if (remote && !order.may_send) return;
-  char* to = block_for(k, set_of(k.c, step), Op::Combine, source) + k.combine.row_at(row);
+  const std::uint32_t last = min(strip + units.together, k.sent_strips);
+  const bool remote = !kPlain && is_remote(k, of.source);
+  if (remote && !s.may_send) return;
+  char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
   const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, place, i);
+    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
   };
-  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, weight, i); };
+  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
 #pragma unroll 1
   for (; strip < last; ++strip) {
-    const std::uint32_t begin = strip * strip_bytes(kSentVectors) + lane * 16, end = min(bytes, (strip + 1) * strip_bytes(kSentVectors));
+    const std::uint32_t begin = strip * strip_bytes(kSentVectors) + threadIdx.x % 32 * 16;
+    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kSentVectors));
     Sums<T, kSentVectors> sums;
-    if (compact && __any_sync(~0u, place != kNone)) sums.start(-0.0f);  // a row that is only copied keeps its sign of zero
+    if (k.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone)) sums.start(-0.0f);  // only copied: keeps its sign of zero
     sums.add(n, begin, end, pointer, weight_of);
+    if (!may_store(s, own)) return;
     if (remote)
       sums.store(to, begin, end);
     else
@@ -320,61 +255,74 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     linger(k, std::uint64_t{step} << 32 | begin);
   }
   note(k, Stage::Sent);
-  const bool with_tail = kTail && last == strips_of_row(k, kSentVectors);
-  if (with_tail) write_tail(a, choices, place, to + k.combine.tail_at);
+  const bool with_tail = !kPlain && a.has_tail && last == k.sent_strips;
+  if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
   if (!with_tail && !remote) return;
   __syncwarp();
-  if (lane != 0) return;
+  if (threadIdx.x % 32 != 0) return;
   if (remote)
-    count_stored(k, step, Op::Combine, source, 1, [&] { return order.rows_begin[source + 1] - order.rows_begin[source]; });
+    count_stored(k, step, Op::Combine, of.source, 1, [&] { return s.rows_begin[of.source + 1] - s.rows_begin[of.source]; });
   else
     publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }
 
-template <typename T, bool kTail>
-__device__ void send_combine(const CombineArguments& a, std::uint32_t step) {
-  PPLX_SHARED(std::uint32_t, first);
-  PPLX_SHARED(SendOrder, order);
+template <typename T, bool kPlain>
+__device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, const CombineUnits& units,
+                                 Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, world = k.c.world;
-  // The first unit of each warp comes by one addition for all of them; later ones singly, on their way while the warp works.
-  if (threadIdx.x == 0) first = atomicAdd(&k.control->combine, kWarps);
-  if (threadIdx.x <= world) order.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
-  if (threadIdx.x == 0) order.common = k.most_rows;
-  if (k.remote != 0) {
-    const std::uint32_t peer = threadIdx.x;
-    const bool wanted = peer < world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
-    const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
-    if (threadIdx.x == 0) order.may_send = good;
+  if (unit >= units.headers) {
+    send_strips<T, kPlain>(a, step, unit - units.headers, units, places, loaded, own, s);
+    return;
   }
-  __syncthreads();
-  if (threadIdx.x < world && (k.dead >> threadIdx.x & 1) == 0)
-    atomicMin(&order.common, order.rows_begin[threadIdx.x + 1] - order.rows_begin[threadIdx.x]);
-  __syncthreads();
-  const std::uint32_t rows = a.release ? 0 : order.rows_begin[world];
-  const std::uint32_t strips = strips_of_row(k, kSentVectors), together = rows * strips <= kWarps * gridDim.x ? 1 : 2;
-  const std::uint32_t runs = ceil_div(strips, together);
-  const std::uint32_t weights = a.uses_weights ? k.living : 0;
-  const std::uint32_t passing = weights + (a.uses_weights && k.remote != 0 ? 1 : 0);  // after all that peers wait for
-  const std::uint32_t headers = passing + k.living;
-  const std::uint32_t units = headers + rows * runs;
-  std::uint32_t unit = first + threadIdx.x / 32;
-  if (lane == 0 && unit == units + kWarps * gridDim.x - 1) k.control->combine = 0;  // the very last claim
-  while (unit < units) {
-    std::uint32_t next = 0;
-    if (lane == 0) {
-      next = atomicAdd(&k.control->combine, 1);
-      if (next == units + kWarps * gridDim.x - 1) k.control->combine = 0;
-    }
-    if (unit < weights)
-      send_weights(a, step, k.order[unit]);
-    else if (unit < passing)
-      pass_on_weights(a, step);
-    else if (unit < headers)
-      send_combine_header(a, step, k.order[unit - passing], order, runs);
+  if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
+}
+
+// Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
+static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
+  for (std::uint32_t i = threadIdx.x / 32; i < all; i += kCombineWarps) {
+    bool mine = false;
+    if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
+    if (!__any_sync(~0u, mine)) continue;
+    if (i < k.living)
+      send_weights(a, step, k.order[i]);
     else
-      send_strips<T, kTail>(a, step, order, (unit - headers) / runs, (unit - headers) % runs * together, together);
-    unit = __shfl_sync(~0u, next, 0);
+      pass_on_weights(a, step);
+  }
+}
+
+// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
+template <bool kPlain>
+__device__ inline void load_first_places(const CombineArguments& a, Places& places) {
+  const Common& k = a.common;
+  const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
+  if (a.release || unit < k.living) return;
+  const std::uint32_t at = k.by_sent_strips.divide(unit - k.living);
+  if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
+}
+
+// For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
+template <typename T, bool kPlain>
+__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, Places& places,
+                                    CombineShared& s) {
+  const Common& k = a.common;
+  if (!kPlain && a.uses_weights) send_all_weights(a, step);
+  std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
+  bool own = true, loaded = units.small();
+#pragma unroll 1
+  for (;; loaded = false) {
+    if (nth * gridDim.x >= units.all) {
+      if (threadIdx.x >= 32) return;
+      share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
+      if (share == kNone) return;
+      own = false;
+      nth = 0;
+    }
+    const std::uint32_t unit = unit_of_share(share, nth);
+    if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, loaded, own, s);
+    if (threadIdx.x % 32 == 0) nth = own ? atomicAdd(&s.sent, 1u) : nth + 1;
+    nth = __shfl_sync(~0u, nth, 0);
   }
 }
 

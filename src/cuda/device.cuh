@@ -107,6 +107,29 @@ __device__ inline bool barrier_all(bool good) {
   return all != 0;
 }
 
+// ---- a gate of a thread block: closed, then opened once; for any number that wait ----
+
+__device__ inline std::uint32_t shared_address(const void* at) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(at)); }
+__device__ inline void gate_close(std::uint64_t* gate) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(gate)) : "memory");
+}
+__device__ inline void gate_open(std::uint64_t* gate) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(shared_address(gate)) : "memory");
+}
+__device__ inline void gate_wait(std::uint64_t* gate) {
+  std::uint32_t is_open = 0;
+  while (is_open == 0) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+#else
+    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+#endif
+                 : "=r"(is_open)
+                 : "r"(shared_address(gate))
+                 : "memory");
+  }
+}
+
 }  // namespace pplx::cuda
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----

@@ -6,82 +6,101 @@
 namespace pplx::cuda {
 namespace {
 
-template <typename Mode>
-__global__ void __launch_bounds__(kThreads, kDispatchBlocksPerSm) dispatch_kernel(const __grid_constant__ DispatchArguments a) {
-  PPLX_LAUNCHED_SHARED(words);   // the send half's counts by expert, then the receive half's places
-  PPLX_SHARED(SendShared, s);
-  const std::uint64_t begun = a.common.stamps != nullptr ? nanoseconds() : 0;
-  note(a.common, Stage::DispatchBegins);
-  std::uint32_t step = 0;
-  if (!a.send) {
-    const std::uint64_t closed = load_closed(a.common);
-    step = *a.received.step;
-    const bool refused = is_not_open(a.common, step, closed);
-    if (__syncthreads_or(refused)) {
-      if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
-      nothing_received(a);
-      return;
-    }
-  } else {
-    step = is_publisher() ? publish_dispatch(a, s) : send_dispatch<Mode>(a, s, words);
+struct DispatchShared {
+  SendShared send;
+  ReceiveShared receive;
+};
+
+// A receive half: its step, if that is open. All threads or none.
+__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
+  const std::uint64_t closed = load_closed(a.common);
+  step = *a.received.step;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (!__syncthreads_or(refused)) return true;
+  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+  if (warp_of_block() == 0) nothing_received(a);
+  return false;
+}
+
+// kPlain: all peers are on this node, there are no replicas, and the plan is made from ids. The other kernel can do all.
+template <typename Mode, bool kPlain>
+__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchArguments a) {
+  PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
+  PPLX_SHARED(DispatchShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  if (threadIdx.x == 0) {
+    s.receive.rows_known.close();
+    s.receive.placed.close();
+    s.receive.next = 0;
   }
-  if (a.recv) receive_dispatch<Mode::kWire>(a, step, words);
-  note(a.common, Stage::DispatchEnds);
-  stamp(a.common, Op::Dispatch, step, begun);
+  std::uint32_t step = 0;
+  if (a.send) {
+    EarlyLoads<Mode> early;
+    if (is_publisher()) read_step(a, s.send);
+    if (is_sender()) {
+      early.load(a, blockIdx.x);
+      forget_counts(k, s.send, words);
+    }
+    __syncthreads();
+    note(k, Stage::Claimed);
+    step = s.send.step;
+    if (is_sender()) send_dispatch<Mode, kPlain>(a, early, s.send, words);
+    if (is_publisher()) publish_dispatch<kPlain>(a, s.send);
+  } else if (!find_open_step(a, step)) {
+    return;
+  }
+  if (a.recv) {
+    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
+    if (leads_receivers()) lead_receivers<kPlain>(a, step, s.receive, experts);
+    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches(a, step);
+    receive_dispatch<kPlain>(a, step, s.receive, experts);
+  }
+  note(k, Stage::DispatchEnds);
+  stamp(k, Op::Dispatch, step, begun);
 }
 
 std::uint32_t shared_bytes(const Config& c) {
-  const std::uint32_t received = (c.world + 1) * local_experts(c, c.rank);
-  return 4 * (c.num_experts > received ? c.num_experts : received);
+  return 4 * (static_cast<std::uint32_t>(align_up(c.num_experts, 4)) + (c.world + 1) * kNumbersOfPiece * expert_pieces(c));
 }
 
 using Kernel = void (*)(DispatchArguments);
 
-template <Wire wire>
-Kernel quantising(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::BFloat16:
-      return dispatch_kernel<Quantised<BFloat16, wire>>;
-    case Dtype::Float16:
-      return dispatch_kernel<Quantised<Float16, wire>>;
-    case Dtype::Float32:
-      return dispatch_kernel<Quantised<Float32, wire>>;
-  }
-  return nullptr;
+template <bool kPlain>
+Kernel kernel_of(const Config& c, bool given_scales) {
+  if (given_scales || c.wire == Wire::Native) return dispatch_kernel<AsIs, kPlain>;
+  return c.dtype == Dtype::Float32 ? dispatch_kernel<Quantised<4>, kPlain> : dispatch_kernel<Quantised<2>, kPlain>;
 }
 
-Kernel kernel_of(const Config& c, bool given_scales) {
-  switch (c.wire) {
-    case Wire::Native:
-      return dispatch_kernel<AsIs<Wire::Native>>;
-    case Wire::FP8:
-      return given_scales ? dispatch_kernel<AsIs<Wire::FP8>> : quantising<Wire::FP8>(c.dtype);
-    case Wire::FP8_UE8M0:
-      return given_scales ? dispatch_kernel<AsIs<Wire::FP8_UE8M0>> : quantising<Wire::FP8_UE8M0>(c.dtype);
-    case Wire::MXFP8:
-      return given_scales ? dispatch_kernel<AsIs<Wire::MXFP8>> : quantising<Wire::MXFP8>(c.dtype);
-  }
-  return nullptr;
+Kernel kernel_of(const DispatchArguments& a) {
+  const Common& k = a.common;
+  const bool plain = k.remote == 0 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
+  return plain ? kernel_of<true>(k.c, a.scales != nullptr) : kernel_of<false>(k.c, a.scales != nullptr);
+}
+
+cudaError_t load(Kernel kernel, std::uint32_t shared) {
+  cudaFuncAttributes attributes;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+  if (error != cudaSuccess) return error;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
 }
 
 }  // namespace
 
 cudaError_t load_dispatch(const Config& c) {
-  for (const bool given : {false, true}) {
-    const void* kernel = reinterpret_cast<const void*>(kernel_of(c, given));
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-    if (error == cudaSuccess)
-      error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes(c)));
-    if (error != cudaSuccess) return error;
-  }
+  for (const bool given : {false, true})
+    for (const Kernel kernel : {kernel_of<false>(c, given), kernel_of<true>(c, given)}) {
+      const cudaError_t error = load(kernel, shared_bytes(c));
+      if (error != cudaSuccess) return error;
+    }
   return cudaSuccess;
 }
 
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  const Config& c = arguments.common.c;
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kThreads), parameters, shared_bytes(c), stream);
+  return cudaLaunchKernel(kernel_of(arguments), dim3(blocks), dim3(kDispatchThreads), parameters, shared_bytes(arguments.common.c), stream);
 }
 
 }  // namespace pplx::cuda

@@ -1,165 +1,235 @@
-// dispatch_recv: all counts give the experts' offsets; then a warp per part of a row copies it to its places as it arrives.
+// dispatch_recv: all counts give the experts' offsets, which one warp finds out; meanwhile the others fetch what has come of their rows.
+// A warp copies a part of a row to all of its places.
 #pragma once
 
+#include "arrivals.cuh"
 #include "barriers.cuh"
 #include "remote.cuh"
 #include "rows.cuh"
-#include "words.cuh"
 
 namespace pplx::cuda {
 
-// A warp moves this much at once, seven 16-byte vectors a lane. Rows are worked on in equal parts no larger than that.
-inline constexpr std::uint32_t kPartBytes = 3584;
-__device__ inline std::uint32_t parts_of(std::uint32_t bytes) { return ceil_div(bytes, kPartBytes); }
-__device__ inline std::uint32_t part_bytes(std::uint32_t bytes) {
-  return static_cast<std::uint32_t>(align_up(ceil_div(bytes, parts_of(bytes)), 16));
-}
-
-// A row as its first warp sees it: lane i has choice i.
+// A row as a warp sees it: lane i has choice i.
 struct ArrivedRow {
-  std::uint32_t source, at;    // at: among the rows of all sources
-  std::uint32_t token, choices, n;
-  std::uint32_t place, expert; // of this lane's choice; place is kNone where the output is too small
+  std::uint32_t source, at;  // at: among the rows of all sources
+  std::uint32_t token, choices, n;  // choices: a bit each
+  std::uint32_t expert, place;  // of this lane's choice; place is kNone where there is none, or the output is too small
   float weight;
 };
 
 struct ReceiveShared {
+  Gate rows_known;  // rows_begin
+  Gate placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
-  std::uint32_t room[kWorkerWarps];
-  bool good;
-  std::uint32_t ragged_rows;   // that the output must have
-  std::uint32_t largest;       // expert's count
+  std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
+  std::uint32_t next;  // unit of this thread block
+  bool good, placed_all;  // all counts came: of rows, and of choices
+  std::uint32_t ragged_rows;  // that the output must have
+};
+
+// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A source
+// has whole pieces of four experts.
+struct Experts {
+  std::uint32_t* base;
+  std::uint32_t pieces;  // of a source
+  __device__ std::uint32_t& at(std::uint32_t source, std::uint32_t expert) const {
+    return base[source * pieces * kNumbersOfPiece + expert];
+  }
+  __device__ uint4& piece(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
 };
 
 // Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
-__device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s, const std::uint32_t* counts) {
-  const std::uint32_t source = threadIdx.x;
-  if (source < k.c.world) {
-    std::uint64_t sum = 0;
-    for (std::uint32_t e = 0; e < k.experts; ++e) sum += counts[source * k.experts + e];
-    if (sum < s.rows[source] || sum > std::uint64_t{s.rows[source]} * k.c.top_k)
-      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, s.rows[source], sum);
+__device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
+#pragma unroll 1
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    const std::uint32_t rows = s.rows[source], choices = s.choices[source];
+    if (choices < rows || choices > rows * k.c.top_k)
+      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, rows, choices);
   }
-  sync_workers();
 }
 
 // Replicas that do not hold the same tokens.
 static __device__ __noinline__ void check_replicas(const Common& k, std::uint32_t step) {
-  const std::uint32_t source = threadIdx.x;
-  if (source >= k.c.world || (k.replicas >> source & 1) == 0) return;
-  const auto words_of = [&](std::uint32_t rank) {
-    return k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), rank) + kWordBytes * replica_words_at(k.c);
+  const auto compared = [&](std::uint32_t rank, std::uint32_t (&n)[kNumbersOfPiece]) {
+    const char* place = k.peers[k.c.rank] + k.heap.compared_at(k.c, set_of(k.c, step), rank);
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    if (!await_tagged(k, place, Phase::DispatchRecv, step, rank, piece)) return false;
+    unpack_numbers({{piece.x, piece.y, piece.z}}, n);
+    return true;
   };
-  std::uint32_t tokens[2] = {};
-  bool same = true;
-  for (std::uint32_t i = 0; i < kReplicaWords; ++i) {
-    std::uint32_t own = 0, theirs = 0;
-    if (!wait_count(k, words_of(k.c.rank) + kWordBytes * i, Phase::DispatchRecv, step, k.c.rank, own) ||
-        !wait_count(k, words_of(source) + kWordBytes * i, Phase::DispatchRecv, step, source, theirs))
-      return;
-    if (i == 0) {
-      tokens[0] = own;
-      tokens[1] = theirs;
-    }
-    same = same && own == theirs;
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    if ((k.replicas >> source & 1) == 0) continue;
+    std::uint32_t own[kNumbersOfPiece], theirs[kNumbersOfPiece];
+    if (!compared(k.c.rank, own) || !compared(source, theirs)) return;
+    bool same = true;
+    for (std::uint32_t i = 0; i < kNumbersOfPiece; ++i) same = same && own[i] == theirs[i];
+    if (!same) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, kTokens | own[0], theirs[0]);
   }
-  if (!same) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, kTokens | tokens[0], tokens[1]);
 }
 
-// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends.
-__device__ inline bool place_experts(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, std::uint32_t* base) {
-  const Common& k = a.common;
-  const std::uint32_t tid = threadIdx.x, lane = tid % 32, warp = tid / 32, world = k.c.world, experts = k.experts;
-  bool good = true;
-  for (std::uint32_t i = tid; i < world * (1 + experts); i += kWorkers) {
-    const std::uint32_t source = i / (1 + experts), place = i % (1 + experts);
-    const char* word = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), source) + kWordBytes * place;
-    std::uint32_t n = 0;
-    if ((k.dead >> source & 1) == 0) good = good && wait_count(k, word, Phase::DispatchRecv, step, source, n);
-    if (place != 0) {
-      base[source * experts + place - 1] = n;
-      continue;
-    }
-    s.rows[source] = n;
-    if (good && n > k.most_rows) {
-      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, n);
-      good = false;
-    }
-  }
-  if (tid == 0) s.largest = 0;
-  if (!all_workers(good)) return false;
-  note(k, Stage::CountsThere);
-  // One thread block reports; the last, which is the least likely to have sent anything.
-  const bool reports = blockIdx.x == gridDim.x - 1, padded = k.c.layout == LayoutKind::Padded;
-  if (reports) check_counts(k, step, s, base);
-  if (reports && k.slice.of > 1) check_replicas(k, step);
-  if (tid <= world) {
-    std::uint32_t begin = 0;
-    for (std::uint32_t r = 0; r < tid; ++r) begin += s.rows[r];
-    s.rows_begin[tid] = begin;
-    if (reports) a.received.rows_begin[tid] = begin;
-  }
-  std::uint32_t offset = 0;
-  for (std::uint32_t e0 = 0; e0 < experts; e0 += kWorkers) {
-    const std::uint32_t e = e0 + tid;
-    std::uint32_t count = 0;
-    if (e < experts)
-      for (std::uint32_t r = 0; r < world; ++r) count += base[r * experts + e];
-    const std::uint32_t room = ceil_div(count, k.c.align) * k.c.align;
-    std::uint32_t end = room;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const std::uint32_t before = __shfl_up_sync(~0u, end, i);
-      if (lane >= i) end += before;
-    }
-    if (lane == 31) s.room[warp] = end;
-    sync_workers();
-    std::uint32_t before = offset;
-    for (std::uint32_t w = 0; w < kWorkerWarps; ++w) {
-      if (w < warp) before += s.room[w];
-      offset += s.room[w];
-    }
-    if (e < experts) {
-      const std::uint32_t start = before + end - room;
-      std::uint32_t at = padded ? e * k.c.max_per_expert : start;
-      for (std::uint32_t r = 0; r < world; ++r) {
-        const std::uint32_t n = base[r * experts + e];
-        base[r * experts + e] = at;
-        at += n;
-      }
-      base[world * experts + e] = at;
-      if (reports) {
-        atomicMax(&s.largest, count);
-        a.out.counts[e] = static_cast<std::int32_t>(count);
-        if (a.out.offsets != nullptr) a.out.offsets[e] = static_cast<std::int32_t>(start);
-      }
-    }
-    sync_workers();
-  }
-  if (tid == 0) s.ragged_rows = offset;
-  sync_workers();
-  if (reports && tid == 0) {
-    const bool compact = k.c.layout == LayoutKind::Compact;
-    const bool overflowed = padded ? s.largest > k.c.max_per_expert : (compact ? s.rows_begin[world] : offset) > k.c.max_rows;
-    *a.received.overflowed = overflowed;
-    if (overflowed) k.report->notices.overflowed = 1 + k.c.rank;
-    if (a.out.offsets != nullptr) a.out.offsets[experts] = static_cast<std::int32_t>(offset);
-    if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(s.rows_begin[world]);
-  }
+// A piece of counts: looked at first, waited for if it has not come. Those of the dead never come.
+__device__ inline bool await_counts(const Common& k, std::uint32_t step, const char* place, std::uint32_t source, uint4& piece) {
+  if (is_tagged(k, piece, step)) return true;
+  if ((k.dead >> source & 1) == 0) return await_tagged(k, place, Phase::DispatchRecv, step, source, piece);
+  piece = make_uint4(0, 0, 0, 0);
   return true;
 }
 
-// A warp's part: what remote peers' headers say becomes count words, as a peer of the node writes them, and their arrival words come
+// How many rows each source has sent.
+__device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveShared& s) {
+  bool good = true;
+#pragma unroll 1
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    const char* place = k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source);
+    uint4 piece = load_piece(place);
+    good = await_counts(k, step, place, source, piece) && good;
+    s.rows[source] = piece.x;
+    s.choices[source] = 0;
+    if (!good || piece.x <= k.most_rows) continue;
+    fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
+    good = false;
+  }
+  return all_of_warp(good);
+}
+
+// How many choices of each expert, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
+__device__ inline bool read_choices(const Common& k, std::uint32_t step, bool sums, ReceiveShared& s, const Experts& e) {
+  constexpr std::uint32_t kAtOnce = 2;
+  const std::uint32_t all = k.c.world * e.pieces, of_source = k.expert_pieces;
+  const char* counts = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), 0);
+  bool good = true;
+#pragma unroll 1
+  for (std::uint32_t first = threadIdx.x % 32; first < all; first += 32 * kAtOnce) {
+    uint4 piece[kAtOnce];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j)
+      if (first + 32 * j < all) piece[j] = load_piece(counts + kPieceBytes * (first + 32 * j));
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t i = first + 32 * j;
+      if (i >= all) continue;
+      if (!is_tagged(k, piece[j], step)) good = await_counts(k, step, counts + kPieceBytes * i, i / of_source, piece[j]) && good;
+      std::uint32_t n[kNumbersOfPiece];
+      unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
+      e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
+      // More than there can be is as good as any number that is too large.
+      if (sums) atomicAdd(&s.choices[i / of_source], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
+    }
+  }
+  return all_of_warp(good);
+}
+
+// The sum over the lanes before this one; `all`: over all lanes.
+__device__ inline std::uint32_t sum_before(std::uint32_t n, std::uint32_t& all) {
+  std::uint32_t sum = n;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const std::uint32_t before = __shfl_up_sync(~0u, sum, i);
+    if (threadIdx.x % 32 >= i) sum += before;
+  }
+  all = __shfl_sync(~0u, sum, 31);
+  return sum - n;
+}
+
+__device__ inline void place_sources(const DispatchArguments& a, bool reports, ReceiveShared& s) {
+  const Common& k = a.common;
+  std::uint32_t before = 0;
+#pragma unroll 1
+  for (std::uint32_t r = threadIdx.x % 32; r - threadIdx.x % 32 < k.c.world; r += 32) {
+    const std::uint32_t n = r < k.c.world ? s.rows[r] : 0;
+    std::uint32_t all = 0;
+    const std::uint32_t begin = before + sum_before(n, all);
+    before += all;
+    if (r >= k.c.world) continue;
+    s.rows_begin[r] = begin;
+    if (r + 1 == k.c.world) s.rows_begin[k.c.world] = before;
+    if (!reports) continue;
+    a.received.rows_begin[r] = begin;
+    if (r + 1 == k.c.world) a.received.rows_begin[k.c.world] = before;
+  }
+}
+
+// How much room a segment with so many rows takes.
+__device__ inline std::uint32_t room_of(const Common& k, std::uint32_t rows) {
+  return k.align_mask != kNone ? (rows + k.align_mask) & ~k.align_mask : ceil_div(rows, k.c.align) * k.c.align;
+}
+
+__device__ inline uint4 add(const uint4& a, const uint4& b) { return make_uint4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
+
+// What the caller is told of four experts.
+__device__ inline void report_experts(const DispatchArguments& a, std::uint32_t first, const uint4& count, const uint4& start) {
+  const std::uint32_t counts[] = {count.x, count.y, count.z, count.w}, starts[] = {start.x, start.y, start.z, start.w};
+#pragma unroll
+  for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+    if (first + j >= a.common.experts) continue;
+    a.out.counts[first + j] = static_cast<std::int32_t>(counts[j]);
+    if (a.out.offsets != nullptr) a.out.offsets[first + j] = static_cast<std::int32_t>(starts[j]);
+  }
+}
+
+__device__ inline void report_totals(const DispatchArguments& a, const ReceiveShared& s, bool too_many_of_one) {
+  const Common& k = a.common;
+  const std::uint32_t rows = s.rows_begin[k.c.world];
+  const bool compact = k.c.layout == LayoutKind::Compact, padded = k.c.layout == LayoutKind::Padded;
+  const bool overflowed = padded ? too_many_of_one : (compact ? rows : s.ragged_rows) > k.c.max_rows;
+  *a.received.overflowed = overflowed;
+  if (overflowed) k.report->notices.overflowed = 1 + k.c.rank;
+  if (a.out.offsets != nullptr) a.out.offsets[k.experts] = static_cast<std::int32_t>(s.ragged_rows);
+  if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(rows);
+}
+
+// Counts become places: a lane has four experts after each other. One thread block reports what the caller is told. True: an expert
+// has more than Padded has room for.
+__device__ inline bool place_experts(const DispatchArguments& a, bool reports, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, room = k.c.max_per_expert;
+  std::uint32_t offset = 0, largest = 0;
+#pragma unroll 1
+  for (std::uint32_t p = lane; p - lane < e.pieces; p += 32) {
+    const std::uint32_t first = p * kNumbersOfPiece;
+    uint4 count = make_uint4(0, 0, 0, 0);
+    if (p < e.pieces)
+#pragma unroll 2
+      for (std::uint32_t r = 0; r < k.c.world; ++r) count = add(count, e.piece(r * e.pieces + p));
+    const uint4 rooms = make_uint4(room_of(k, count.x), room_of(k, count.y), room_of(k, count.z), room_of(k, count.w));
+    std::uint32_t all = 0;
+    const std::uint32_t before = offset + sum_before(rooms.x + rooms.y + rooms.z + rooms.w, all);
+    offset += all;
+    if (p >= e.pieces) continue;
+    const std::uint32_t second = before + rooms.x, third = second + rooms.y;
+    const uint4 start = make_uint4(before, second, third, third + rooms.z);
+    uint4 at = k.c.layout == LayoutKind::Padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
+#pragma unroll 2
+    for (std::uint32_t r = 0; r < k.c.world; ++r) {
+      const uint4 n = e.piece(r * e.pieces + p);
+      e.piece(r * e.pieces + p) = at;
+      at = add(at, n);
+    }
+    e.piece(k.c.world * e.pieces + p) = at;
+    largest = max(largest, max(max(count.x, count.y), max(count.z, count.w)));
+    if (reports) report_experts(a, first, count, start);
+  }
+  if (lane == 0) s.ragged_rows = offset;
+  return __any_sync(~0u, largest > room);
+}
+
+// Behind the last expert a header has anything.
+__device__ inline PackedNumbers packed_counts(const Common& k, std::uint32_t first, const uint4& counts) {
+  const auto of = [&](std::uint32_t j, std::uint32_t n) { return first + j < k.experts ? n & kMostOfNumber : 0; };
+  return pack_numbers({of(0, counts.x), of(1, counts.y), of(2, counts.z), of(3, counts.w)});
+}
+
+// A warp's part: what remote peers' headers say becomes pieces of counts, as a peer of the node writes them, and their arrival words come
 // to device memory. A look across PCIe takes a microsecond: 32 peers' headers and counts are asked for at once, whoever they are of.
 __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
   constexpr std::uint32_t kAtOnce = 4;
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
-  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = ceil_div(k.experts, 4);
-  const auto words_of = [&](std::uint32_t peer) {
-    return reinterpret_cast<std::uint64_t*>(k.peers[k.c.rank] + k.heap.counts_at(k.c, set, peer));
-  };
+  bool mine = false;
+  if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
+  if (!__any_sync(~0u, mine)) return;
+  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = k.expert_pieces;
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
@@ -178,19 +248,16 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       }
 #pragma unroll
       for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-        const std::uint32_t i = first + 32 * j, e = i % vectors * 4;
+        const std::uint32_t i = first + 32 * j;
         if (i >= n * vectors) continue;
-        std::uint64_t* words = words_of(group[i / vectors]) + 1 + e;
-        const std::uint32_t of[4] = {counts[j].x, counts[j].y, counts[j].z, counts[j].w};
-#pragma unroll
-        for (std::uint32_t m = 0; m < 4; ++m)
-          if (e + m < k.experts) store_relaxed(words + m, count_word(k.generation, step, of[m]));
+        const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
+        store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
       }
     }
     // Nobody does anything with counts before they know how many rows there are.
     const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if (good && lane < n) {
-      store_relaxed(words_of(peer), count_word(k.generation, step, h.rows));
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
       pass_on(k, step, Signal::Dispatch, peer);
     }
     note(k, Stage::PassedOn);
@@ -202,39 +269,32 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   }
 }
 
-// False: the row is not one that this peer may send.
-__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const char* row, const std::uint32_t* base,
-                                  ArrivedRow& r) {
+// False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  const char* route = row + k.dispatch.route_at;
-  const uint2 head = __ldcg(reinterpret_cast<const uint2*>(route));
-  uint2 entry = make_uint2(0, 0);   // there is room for top_k: no need to know first how many there are
-  if (lane < k.c.top_k) entry = __ldcg(reinterpret_cast<const uint2*>(route + sizeof(RouteHead)) + lane);
-  r.token = head.x;
-  r.choices = head.y & 0xffffu;
+  const bool here = lane < k.c.top_k && piece.x != kNowhere, compact = k.c.layout == LayoutKind::Compact;
+  r.token = __shfl_sync(~0u, piece.z, 0);
+  r.choices = __ballot_sync(~0u, here);
   r.n = __popc(r.choices);
-  bool good = r.n != 0 && r.choices >> k.c.top_k == 0;
-  r.place = kNone;
-  r.expert = 0;
-  r.weight = 0.0f;
-  if (good && lane < r.n) {
-    r.expert = route_expert(entry.x);
-    r.weight = __uint_as_float(entry.y);
-    good = r.expert < k.experts;
-    if (good && k.c.layout != LayoutKind::Compact) {
-      const std::uint32_t begin = base[r.source * k.experts + r.expert], end = base[(r.source + 1) * k.experts + r.expert];
-      good = route_index(entry.x) < end - begin;
-      const std::uint32_t place = begin + route_index(entry.x);
-      const bool fits =
-          k.c.layout == LayoutKind::Padded ? place - r.expert * k.c.max_per_expert < k.c.max_per_expert : place < k.c.max_rows;
-      if (good && fits) r.place = place;
-    }
+  r.expert = route_expert(piece.x);
+  r.weight = __uint_as_float(piece.y);
+  r.place = compact && r.at < k.c.max_rows ? r.at : kNone;
+  bool good = r.n != 0 && (!here || r.expert < k.experts);
+  if (good && here && !compact) {
+    const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(piece.x);
+    good = at - begin < end - begin;
+    const bool fits = k.c.layout == LayoutKind::Padded ? at - r.expert * k.c.max_per_expert < k.c.max_per_expert : at < k.c.max_rows;
+    if (good && fits) r.place = at;
   }
-  if (k.c.layout == LayoutKind::Compact && r.at < k.c.max_rows) r.place = r.at;
   if (__all_sync(~0u, good)) return true;
   if (lane == 0) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, r.source, step}, r.at, r.choices);
   return false;
+}
+
+// The lanes whose places get a copy of the row.
+__device__ inline std::uint32_t copies_of(const Common& k, const ArrivedRow& r) {
+  return k.c.layout == LayoutKind::Compact ? (r.place != kNone ? 1u : 0u) : __ballot_sync(~0u, r.place != kNone);
 }
 
 // Places everything that goes with a row, except its payload.
@@ -242,29 +302,21 @@ __device__ inline void place_words(const DispatchArguments& a, const ArrivedRow&
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint64_t at = r.at;
+  const bool here = (r.choices >> lane & 1) != 0, compact = k.c.layout == LayoutKind::Compact;
   if (lane == 0) a.received.choices[at] = r.choices;
-  if (k.c.layout == LayoutKind::Compact) {
-    const bool here = r.choices >> lane & 1;
-    const std::uint32_t entry = __popc(r.choices & ((1u << lane) - 1));
-    const std::uint32_t expert = __shfl_sync(~0u, r.expert, entry);
-    const float weight = __shfl_sync(~0u, r.weight, entry);
-    if (lane == 0) a.received.place[at] = r.place;
-    if (r.place == kNone) return;
-    if (lane < k.c.top_k) {
-      a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(expert) : -1;
-      a.out.topk_weights[at * k.c.top_k + lane] = here ? weight : 0.0f;
-    }
-    if (lane == 0) {
-      a.out.src_rank[at] = static_cast<std::int32_t>(r.source);
-      a.out.src_token[at] = static_cast<std::int32_t>(r.token);
-    }
-    return;
+  if (compact && lane == 0) a.received.place[at] = r.place;
+  if (!compact && here) {
+    const std::uint64_t entry = at * k.c.top_k + __popc(r.choices & ((1u << lane) - 1));
+    a.received.place[entry] = r.place;
+    a.received.weight[entry] = r.weight;
   }
-  if (lane >= r.n) return;
-  a.received.place[at * k.c.top_k + lane] = r.place;
-  a.received.weight[at * k.c.top_k + lane] = r.weight;
   if (r.place == kNone) return;
-  a.out.weights[r.place] = r.weight;
+  if (compact && lane < k.c.top_k) {
+    a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(r.expert) : -1;
+    a.out.topk_weights[at * k.c.top_k + lane] = here ? r.weight : 0.0f;
+  }
+  if (compact ? lane != 0 : !here) return;
+  if (!compact) a.out.weights[r.place] = r.weight;
   a.out.src_rank[r.place] = static_cast<std::int32_t>(r.source);
   a.out.src_token[r.place] = static_cast<std::int32_t>(r.token);
 }
@@ -275,155 +327,253 @@ __device__ inline char* scale_place(const DispatchArguments& a, std::uint32_t pl
   return a.out.scales + group * a.out.scale.group + std::uint64_t{place - group * a.common.c.max_per_expert} * a.out.scale.row;
 }
 
-__device__ inline std::uint32_t load_scale_word(const Common& k, const char* row, std::uint32_t j) {
-  return j < scale_words(k.c) ? __ldcg(reinterpret_cast<const std::uint32_t*>(row + k.dispatch.scales_at) + j) : 0;
-}
-
-// The word of scales at j, of the scales that begin at `to`.
-template <Wire wire>
-__device__ inline void store_scale_word(const DispatchArguments& a, char* to, std::uint32_t j, std::uint32_t word) {
+// The words of scales [first, first + 4), of the scales that begin at `to`, anywhere: by column, or in rows of any length.
+static __device__ __noinline__ void store_scale_words(const DispatchArguments& a, char* to, std::uint32_t first, uint4 words) {
   const Common& k = a.common;
-  const std::uint32_t scales = scales_per_row(k.c);
-  if (wire != Wire::MXFP8)
-    *reinterpret_cast<std::uint32_t*>(to + j * a.out.scale.scale) = word;
-  else if (!k.c.scale_tma && scales % 4 == 0)
-    *reinterpret_cast<std::uint32_t*>(to + 4 * j) = word;
-  else
-#pragma unroll
-    for (std::uint32_t i = 0; i < 4; ++i)
-      if (4 * j + i < scales) to[(4 * j + i) * a.out.scale.scale] = static_cast<char>(word >> 8 * i);
-}
-
-// `early`: this lane's first two words.
-template <Wire wire>
-__device__ inline void place_scales(const DispatchArguments& a, const ArrivedRow& r, const char* row,
-                                    const std::uint32_t (&early)[2]) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, words = scale_words(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
-  for (std::uint32_t first = 0; first < words; first += 32) {
-    const std::uint32_t j = first + lane;
-    const std::uint32_t word = first == 0 ? early[0] : first == 32 ? early[1] : load_scale_word(k, row, j);
-    for (std::uint32_t i = 0; i < copies; ++i) {
-      const std::uint32_t place = __shfl_sync(~0u, r.place, i), expert = __shfl_sync(~0u, r.expert, i);
-      if (place != kNone && j < words) store_scale_word<wire>(a, scale_place(a, place, expert), j, word);
-    }
+  const std::uint32_t each = scale_bytes_each(k.c.wire), scales = scales_per_row(k.c);
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < 16; i += each) {
+    const std::uint32_t j = 4 * first / each + i / each, pair = i < 8 ? i : i - 8;
+    const std::uint64_t half = i < 8 ? words.x | std::uint64_t{words.y} << 32 : words.z | std::uint64_t{words.w} << 32;
+    if (j >= scales) return;
+    char* place = to + j * a.out.scale.scale;
+    if (each == 4)
+      *reinterpret_cast<std::uint32_t*>(place) = static_cast<std::uint32_t>(half >> 8 * pair);
+    else
+      *place = static_cast<char>(half >> 8 * pair);
   }
 }
 
-// Bytes [begin - 16 * lane, end) of a row's payload: loaded before the route says where they go.
+// `piece`: this lane's four words of scales, of which it has the nth.
+__device__ inline void place_scale(const DispatchArguments& a, std::uint32_t place, std::uint32_t expert, const uint4& piece, std::uint32_t nth) {
+  const Common& k = a.common;
+  if (nth >= k.scale_pieces) return;
+  char* to = scale_place(a, place, expert);
+  if (k.scales_in_pieces)
+    store16(to + 16 * nth, piece);
+  else
+    store_scale_words(a, to, 4 * nth, piece);
+}
+
+// A warp's part of a row: pieces of payload, of the route, and with the last part of scales. They are loaded before anybody knows where
+// they go.
 struct ArrivedPart {
   static constexpr std::uint32_t kVectors = kPartBytes / 512;
-  uint4 v[kVectors];
-  std::uint32_t begin, end;   // begin: this lane's
-  __device__ ArrivedPart(const char* row, std::uint32_t from, std::uint32_t to) : begin(from + threadIdx.x % 32 * 16), end(to) {
+  static constexpr std::uint32_t kScale = kVectors, kRoute = kVectors + 1;  // bits
+  const char* row;
+  std::uint32_t begin, end;  // of payload; begin: this lane's
+  bool full;  // every lane has all vectors
+  uint4 payload[kVectors], scale, route;
+  std::uint32_t wanted = 0, missing = 0;  // a bit each
+
+  __device__ ArrivedPart(const Common& k, const char* row, std::uint32_t part) : row(row) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    begin = part * k.part_bytes + lane * 16;
+    end = min(k.payload_bytes, (part + 1) * k.part_bytes);
+    full = part * k.part_bytes + kPartBytes <= end && k.payload_bytes % 16 == 0;
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) v[j] = load_arrived(row + begin + j * 512);
+      if (begin + j * 512 < end) wanted |= 1u << j;
+    if (part == k.parts - 1 && lane < k.scale_pieces) wanted |= 1u << kScale;
+    if (lane < k.c.top_k) wanted |= 1u << kRoute;
+    missing = wanted;
+  }
+  __device__ const char* scale_at(const Common& k) const { return row + k.dispatch.scales_at + threadIdx.x % 32 * 16; }
+  // Those of `bits`.
+  __device__ void load(const Common& k, std::uint32_t bits) {
+    if (full && bits == wanted) {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j) payload[j] = load_piece(row + begin + j * 512);
+    } else {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if ((bits >> j & 1) != 0) payload[j] = load_piece(row + begin + j * 512);
+    }
+    if ((bits >> kScale & 1) != 0) scale = load_piece(scale_at(k));
+    if ((bits >> kRoute & 1) != 0) route = load_piece(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
+  }
+  // Takes note of those that have come.
+  __device__ void note_come(const Common& k, std::uint32_t step, std::uint32_t bits) {
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if ((bits >> j & 1) != 0 && !is_blank(payload[j])) missing &= ~(1u << j);
+    if ((bits >> kScale & 1) != 0 && !is_blank(scale)) missing &= ~(1u << kScale);
+    if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing &= ~(1u << kRoute);
+  }
+  __device__ bool look(const Common& k, std::uint32_t step, bool all) {
+    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
+    load(k, bits);
+    note_come(k, step, bits);
+    return all ? missing == 0 : bits == 0 || (missing & bits) == 0;
+  }
+  __device__ void make_places_blank(const Common& k) const {
+    char* to = const_cast<char*>(row) + begin;
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if (full || (wanted >> j & 1) != 0) make_blank(to + j * 512);
+    if ((wanted >> kScale & 1) != 0) make_blank(const_cast<char*>(scale_at(k)));
+  }
+  // To a row of the output.
+  __device__ void place(const Common& k, char* out) const {
+    out += begin;
+    if (full) {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j) store16(out + j * 512, payload[j]);
+      return;
+    }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if ((wanted >> j & 1) != 0) {
+        if (k.payload_bytes % 16 == 0)
+          store16(out + j * 512, payload[j]);
+        else
+          store_words(out + j * 512, payload[j], min(16u, k.payload_bytes - begin - j * 512));
+      }
   }
 };
 
 // To every place of the row.
-__device__ inline void place_payload(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part) {
+__device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;
-  const std::uint32_t bytes = payload_bytes(k.c), copies = k.c.layout == LayoutKind::Compact ? 1 : r.n;
-  const bool aligned = bytes % 16 == 0;
-  for (std::uint32_t i = 0; i < copies; ++i) {
-    const std::uint32_t place = __shfl_sync(~0u, r.place, i);
-    if (place == kNone) continue;
-    char* out = a.out.x + std::uint64_t{place} * bytes;
-#pragma unroll
-    for (std::uint32_t j = 0; j < ArrivedPart::kVectors; ++j) {
-      const std::uint32_t at = part.begin + j * 512;
-      if (at < part.end) store_some(out + at, part.v[j], min(16u, bytes - at), aligned);
-    }
+#pragma unroll 1
+  for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
+    const int of = __ffs(static_cast<int>(copies)) - 1;
+    const std::uint32_t place = __shfl_sync(~0u, r.place, of), expert = __shfl_sync(~0u, r.expert, of);
+    part.place(k, a.out.x + std::uint64_t{place} * k.payload_bytes);
+    if (!with_scales) continue;
+    place_scale(a, place, expert, part.scale, threadIdx.x % 32);
+#pragma unroll 1
+    for (std::uint32_t nth = 32 + threadIdx.x % 32; nth < k.scale_pieces; nth += 32)  // more than a warp has lanes
+      place_scale(a, place, expert, load_arrived(part.row + k.dispatch.scales_at + 16 * nth), nth);
   }
 }
 
 // Ragged(zero_pad=True): the rows between an expert's last and the next one's first.
-template <Wire wire>
-__device__ inline void zero_padding(const DispatchArguments& a, const std::uint32_t* base, std::uint32_t needed) {
+// A warp's part: one expert's.
+__device__ inline void zero_padding(const DispatchArguments& a, const Experts& e, std::uint32_t expert, std::uint32_t needed) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, bytes = payload_bytes(k.c);
-  for (std::uint32_t e = threadIdx.x / 32 * gridDim.x + blockIdx.x; e < k.experts; e += kWarps * gridDim.x) {
-    const std::uint32_t end = e + 1 < k.experts ? base[e + 1] : needed;   // source 0's first row of the next expert
-    for (std::uint32_t place = base[k.c.world * k.experts + e]; place < min(end, k.c.max_rows); ++place) {
-      for (std::uint32_t at = lane * 16; at < bytes; at += 512)
-        store_some(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at), bytes % 16 == 0);
-      for (std::uint32_t j = lane; j < scale_words(k.c); j += 32) store_scale_word<wire>(a, scale_place(a, place, 0), j, 0);
-      if (lane == 0) {
-        a.out.weights[place] = 0.0f;
-        a.out.src_rank[place] = a.out.src_token[place] = -1;
-      }
+  const std::uint32_t lane = threadIdx.x % 32, bytes = k.payload_bytes;
+  const std::uint32_t end = expert + 1 < k.experts ? e.at(0, expert + 1) : needed;
+  for (std::uint32_t place = e.at(k.c.world, expert); place < min(end, k.c.max_rows); ++place) {
+    for (std::uint32_t at = lane * 16; at < bytes; at += 512)
+      store_words(a.out.x + std::uint64_t{place} * bytes + at, make_uint4(0, 0, 0, 0), min(16u, bytes - at));
+    for (std::uint32_t j = 4 * lane; quantised(k.c.wire) && j < scale_words(k.c); j += 4 * 32)
+      store_scale_words(a, scale_place(a, place, 0), j, make_uint4(0, 0, 0, 0));
+    if (lane == 0) {
+      a.out.weights[place] = 0.0f;
+      a.out.src_rank[place] = a.out.src_token[place] = -1;
     }
   }
 }
 
-// After a failure: what the caller launches next must not run on what memory happened to hold.
+// After a failure: what the caller launches next must not run on what memory happened to hold. By one warp.
 __device__ inline void nothing_received(const DispatchArguments& a) {
   const Common& k = a.common;
   if (blockIdx.x != 0) return;
-  for (std::uint32_t e = threadIdx.x; e <= k.experts; e += kThreads) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t e = lane; e <= k.experts; e += 32) {
     if (e < k.experts) a.out.counts[e] = 0;
     if (a.out.offsets != nullptr) a.out.offsets[e] = 0;
   }
-  if (threadIdx.x <= k.c.world) a.received.rows_begin[threadIdx.x] = 0;
-  if (threadIdx.x == 0) *a.received.overflowed = 0;
-  if (threadIdx.x == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
+  for (std::uint32_t r = lane; r <= k.c.world; r += 32) a.received.rows_begin[r] = 0;
+  if (lane == 0) *a.received.overflowed = 0;
+  if (lane == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
 }
 
-template <Wire wire>
-__device__ void receive_dispatch(const DispatchArguments& a, std::uint32_t step, std::uint32_t* base) {
-  PPLX_SHARED(ReceiveShared, s);
+// The leading warp's part: from counts to places. Before it the others know how many rows there are, after it where they go.
+template <bool kPlain>
+__device__ inline void lead_receivers(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
-  if (is_publisher()) {
-    bool mine = false;
-    if (k.remote != 0 && lane == 0) mine = claim_words(k, step, Op::Dispatch);
-    if (__any_sync(~0u, mine)) pass_on_dispatches(a, step);
-    __syncwarp();
-    await(kPlaced);
-  } else {
-    const bool good = place_experts(a, step, s, base);
-    if (threadIdx.x == 0) s.good = good;
-    sync_workers();
-    note(k, Stage::ExpertsPlaced);
-    signal(kPlaced);
-  }
-  if (!s.good) {
-    nothing_received(a);
-    return;
-  }
-  const std::uint32_t bytes = payload_bytes(k.c), parts = parts_of(bytes), part_size = part_bytes(bytes);
-  const std::uint32_t units = s.rows_begin[k.c.world] * parts;
-  // Neighbours go to different multiprocessors: small steps use them all.
-  for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kWarps * gridDim.x) {
-    ArrivedRow r;
-    r.at = unit / parts;
-    const std::uint32_t part = unit % parts;
-    r.source = 0;
-    while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
-    const char* row = own_slot(k, set, Op::Dispatch, r.source) + k.dispatch.row_at(r.at - s.rows_begin[r.source]);
+  const bool reports = blockIdx.x == gridDim.x - 1;  // it is the least likely to have sent anything
+  bool good = read_rows(k, step, s);
+  if (good) place_sources(a, reports, s);
+  if (threadIdx.x % 32 == 0) s.good = good;
+  s.rows_known.open();
+  good = good && read_choices(k, step, reports, s, e);
+  note(k, Stage::CountsThere);
+  const bool too_many_of_one = good && place_experts(a, reports, s, e);
+  if (threadIdx.x % 32 == 0) s.placed_all = good;
+  s.placed.open();
+  __syncwarp();
+  note(k, Stage::ExpertsPlaced);
+  if (!good) nothing_received(a);
+  if (!good || !reports) return;
+  if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
+  check_counts(k, step, s);
+  if (!kPlain && k.slice.of > 1) check_replicas(k, step);
+}
+
+// Waits for a part of a row. False: it will not come.
+template <bool kPlain>
+__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, bool shows, ArrivedPart& part) {
+  if (!shows) {
     bool good = true;
-    if (lane == 0)
-      good = is_remote(k, r.source)
-                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
-                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!all_of_warp(good)) return;
-    note(k, Stage::RowThere);
-    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
-    const bool with_scales = quantised(wire) && part == parts - 1;
-    std::uint32_t scales[2] = {};
-    if (with_scales) {
-      scales[0] = load_scale_word(k, row, lane);
-      scales[1] = load_scale_word(k, row, lane + 32);
-    }
-    if (!read_route(a, step, row, base, r)) return;
-    place_payload(a, r, payload);
-    if (part == 0) place_words(a, r);
-    if (with_scales) place_scales<wire>(a, r, row, scales);
-    note(k, Stage::RowPlaced);
+    if (threadIdx.x % 32 == 0)
+      good = !kPlain && is_remote(k, source)
+                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source)
+                 : wait<Match::Exact>(k, part.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, source);
+    if (!all_of_warp(good)) return false;
+    part.load(k, part.wanted);
+    return true;
   }
-  if (k.c.zero_pad && k.c.layout == LayoutKind::Ragged) zero_padding<wire>(a, base, s.ragged_rows);
+  std::uint32_t looks = 0;
+  const auto look = [&](bool all) {
+    // Some piece of the row may look blank although it came: then its writer raises a word.
+    if (++looks % kLooksAtWord == 0 && load_acquire(part.row + k.dispatch.arrival_at) == arrival_word(k.generation, step)) {
+      part.load(k, part.wanted);
+      part.missing = 0;
+    }
+    return part.look(k, step, all);
+  };
+  return await_pieces(k, Phase::DispatchRecv, step, [&] { return source; }, look);
+}
+
+// A part of a row. False: something failed.
+template <bool kPlain>
+__device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, ReceiveShared& s,
+                                    const Experts& e) {
+  const Common& k = a.common;
+  ArrivedRow r;
+  r.at = k.by_parts.divide(unit);
+  const std::uint32_t nth = unit - r.at * k.parts;
+  r.source = 0;
+  while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
+  const std::uint32_t number = r.at - s.rows_begin[r.source];
+  ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
+  const bool shows = (kPlain || !is_remote(k, r.source)) && number < k.showing_rows;
+  if (!fetch_part<kPlain>(k, step, r.source, shows, part)) return false;
+  note(k, Stage::RowThere);
+  s.placed.wait();
+  if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
+  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
+  if (nth == 0) place_words(a, r);
+  if (shows) part.make_places_blank(k);
+  note(k, Stage::RowPlaced);
+  return true;
+}
+
+// For any warp of the block, once it has nothing to send.
+template <bool kPlain>
+__device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  s.rows_known.wait();
+  if (!s.good) return;
+  const std::uint32_t rows = s.rows_begin[k.c.world] * k.parts;
+  const std::uint32_t padding = k.c.zero_pad && k.c.layout == LayoutKind::Ragged ? k.experts : 0;
+  for (;;) {
+    std::uint32_t unit = 0;
+    if (threadIdx.x % 32 == 0) unit = atomicAdd(&s.next, 1) * gridDim.x + blockIdx.x;
+    unit = __shfl_sync(~0u, unit, 0);  // neighbours go to different multiprocessors: small steps use them all
+    if (unit < rows) {
+      if (!receive_part<kPlain>(a, step, unit, s, e)) return;
+    } else if (unit < rows + padding) {
+      s.placed.wait();
+      if (!s.placed_all) return;
+      zero_padding(a, e, unit - rows, s.ragged_rows);
+    } else {
+      return;
+    }
+  }
 }
 
 }  // namespace pplx::cuda

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <iterator>
 #include <thread>
 
 #include "../host/atomic.h"
@@ -17,23 +18,49 @@ constexpr std::uint32_t kControls = 64;
 
 Control fresh_control(const Config& c) {
   Control control{};
-  control.dispatch = static_cast<unsigned long long>(c.first_step) << 32;
+  control.step = static_cast<unsigned long long>(c.first_step) << 32;
+  for (auto& shares : control.shares) std::fill(std::begin(shares), std::end(shares), c.first_step - 1);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) control.closed[set] = closed_word(first_step_of_set(c, set) - c.in_flight);
   return control;
 }
 
 Control retired_control() {
   Control control{};
-  control.dispatch = kRetiredUnits;
   control.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
   return control;
+}
+
+// How rows are cut, for kernels.
+void measure_rows(Common& k) {
+  const Config& c = k.c;
+  k.experts_per_rank = experts_per_rank(c);
+  k.expert_pieces = expert_pieces(c);
+  k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
+  while (1u << k.group_shift < c.top_k) ++k.group_shift;
+  k.payload_bytes = payload_bytes(c);
+  k.parts = ceil_div(k.payload_bytes, kPartBytes);
+  k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
+  k.by_parts = Divider(k.parts);
+  k.scale_pieces = ceil_div(scale_words(c), 4);
+  k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
+  k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
+  k.row_bytes = c.hidden * dtype_bytes(c.dtype);
+  k.sent_strips = ceil_div(k.row_bytes, kSentVectors * 512);
+  k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
+  k.runs = ceil_div(k.sent_strips, kStripsTogether);
+  // What is divided: a strip's number among those of all rows.
+  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * k.received_strips;
+  if (most * k.received_strips >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
+  k.by_sent_strips = Divider(k.sent_strips);
+  k.by_received_strips = Divider(k.received_strips);
+  k.by_runs = Divider(k.runs);
 }
 
 }  // namespace
 
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
-  const std::uint64_t from = h.slots[std::uint32_t(Op::Combine)], to = h.slots[std::uint32_t(Op::Weights)];
+  const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];
   check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
   if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.shared_bytes - h.slices, stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -52,9 +79,9 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.weights = weights_block(config);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
-  common_.world = Divider(config.world);
   common_.experts = local_experts(config, config.rank);
   common_.most_rows = max_rows_of_block(config);
+  measure_rows(common_);
   common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
 #ifdef PPLX_CUDA_FUZZ
   if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);
@@ -80,6 +107,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
   if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
+  sms = std::min(sms, static_cast<int>(kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm)));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   most_sms_ = wanted_sms_ = sms_;
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;

@@ -21,7 +21,7 @@
 
 namespace pplx::cuda {
 
-// The places of the rows that come back, as peers must find them: before they can write there.
+// The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
 class Exchange {

@@ -7,10 +7,6 @@
 
 namespace pplx::cuda {
 
-// Thread blocks of each kernel that fit one multiprocessor together. Two of dispatch would leave each thread 64 registers, and it
-// spills: 0.5 us more at 1 token, 3 at 512.
-inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1;
-
 cudaError_t load_kernels(const Config& config);   // all that this AllToAll may launch, so that no later call loads a module
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);

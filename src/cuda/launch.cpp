@@ -93,8 +93,8 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
     (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = outputs.weights;
   }
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
-  // Long runs share a release and count earlier tokens less often; short ones spread a small step over all multiprocessors.
-  a.tokens_per_unit = std::min(kMostTokensOfUnit, std::max(1u, ceil_div(a.own, 2 * blocks)));
+  a.tokens_per_unit = tokens_per_unit(a.own, blocks);
+  a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
   check(launch_dispatch(a, blocks, stream), "launching dispatch");

@@ -10,12 +10,8 @@ __device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpr
 
 __device__ inline void store16(char* to, const uint4& v) { *reinterpret_cast<uint4*>(to) = v; }
 
-// `bytes` of v, a multiple of 4 up to 16, to a place that is aligned to 16 or only to 4.
-__device__ inline void store_some(char* to, const uint4& v, std::uint32_t bytes, bool aligned) {
-  if (aligned && bytes == 16) {
-    store16(to, v);
-    return;
-  }
+// `bytes` of v, a multiple of 4 up to 16, to a place that is aligned to 4.
+static __device__ __noinline__ void store_words(char* to, uint4 v, std::uint32_t bytes) {
   auto* words = reinterpret_cast<std::uint32_t*>(to);
   words[0] = v.x;
   if (bytes > 4) words[1] = v.y;

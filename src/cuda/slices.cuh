@@ -28,7 +28,7 @@ __device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step,
   std::uint32_t unit = 0;
   if (threadIdx.x % 32 == 0) {
     unit = atomicAdd(count, 1);
-    if (unit == units + kWarps * gridDim.x - 1) *count = 0;
+    if (unit == units + kCombineWarps * gridDim.x - 1) *count = 0;
   }
   return __shfl_sync(~0u, unit, 0);
 }
@@ -63,30 +63,30 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
 }
 
 // For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. False: it will not come.
-template <bool kTail>
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
-  const std::uint32_t bytes = row_bytes(k), strips = strips_of_row(k, kReceivedVectors);
-  const std::uint32_t nth = unit / strips, strip = unit % strips, row = nth / others;
+  const std::uint32_t strips = k.received_strips;
+  const std::uint32_t nth = k.by_received_strips.divide(unit), strip = unit - nth * strips, row = nth / others;
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-  const std::uint32_t end = min(bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   uint4 v[kReceivedVectors];
   std::uint32_t missing = 0;  // a bit each
 #pragma unroll
   for (int j = 0; j < kReceivedVectors; ++j)
     if (begin + j * 512 < end) missing |= 1u << j;
-  const auto look = [&] {
+  const auto look = [&](bool all) {
+    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
-      if ((missing >> j & 1) == 0) continue;
+      if ((bits >> j & 1) == 0) continue;
       v[j] = load_piece(from + begin + j * 512);
       if (!is_blank(v[j])) missing &= ~(1u << j);
     }
-    return missing == 0;
+    return all ? missing == 0 : (missing & bits) == 0;
   };
   if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
     store16(a.y + token * a.y_stride + begin + j * 512, v[j]);
     make_blank(from + begin + j * 512);
   }
-  if (!kTail || strip != strips - 1) return true;
+  if (!a.has_tail || strip != strips - 1) return true;
   const bool good = lane != 0 || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, replica);
   if (!all_of_warp(good)) return false;
   if (lane < k.c.top_k)

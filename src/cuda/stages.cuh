@@ -12,7 +12,7 @@ __device__ inline void note(const Common& k, Stage stage) {
   if (k.stages == nullptr || threadIdx.x % 32 != 0) return;
   std::uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
-  k.stages[static_cast<std::uint32_t>(stage) * k.stage_warps + blockIdx.x * kWarps + threadIdx.x / 32] = now;
+  k.stages[static_cast<std::uint32_t>(stage) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] = now;
 }
 #else
 __device__ inline void note(const Common&, Stage) {}

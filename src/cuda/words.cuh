@@ -21,6 +21,12 @@ __device__ inline void publish(const Common& k, void* word, std::uint64_t value)
 
 __device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (k.remote >> peer & 1) != 0; }
 
+__device__ inline std::uint32_t first_expert_of(const Common& k, std::uint32_t rank) { return rank * k.experts_per_rank; }
+__device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t rank) {
+  const std::uint32_t first = first_expert_of(k, rank);
+  return first >= k.c.num_experts ? 0 : min(k.c.num_experts - first, k.experts_per_rank);
+}
+
 // The block that came from the peer, and the one for the peer: in the peer's memory, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
@@ -64,19 +70,11 @@ __device__ inline bool stopped(const Common& k, bool ask_host) {
 __device__ inline bool said_goodbye(const Common& k, std::uint32_t peer) { return load_acquire(&k.report->left) >> peer & 1; }
 
 // In-row words are written once a step and must be exact; others are monotonic.
-enum class Match { Exact, Reached, Count };
+enum class Match { Exact, Reached };
 
 template <Match match>
 __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_t step) {
-  if (match == Match::Count) return is_count(word, k.generation, step);
   return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
-}
-
-// The word that was seen, as an arrival word: counts have their generation elsewhere.
-template <Match match>
-__device__ inline std::uint64_t as_arrival(std::uint64_t seen) {
-  if (match != Match::Count || seen == 0) return seen;
-  return arrival_word(static_cast<std::uint32_t>(seen >> 53), static_cast<std::uint32_t>(seen));
 }
 
 // Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
@@ -120,18 +118,18 @@ template <Match match>
 __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                        std::uint64_t& seen) {
   const auto look = [&] {
-    seen = match == Match::Count ? load_relaxed(word) : load_acquire(word);  // a count orders nothing but itself
+    seen = load_acquire(word);
     return matches<match>(k, seen, step);
   };
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !look(); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, word, i / 256, first, begun, phase, step, peer, as_arrival<match>(seen));
+    const Verdict verdict = ask(k, word, i / 256, first, begun, phase, step, peer, seen);
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
     if (verdict != Verdict::Left || look()) continue;
-    fail_of_leaving(k, phase, step, peer, as_arrival<match>(seen));
+    fail_of_leaving(k, phase, step, peer, seen);
     return false;
   }
   return true;
@@ -142,16 +140,6 @@ template <Match match>
 __device__ inline bool wait(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
   std::uint64_t seen = load_acquire(word);
   const bool good = matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
-  linger(k, seen);
-  return good;
-}
-
-// Like wait(), for a count, which is in the word.
-__device__ inline bool wait_count(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                  std::uint32_t& count) {
-  std::uint64_t seen = load_relaxed(word);
-  const bool good = is_count(seen, k.generation, step) || wait_long<Match::Count>(k, word, phase, step, peer, seen);
-  count = count_of(seen);
   linger(k, seen);
   return good;
 }

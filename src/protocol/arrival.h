@@ -3,22 +3,25 @@
 //
 //   arrival         arrival[set][signal][peer]: generation (32) | step (32). The block of that signal, from that peer, is there. Written
 //                   by the peer, or by this rank's proxy; read by the receive phases.
-//   count           counts[set][source][i]: generation (11) | count (21) | step (32). How many rows come from that source (i = 0), or
-//                   choices of local expert i - 1. Written by the source's GPU; read by dispatch_recv.
-//   in-row arrival  behind each dispatch row, and behind a combine row that has a tail: like arrival, for that row or tail alone.
-//                   Written by the source's GPU; read by dispatch_recv and combine_recv.
-//   blank           in the place of each combine row: all ones, so this piece of 16 bytes is not there yet. The writer's piece never
-//                   looks so; combine_recv makes each piece blank again once it has read it.
+//   tagged piece    sixteen bytes: what it says (96) | tag (32), which mixes generation and step. So are counts[set][source][piece], four
+//                   numbers of 24 bits each; the routes of dispatch rows; and the first piece of a combine's header, whose tag is its
+//                   step and generation. Written by the source's GPU; read by dispatch_recv and combine_recv.
+//   blank           in the place of a row: all ones, so this piece of 16 bytes is not there yet. Whoever reads it makes it blank again.
+//                   So are the payload and the scales of a block's first dispatch rows (kShowingRows), and all combine rows, whose
+//                   sums never look so.
+//   in-row arrival  behind each dispatch row that is not among those first ones, or of which some piece looks blank; and behind a combine
+//                   row that has a tail. Like arrival, for that row or tail alone. Written by the source's GPU; read by
+//                   dispatch_recv and combine_recv.
 //
-// Arrival words are stored with release, after what they announce, and loaded with acquire. Counts and pieces are what they announce,
-// and are relaxed: a release at system scope takes a GPU 2 us.
+// Arrival words are stored with release, after what they announce, and loaded with acquire. Pieces are what they announce, and are
+// relaxed: a release at system scope takes a GPU 2 us.
 //
 // Which carrier uses which:
 //
 //   device, carrier   dispatch: counts       dispatch: rows            combine: rows                  combine: header
 //   cpu, mapped       Header word, header    Dispatch word             Combine word                   Combine word
 //   cpu, proxy        Dispatch word          Dispatch word             Combine word                   Combine word
-//   cuda, mapped      count words            in-row arrival words      blanks; tails: in-row words    Combine word
+//   cuda, mapped      tagged pieces          blanks, in-row words      blanks; tails: in-row words    tagged piece
 //   cuda, proxy       Dispatch word          Dispatch word             Combine word                   Combine word
 //
 // Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their header.
@@ -44,15 +47,27 @@ constexpr bool reached(std::uint64_t word, std::uint64_t wanted) {
   return arrived(word, static_cast<std::uint32_t>(wanted >> 32), static_cast<std::uint32_t>(wanted));
 }
 
-constexpr std::uint64_t count_word(std::uint32_t generation, std::uint32_t step, std::uint32_t count) {
-  return std::uint64_t{generation & 0x7ffu} << 53 | std::uint64_t{count & 0x1fffffu} << 32 | step;
-}
-constexpr std::uint32_t count_of(std::uint64_t word) { return static_cast<std::uint32_t>(word >> 32) & 0x1fffffu; }
-constexpr bool is_count(std::uint64_t word, std::uint32_t generation, std::uint32_t step) {
-  return word == count_word(generation, step, count_of(word)) && word != 0;
+inline constexpr std::uint32_t kBlank = 0xffffffffu;
+
+// Never blank. Two steps have the same only if they lie a good part of 2^32 apart.
+constexpr std::uint32_t tag_of(std::uint32_t generation, std::uint32_t step) {
+  const std::uint32_t tag = step + generation * 0x9e3779b1u;
+  return tag == kBlank ? tag >> 1 : tag;
 }
 
-inline constexpr std::uint32_t kBlank = 0xffffffffu;
+// The first three words of a tagged piece that has four numbers.
+struct PackedNumbers {
+  std::uint32_t words[3];
+};
+constexpr std::uint32_t kMostOfNumber = 0xffffffu;
+constexpr PackedNumbers pack_numbers(const std::uint32_t (&n)[kNumbersOfPiece]) {
+  return {{n[0] | n[3] << 24, n[1] | (n[3] >> 8 & 0xffu) << 24, n[2] | n[3] >> 16 << 24}};
+}
+constexpr void unpack_numbers(const PackedNumbers& p, std::uint32_t (&n)[kNumbersOfPiece]) {
+  for (int i = 0; i < 3; ++i) n[i] = p.words[i] & kMostOfNumber;
+  n[3] = p.words[0] >> 24 | p.words[1] >> 24 << 8 | p.words[2] >> 24 << 16;
+}
+static_assert(kMaxChoices <= kMostOfNumber, "a count fits");
 
 // By the writer, once the block is stored. `memory`: the heap of whoever waits, as the writer has it mapped.
 template <typename Atomics>

@@ -31,7 +31,7 @@ struct Config {
   std::uint32_t max_rows = 0;          // Ragged, Compact: rows of the output
   std::uint32_t max_per_expert = 0;    // Padded: rows of one expert in the output
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
-  bool spaced_sends = false;           // a send block of full size for each of them: kernels write rows before all are counted
+  bool on_gpu = false;                 // kernels write rows before all are counted, and routes in pieces that show whose they are
   std::uint32_t first_step = 1;
   std::uint32_t object = 0;            // which of the Communicator's AllToAlls, for the immediate
   Dtype dtype = Dtype::BFloat16;

@@ -19,14 +19,15 @@ constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }
 
-// Replicas compare these words: the number of tokens, and the digest of their ids, 21 bits in each word.
-inline constexpr std::uint32_t kReplicaWords = 4;
-constexpr std::uint32_t replica_words_at(const Config& c) { return 1 + experts_per_rank(c); }
-constexpr std::uint32_t count_words(const Config& c) { return replica_words_at(c) + (c.replicas > 1 ? kReplicaWords : 0); }
+// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and where
+// there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
+inline constexpr std::uint32_t kNumbersOfPiece = 4;
+constexpr std::uint32_t expert_pieces(const Config& c) { return ceil_div(experts_per_rank(c), kNumbersOfPiece); }
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
-  std::uint64_t counts = 0;             // u64 [in_flight][world][count_words]: rows, choices by local expert, what replicas compare
+  std::uint64_t counts = 0;             // pieces [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare
+  std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
@@ -47,8 +48,14 @@ struct Heap {
   constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
   }
+  constexpr std::uint64_t rows_at(const Config&, std::uint32_t set, std::uint32_t peer) const {
+    return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * peer;
+  }
+  constexpr std::uint64_t compared_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
+    return counts_at(c, set, c.world) + std::uint64_t{kPieceBytes} * peer;
+  }
   constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return counts + kWordBytes * (std::uint64_t{set} * c.world + peer) * count_words(c);
+    return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * c.world + source_bytes * peer;
   }
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
@@ -62,7 +69,7 @@ struct Heap {
   constexpr std::uint64_t send_at(std::uint32_t set, Op op) const {
     return send[std::uint32_t(op)] + send_bytes[std::uint32_t(op)] * set;
   }
-  // The block for the nth remote peer, with spaced_sends.
+  // The block for the nth remote peer, on GPUs: each has one of full size.
   constexpr std::uint64_t spaced_send_at(const Config& c, std::uint32_t set, Op op, std::uint32_t nth) const {
     return send_at(set, op) + nth * (send_bytes[std::uint32_t(op)] / c.remote_peers);
   }
@@ -75,7 +82,9 @@ constexpr Heap heap_of(const Config& c) {
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
   h.counts = at;
-  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * c.world * count_words(c), page);
+  h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
+  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * (c.replicas > 1 ? 2 : 1));
+  at = align_up(at + h.counts_bytes * c.in_flight, page);
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
     h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);
@@ -100,7 +109,7 @@ constexpr Heap heap_of(const Config& c) {
   for (std::uint32_t op = 0; op < kOps; ++op) {
     const BlockLayout block = block_layout(c, Op(op));
     h.send[op] = at;
-    h.send_bytes[op] = c.spaced_sends
+    h.send_bytes[op] = c.on_gpu
                            ? c.remote_peers * align_up(block.bytes(most), 64)
                            : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
     at = align_up(at + h.send_bytes[op] * c.in_flight, page);

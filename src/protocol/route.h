@@ -3,6 +3,8 @@
 //   token (32) | choices, a bit per k (16) | reserved (16) | entry[top_k]: local expert (12), index (20), weight (float)
 //
 // `index` counts the choices that this source sends to that expert, in (token, k) order. Entries follow in k order.
+//
+// GPUs write a piece of sixteen bytes for each k, here or not: place or kNowhere, weight, token, the step's tag (arrival.h).
 #pragma once
 
 #include "config.h"
@@ -32,6 +34,9 @@ constexpr std::uint32_t count_choices(std::uint16_t choices) {
   return n;
 }
 
-constexpr std::uint32_t route_bytes(const Config& c) { return sizeof(RouteHead) + c.top_k * sizeof(RouteEntry); }
+inline constexpr std::uint32_t kNowhere = 0xffffffffu;
+constexpr std::uint32_t route_bytes(const Config& c) {
+  return c.on_gpu ? 16 * c.top_k : sizeof(RouteHead) + c.top_k * sizeof(RouteEntry);
+}
 
 }  // namespace pplx

@@ -147,7 +147,7 @@ void check_block(const Config& c) {
   CHECK(d.header_bytes >= sizeof(BlockHeader) + 4 * experts_per_rank(c));
   CHECK(d.scales_at >= x && d.scales_at % 16 == 0);
   CHECK(d.route_at >= d.scales_at + blocks * (c.wire == Wire::MXFP8 ? 1 : 4) && d.route_at % 16 == 0);
-  CHECK(d.arrival_at >= d.route_at + 8 + 8 * c.top_k && d.arrival_at % 8 == 0 && d.arrival_at + 8 <= d.row_bytes);
+  CHECK(d.arrival_at >= d.route_at + route_bytes(c) && route_bytes(c) >= 8 + 8 * c.top_k && d.arrival_at % 8 == 0 && d.arrival_at + 8 <= d.row_bytes);
   const BlockLayout back = combine_block(c);
   CHECK(back.tail_at >= std::uint64_t{c.hidden} * dtype_bytes(c.dtype));
   CHECK(back.arrival_at >= back.tail_at + 4 * c.top_k && back.arrival_at + 8 <= back.row_bytes);

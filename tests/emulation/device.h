@@ -75,6 +75,15 @@ bool barrier_all(bool good) {
   return emulation::barrier_sync(kBarrier, kOf, good);
 }
 
+inline void gate_close(std::uint64_t* gate) { *gate = 0; }
+inline void gate_open(std::uint64_t* gate) {
+  emulation::maybe_yield();
+  *gate = 1;
+}
+inline void gate_wait(std::uint64_t* gate) {
+  while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
+}
+
 }  // namespace pplx::cuda
 
 #define PPLX_SHARED(Type, name) Type& name = emulation::shared<Type>()

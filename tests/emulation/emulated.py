@@ -138,6 +138,7 @@ def use(module: str) -> None:
     setattr(cuda, "raw_stream", lambda device: streams.current)  # noqa: B010
     setattr(open_step_cases, "streams", streams)  # noqa: B010
     setattr(open_step_cases, "gpu_of", lambda me: "cuda")  # noqa: B010
+    setattr(gpu_cases, "gpu_of", lambda me: torch.device("cpu"))  # noqa: B010
     setattr(config, "device_index", lambda device: 0)  # noqa: B010
     setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())  # noqa: B010
     setattr(torch.cuda, "set_device", lambda device: None)  # noqa: B010

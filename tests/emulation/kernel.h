@@ -149,6 +149,13 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     return all;
   });
 }
+inline unsigned __match_any_sync(unsigned, unsigned value) {
+  return emulation::shuffle(std::uint64_t{value}, [&](const std::uint64_t* lanes) {
+    unsigned same = 0;
+    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) same |= static_cast<unsigned>(lanes[lane] == value) << lane;
+    return same;
+  });
+}
 inline bool __any_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return __ballot_sync(mask, vote) == ~0u; }
 inline void __syncwarp() { emulation::warp_sync(); }

@@ -1,6 +1,9 @@
 #include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "emulation/streams.h"
 
 #if !defined(__x86_64__)
@@ -54,6 +57,12 @@ void run_thread() {
   for (;;) yield();
 }
 
+// Thread blocks that run at once: all, or as many as PPLX_EMULATION_ROOM says, for what must work when nobody else finds room.
+unsigned room_for_blocks(unsigned grid) {
+  static const char* const given = std::getenv("PPLX_EMULATION_ROOM");
+  return given == nullptr ? grid : static_cast<unsigned>(std::atoi(given));
+}
+
 char* new_stack() {
   void* const memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) std::abort();
@@ -90,16 +99,27 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
       all[i].stack_pointer = first_frame(stacks[i]);
     }
   }
-  for (std::size_t left = all.size(); left > 0;) {
-    left = 0;
-    const std::size_t first = next_random() % grid * threads;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      Thread& thread = all[(first + i) % all.size()];
-      if (thread.done) continue;
-      current = &thread;
-      emulation_change_stack(&scheduler, thread.stack_pointer);
-      left += !thread.done;
+  // A block begins when there is room, in any order; it keeps its room until all of its threads are done.
+  const unsigned room = room_for_blocks(grid);
+  std::vector<unsigned> waiting(grid), running;
+  for (unsigned b = 0; b < grid; ++b) std::swap(waiting[b] = b, waiting[next_random() % (b + 1)]);
+  for (;;) {
+    for (; running.size() < room && !waiting.empty(); waiting.pop_back()) running.push_back(waiting.back());
+    if (running.empty()) break;
+    const std::size_t first = next_random() % running.size();
+    for (std::size_t i = 0; i < running.size(); ++i) {
+      const std::size_t block = running[(first + i) % running.size()];
+      for (unsigned t = 0; t < threads; ++t) {
+        Thread& thread = all[block * threads + t];
+        if (thread.done) continue;
+        current = &thread;
+        emulation_change_stack(&scheduler, thread.stack_pointer);
+      }
     }
+    const auto is_done = [&](unsigned block) {
+      return std::all_of(&all[std::size_t{block} * threads], &all[std::size_t{block} * threads] + threads, [](const Thread& t) { return t.done; });
+    };
+    running.erase(std::remove_if(running.begin(), running.end(), is_done), running.end());
     sched_yield();   // to other ranks
   }
   current = nullptr;

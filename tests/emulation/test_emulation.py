@@ -51,6 +51,22 @@ def test_random_shapes(crew: Crews, transport: str) -> None:
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
 
 
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
+    case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=264, max_tokens=20, wire=wire)
+    crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
+    """The others find no room on the GPU before it has ended: it sends their shares."""
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(10):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(25_000, number, 2, transport))
+
+
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes_in_a_chaos(transport: str) -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:

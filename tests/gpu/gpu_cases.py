@@ -272,6 +272,36 @@ def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return x
 
 
+def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
+    """Tokens of any bits, all ones above all, which is how a place looks where nothing has come yet."""
+    quantised = case.wire != "native"
+    dtype = torch.uint8 if quantised else rank_cases.DTYPES[case.dtype]
+    g = torch.Generator().manual_seed(case.seed)
+    device = gpu_of(me)
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        for _ in range(steps):
+            bits, ids = [], []
+            for _ in range(case.world_size):
+                tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g))
+                x = torch.randint(0, 256, (tokens, case.hidden * dtype.itemsize), generator=g, dtype=torch.uint8)
+                x[torch.rand(x.shape[0], generator=g) < 0.5] = 255
+                x[:, 12:16][torch.rand(x.shape[0], generator=g) < 0.3] = 255
+                bits.append(x)
+                ids.append(torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices)
+            mine = bits[me.rank].view(torch.float8_e4m3fn if quantised else dtype)
+            scale = torch.rand(mine.shape[0], -(-case.hidden // 128)) + 1 if quantised else None
+            d = a2a.dispatch(mine.to(device), ids[me.rank].to(device), x_scale=None if scale is None else scale.to(device))
+            settle()
+            rows = d.x.view(torch.uint8).cpu()
+            assert d.offsets is not None
+            for begin, n in zip(d.offsets.tolist(), d.counts.tolist(), strict=False):
+                for row in range(begin, begin + n):
+                    source, token = int(d.src_rank[row]), int(d.src_token[row])
+                    assert torch.equal(rows[row], bits[source][token]), (row, source, token)
+            d.release()
+            a2a.check()
+
+
 def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
     """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for."""
     device = gpu_of(me)

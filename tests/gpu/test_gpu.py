@@ -85,8 +85,14 @@ def test_what_is_no_number(crew: Crews, wire: str, dtype: str) -> None:
         crew.run("gpu_cases:both_devices", case, 3, odd=True)
 
 
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
+    case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=7168, max_tokens=64, wire=wire)
+    crew.run("gpu_cases:rows_that_look_blank", case, 20)
+
+
 def test_many_tokens(crew: Crews) -> None:
-    """More tokens than thread blocks: units are runs of tokens."""
+    """More tokens than thread blocks, and more than show by themselves that they have come: units are runs of tokens."""
     case = Case(seed(), crew.world_size, num_experts=32, top_k=4, hidden=256, max_tokens=4096, wire="fp8", align=8, threads=4)
     crew.run("gpu_cases:both_devices", case, 3)
 

@@ -29,8 +29,10 @@ TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 DEVICE = "src/cuda/device.cuh"
 WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
-BLANK = "src/cuda/blank.cuh"
-COMBINE_SEND = "src/cuda/combine_send.cuh"
+ARRIVALS = "src/cuda/arrivals.cuh"
+CLAIMS = "src/cuda/claims.cuh"
+DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
+COMBINE_RECV = "src/cuda/combine_recv.cuh"
 SLICES = "src/cuda/slices.cuh"
 CLOSED = "src/cuda/closed.cuh"
 COMBINE = "src/cuda/combine.cu"
@@ -54,23 +56,55 @@ MUTANTS = [
     Mutant(
         "a row is read before its word",
         DISPATCH_RECV,
-        """    if (lane == 0)
-      good = is_remote(k, r.source)
-                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
-                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!all_of_warp(good)) return;
-    note(k, Stage::RowThere);
-    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
+        """    if (!all_of_warp(good)) return false;
+    part.load(k, part.wanted);
+    return true;
 """,
-        """    const ArrivedPart payload(row, part * part_size, min(bytes, (part + 1) * part_size));
-    if (lane == 0)
-      good = is_remote(k, r.source)
-                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, r.source), Phase::DispatchRecv, step, r.source)
-                 : wait<Match::Exact>(k, row + k.dispatch.arrival_at, Phase::DispatchRecv, step, r.source);
-    if (!all_of_warp(good)) return;
-    note(k, Stage::RowThere);
+        """    return all_of_warp(good);
 """,
         "what a load that is not ordered behind its word may see: the row of an earlier step",
+    ),
+    Mutant(
+        "a row of a dispatch is not looked at for blank",
+        DISPATCH_RECV,
+        "if ((bits >> j & 1) != 0 && !is_blank(payload[j])) missing &= ~(1u << j);",
+        "if ((bits >> j & 1) != 0) missing &= ~(1u << j);",
+        "what has not come yet is placed as it is",
+    ),
+    Mutant(
+        "a place of a dispatch is not made blank again",
+        DISPATCH_RECV,
+        "if (full || (wanted >> j & 1) != 0) make_blank(to + j * 512);",
+        "if (j != 0 && (full || (wanted >> j & 1) != 0)) make_blank(to + j * 512);",
+        "the row of an earlier step is taken for this one's",
+    ),
+    Mutant(
+        "a row that looks blank gets no word",
+        DISPATCH_SEND,
+        "if (nth >= unit.rows[token] || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;",
+        "if (nth >= unit.rows[token] || !unit.by_word[token][nth]) continue;",
+        "it is waited for in vain",
+    ),
+    Mutant(
+        "rows beyond those that show get no word",
+        DISPATCH_SEND,
+        "unit.by_word[token][nth] = t.row[i] >= k.showing_rows;",
+        "unit.by_word[token][nth] = false;",
+        "they are waited for in vain",
+    ),
+    Mutant(
+        "the tag of a route is not looked at",
+        DISPATCH_RECV,
+        "if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing",
+        "if ((bits >> kRoute & 1) != 0) missing",
+        "a row goes where one of an earlier step went",
+    ),
+    Mutant(
+        "a share is sent by two",
+        CLAIMS,
+        "return atomicExch(shares_of(k, op) + share, step) != step;",
+        "return atomicExch(shares_of(k, op) + share, step) != step + 1;",
+        "a place that its reader has made blank is written again, and the next step finds it there",
     ),
     Mutant(
         "the step of a row is not looked at",
@@ -81,14 +115,14 @@ MUTANTS = [
     ),
     Mutant(
         "the step of a count is not looked at",
-        WORDS,
-        "if (match == Match::Count) return is_count(word, k.generation, step);",
-        "if (match == Match::Count) return word != 0;",
+        ARRIVALS,
+        "return piece.w == tag_of(k.generation, step);",
+        "return piece.w != kBlank;",
         "rows are placed by the counts of an earlier step",
     ),
     Mutant(
         "a piece is not looked at for blank",
-        BLANK,
+        ARRIVALS,
         "return v.w == kBlank;",
         "return v.w != v.w;",
         "what has not come yet is added as it is: NaNs",
@@ -108,40 +142,42 @@ MUTANTS = [
     ),
     Mutant(
         "a place is not made blank again",
-        COMBINE_SEND,
-        "if (begin + j * 512 < end) make_blank(row[i] + begin + j * 512);",
-        "if (begin + j * 512 < end && k.c.world == 0) make_blank(row[i] + begin + j * 512);",
+        COMBINE_RECV,
+        "if (has(j)) make_blank(row[i] + begin + j * 512);",
+        "if (has(j) && begin == kNone) make_blank(row[i] + begin + j * 512);",
         "the row of an earlier step is taken for this one's",
     ),
     Mutant(
         "a place is made blank before its row is read",
-        COMBINE_SEND,
-        "            missing |= 1u << (i * kVectors + j);\n",
-        """          {
-            missing |= 1u << (i * kVectors + j);
-            make_blank(row[i] + begin + j * 512);
-          }
+        COMBINE_RECV,
+        "        strips.missing |= 1u << (i * kReceivedVectors + j);\n",
+        """      {
+        strips.missing |= 1u << (i * kReceivedVectors + j);
+        make_blank(strips.row[i] + strips.begin + j * 512);
+      }
 """,
         "a row that came early is lost, and waited for in vain",
     ),
     Mutant(
         "what has come is read again",
-        COMBINE_SEND,
-        "        add_row(v[i], 1.0f);\n",
-        """        for (int j = 0; j < kVectors; ++j)
-          if (begin + j * 512 < end) {
-            make_blank(row[i] + begin + j * 512);
-            v[i][j] = load_piece(row[i] + begin + j * 512);
+        COMBINE_RECV,
+        "      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
+        """      if (strips.row[i] != nullptr) {
+        for (int j = 0; j < kReceivedVectors; ++j)
+          if (strips.has(j)) {
+            make_blank(strips.row[i] + begin + j * 512);
+            strips.v[i][j] = load_piece(strips.row[i] + begin + j * 512);
           }
-        add_row(v[i], 1.0f);
+        sums.add_row(strips.v[i], 1.0f);
+      }
 """,
         "a place that is blank already gives NaNs",
     ),
     Mutant(
         "only the first piece of a lane is waited for",
-        COMBINE_SEND,
-        "if ((missing >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
-        "if ((missing >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
+        COMBINE_RECV,
+        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));",
+        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kReceivedVectors + j));",
         "the other pieces of its strip travel on their own, and may come later",
     ),
     Mutant(
@@ -168,8 +204,8 @@ MUTANTS = [
     Mutant(
         "replicas do not compare their ids",
         DISPATCH_RECV,
-        "same = same && own == theirs;",
-        "same = same && (i != 0 || own == theirs);",
+        "same = same && own[i] == theirs[i];",
+        "same = same && (i != 0 || own[i] == theirs[i]);",
         "a replica that passes other ids sends its slice of them, and nobody hears of it",
     ),
     Mutant(
@@ -183,12 +219,12 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kTail>(a, step, entry);
-    close_set(a.common, step);
+    receive_combine<T, kPlain>(a, step, entry, s);
+    close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kTail>(a, step, entry);
-  if (a.send) close_set(a.common, step);
+        """  if (a.recv) receive_combine<T, kPlain>(a, step, entry, s);
+  if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
     ),

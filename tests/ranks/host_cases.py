@@ -9,7 +9,7 @@ from graph_cases import apart
 from rank_cases import raised
 
 import pplx_comm as pc
-from bench.host import NoLaunches, without_launches
+from bench.host import NoLaunches, allocations, without_launches
 
 TOKENS, HIDDEN, TOP_K = 8, 64, 2
 
@@ -59,6 +59,7 @@ def launches(me: Any, layout: str) -> None:
             assert (done["y"], done["y_stride"], done["accumulate"]) == (y.data_ptr(), 2 * HIDDEN, False)
             assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
             assert (done["has_tail"], done["tail"], done["tail_out"]) == (False, 0, 0)
+        _allocations(a2a, x, ids, weights, rows)
         _tailed(a2a, core, a2a.dispatch(x, ids, weights), rows)
         _as_operators(a2a, core, x, ids, weights)
         _with_gradients(a2a, core, x, ids, weights)
@@ -73,6 +74,38 @@ def launches(me: Any, layout: str) -> None:
         )  # fmt: skip
         with quantised, without_launches(quantised, core), torch.no_grad():
             _as_operators(quantised, core, x, ids, weights)
+            _scaled(quantised, core, x, ids, weights)
+
+
+def _allocations(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
+    """One for all that a dispatch leaves, one for what a combine returns, and none where `out` is given."""
+    out, handles = torch.zeros(TOKENS, HIDDEN, dtype=x.dtype), list[pc.Dispatched]()
+    assert allocations(lambda: handles.append(a2a.dispatch(x, ids, weights))) == 1
+    assert allocations(lambda: a2a.combine(rows, handles[0])) == 1
+    assert allocations(lambda: handles.append(a2a.dispatch(x, plan=handles[0].plan))) == 1
+    assert allocations(lambda: a2a.combine(rows, handles[1], out=out)) == 0
+
+
+def _scaled(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Scales may have any strides, also when rows like these were seen with others, and are checked when rows like these were seen."""
+    codes = x.to(torch.float8_e4m3fn)
+    for columns in (1, 3, 2):
+        scales = torch.ones(TOKENS, columns)[:, :1]
+        a2a.dispatch(codes, ids, weights, x_scale=scales).used = True
+        seen = core.dispatched
+        assert (seen["x"], seen["stride"], seen["weights"]) == (codes.data_ptr(), HIDDEN, weights.data_ptr())
+        assert (seen["scales"], seen["scale_row"], seen["scale"]) == (scales.data_ptr(), 4 * columns, 4)
+    wrong: list[tuple[Any, Any, str]] = [
+        (codes, torch.ones(TOKENS, 2), "x_scale has shape"),
+        (codes, torch.ones(TOKENS, 1).double(), "x_scale is torch.float64"),
+        (codes, torch.ones(TOKENS, 1, device="meta"), "x_scale is on meta"),
+        (codes, [1.0], "x_scale must be a tensor"),
+        (codes, None, "goes with x_scale="),
+        (x, torch.ones(TOKENS, 1), "x is torch.bfloat16"),
+    ]
+    for rows, scale, says in wrong:
+        problem = raised(lambda rows=rows, scale=scale: a2a.dispatch(rows, ids, weights, x_scale=scale))
+        assert problem.get("is_error") and says in problem["message"], (says, problem)
 
 
 def _tailed(a2a: pc.AllToAll, core: Recorded, d: pc.Dispatched, rows: torch.Tensor) -> None:
@@ -122,6 +155,13 @@ def _with_gradients(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torc
         back, done = core.dispatched, core.combined
         assert (back["ids"], back["plan"]) == (0, forth["plan"]) and forth["ids"] != 0 and back["buffer"] != forth["buffer"]
         assert (done["weighted"], done["has_tail"], done["buffer"]) == (False, True, back["buffer"]) and done["tail_out"] != 0
+        # What lies beside a plan may change while the backward pass needs it.
+        plain = a2a.dispatch(x, ids, weights)
+        d = a2a.dispatch(leaf, plan=plain.plan)
+        plain.counts.zero_()
+        y = a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype) + 0 * d.x, d)
+        assert isinstance(y, torch.Tensor)
+        y.sum().backward()
         y = forward()
         open_d, plain = a2a.dispatch(leaf, ids, leaf_weights), a2a.dispatch(x, ids, weights)
         core.generation = 2

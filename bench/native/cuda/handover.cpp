@@ -78,7 +78,7 @@ Config config_of(std::uint32_t peers) {
   c.rank = c.world / 2;
   c.num_experts = c.world;
   c.remote_peers = peers;
-  c.spaced_sends = true;
+  c.on_gpu = true;
   return c;
 }
 

@@ -1,7 +1,17 @@
 // The CUDA runtime for one GPU that is this process's CPU and memory: device memory is memory, and streams are those of streams.h.
 #pragma once
 
+#include <cstdlib>
+
 #include "emulation/streams.h"
+
+namespace emulation {
+// Of the GPU: two, or as PPLX_EMULATION_SMS says.
+inline int multiprocessors() {
+  const char* const given = std::getenv("PPLX_EMULATION_SMS");
+  return given == nullptr ? 2 : std::atoi(given);
+}
+}  // namespace emulation
 
 using cudaError_t = int;
 struct CUstream_st {};
@@ -51,7 +61,7 @@ inline cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int) {
 }
 // Few multiprocessors: a fiber for each of their threads. It knows no NIC.
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? 2 : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount ? emulation::multiprocessors() : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
   return cudaSuccess;
 }
 // The null stream: ranks that are threads of a process each have one.

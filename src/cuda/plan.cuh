@@ -1,0 +1,192 @@
+// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes it
+// for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block waits
+// for another's.
+#pragma once
+
+#include "barriers.cuh"
+#include "words.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK;
+
+struct PlanShared {
+  std::uint32_t rows_before[kMaxPeers];  // of the tokens before the unit, by rank
+  std::int32_t ids[kMostChoicesOfUnit];  // of the unit
+  float weights[kMostChoicesOfUnit];
+};
+
+// As the caller has it, or -1: loads of it may be under way together.
+__device__ inline std::int64_t load_raw_id(const DispatchArguments& a, std::uint64_t at) {
+  return a.wide_ids ? static_cast<const std::int64_t*>(a.ids)[at] : static_cast<const std::int32_t*>(a.ids)[at];
+}
+__device__ inline std::int32_t valid_id(const Common& k, std::int64_t id) {
+  if (id < 0 || id >= k.c.num_experts) return -1;
+  const bool nobody = k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
+  return nobody ? -1 : static_cast<std::int32_t>(id);
+}
+__device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
+  const std::int64_t id = load_raw_id(a, at);
+  if (report && (id < -1 || id >= a.common.c.num_experts)) a.common.report->notices.bad_ids = 1;
+  return valid_id(a.common, id);
+}
+
+// The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
+__device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
+  if (k.slice.of == 1) return n;
+  const std::uint32_t own = k.top_k.divide(n);
+  return n + (k.slice.token(own) - own) * k.c.top_k;
+}
+
+// A pass over tokens has a group of lanes for each, a lane for each choice.
+struct Pass {
+  std::uint32_t token, k;  // of this thread, in the pass
+  std::uint32_t tokens;  // of a pass
+
+  __device__ explicit Pass(const Common& c)
+      : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
+  __device__ std::int64_t load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
+    const std::uint32_t own = begin + token;
+    return own < end && k < a.common.c.top_k ? load_raw_id(a, choice_at(a.common, own * a.common.c.top_k + k)) : -1;
+  }
+};
+
+// This thread's choices of the first passes, loaded before anything is known.
+struct EarlyIds {
+  static constexpr std::uint32_t kPasses = 3;
+  std::int64_t ids[kPasses];
+
+  // Of the tokens before `end`.
+  __device__ void load(const DispatchArguments& a, std::uint32_t end) {
+    const Pass pass(a.common);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPasses; ++i)
+      if (i * pass.tokens < end) ids[i] = pass.load(a, i * pass.tokens, end);
+  }
+  __device__ std::int64_t of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
+};
+
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
+                                    PlanShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  const Pass pass(k);
+  std::uint32_t number = 0;
+#pragma unroll 1
+  for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
+    const bool known = loaded && number < EarlyIds::kPasses;
+    const std::int32_t id = valid_id(k, known ? early.of_pass(number) : pass.load(a, begin, to));
+    const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
+    // The first lane of a token that wants a rank counts the row.
+    const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone - lane : rank << 16 | pass.token);
+    if (id < 0) continue;
+    if ((same & ((1u << lane) - 1)) == 0) atomicAdd(&s.rows_before[rank], 1u);
+    atomicAdd(experts + id, 1u);
+  }
+}
+
+// A token as a warp sees it: lane i has choice i, and the rows of ranks i and i + 32.
+struct PlannedToken {
+  std::int32_t id = -1;
+  std::uint32_t rank = kNone, index = 0;  // of this choice
+  float weight = 1.0f;
+  unsigned long long ranks = 0;  // that want it; every lane has them
+  std::uint32_t row[2] = {};
+
+  // What its ids say: whose it is, and how many of its lower choices name the same expert.
+  __device__ void choose(const Common& k, std::int32_t its_id, float its_weight) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    id = its_id;
+    weight = its_weight;
+    rank = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+    const unsigned long long mine = id < 0 ? 0 : 1ull << rank;
+    ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
+    if (k.c.world > 32) ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
+    index = __popc(__match_any_sync(~0u, id < 0 ? kNone - lane : static_cast<std::uint32_t>(id)) & ((1u << lane) - 1));
+  }
+  __device__ std::uint32_t row_at(const Common& k, std::uint32_t rank) const {
+    return __shfl_sync(~0u, k.c.world > 32 && rank >= 32 ? row[1] : row[0], rank % 32);
+  }
+};
+
+// Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
+struct UnitPlan {
+  std::uint32_t rows[2];  // so far, of ranks lane and lane + 32
+
+  __device__ explicit UnitPlan(const Common& k, const PlanShared& s) {
+    rows[0] = s.rows_before[threadIdx.x % 32];
+    rows[1] = k.c.world > 32 ? s.rows_before[threadIdx.x % 32 + 32] : 0;
+  }
+  // Where the nth token's rows are, which begins the unit's tokens with `first`, and which of its experts' each choice is.
+  __device__ void place(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
+                        const std::uint32_t* experts, PlannedToken& t) {
+    const Common& k = a.common;
+    if (a.ids == nullptr) {
+      take_from_plan(a, first + nth, t);
+      return;
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      t.row[i] = rows[i];
+      rows[i] += t.ranks >> (threadIdx.x % 32 + 32 * i) & 1;
+    }
+    if (t.id < 0) return;
+    t.index += experts[t.id];
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < nth * k.c.top_k; ++i) t.index += s.ids[i] == t.id;
+  }
+
+ private:
+  __device__ static void take_from_plan(const DispatchArguments& a, std::uint32_t own, PlannedToken& t) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint64_t at = std::uint64_t{own} * k.c.top_k + lane;
+    std::uint32_t mine = kNone;
+    if (lane < k.c.top_k) {
+      mine = a.plan.token_rows[at];
+      t.index = a.plan.index[at];
+    }
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::uint32_t entry = __shfl_sync(~0u, mine, i);
+      if (entry == kNone) break;
+      const std::uint32_t rank = entry >> 20;
+      t.ranks |= 1ull << rank;
+      if (lane == rank) t.row[0] = entry & 0xfffffu;
+      if (lane + 32 == rank) t.row[1] = entry & 0xfffffu;
+    }
+  }
+};
+
+// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
+// last.
+template <typename Visit>
+__device__ inline void visit_in_order(const Common& k, unsigned long long ranks, unsigned long long remote, const Visit& visit) {
+  const unsigned long long after = ~((2ull << k.c.rank) - 1);  // rank 63: none
+  while (ranks != 0) {
+    const unsigned long long kind = (ranks & remote) != 0 ? ranks & remote : ranks;
+    const unsigned long long next = (kind & after) != 0 ? kind & after : kind;
+    const auto rank = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(next))) - 1;
+    ranks &= ~(1ull << rank);
+    visit(rank);
+  }
+}
+
+// By one warp: what further dispatches, and this one's combine, need to know of a token.
+__device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken& t) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
+#pragma unroll
+  for (std::uint32_t i = 0; i < 2; ++i) {
+    const std::uint32_t rank = lane + 32 * i;
+    if ((t.ranks >> rank & 1) != 0) a.plan.token_rows[at + __popcll(t.ranks & ((1ull << rank) - 1))] = rank << 20 | t.row[i];
+  }
+  if (lane >= k.c.top_k) return;
+  if (lane >= static_cast<std::uint32_t>(__popcll(t.ranks))) a.plan.token_rows[at + lane] = kNone;
+  a.plan.ids[at + lane] = t.id;
+  a.plan.index[at + lane] = t.index;
+  if (a.weights != nullptr && k.slice.of == 1) a.plan.weights[at + lane] = t.weight;
+}
+
+}  // namespace pplx::cuda

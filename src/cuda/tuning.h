@@ -1,0 +1,56 @@
+// What was chosen by measuring, in one place: bench/notes.md has the figures. Nothing here changes a bit of any result.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace pplx::cuda {
+
+// ---- dispatch ----
+
+// Warps of a thread block: those that send, one that publishes what they have stored, and those that receive from the start. A row of
+// 7168 codes is 448 threads' sixteen bytes each. One thread block per multiprocessor: 640 threads have 96 registers each.
+inline constexpr std::uint32_t kSenderWarps = 15, kReceiverWarps = 4;
+inline constexpr std::uint32_t kDispatchWarps = kSenderWarps + 1 + kReceiverWarps;
+inline constexpr std::uint32_t kSenders = 32 * kSenderWarps;
+inline constexpr std::uint32_t kDispatchThreads = 32 * kDispatchWarps;
+
+// Tokens of a send unit. Long runs share a release and count earlier tokens less often; short ones spread a small step over all
+// multiprocessors.
+inline constexpr std::uint32_t kMostTokensOfUnit = 8;
+constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t blocks) {
+  return std::min(kMostTokensOfUnit, std::max(1u, (tokens + 2 * blocks - 1) / (2 * blocks)));
+}
+
+// A warp receives this much of a row at once, seven 16-byte vectors a lane.
+inline constexpr std::uint32_t kPartBytes = 3584;
+
+// The first rows of a block show by themselves that they have come: no release stands between a row and its reader, who makes their
+// places blank again. Beyond, the release costs less than the blanks.
+inline constexpr std::uint32_t kShowingRows = 1024;
+
+// ---- combine ----
+
+inline constexpr std::uint32_t kCombineWarps = 16;
+inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
+
+// 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
+// own; in large ones a warp has two after each other, and looks the row's places up once.
+inline constexpr int kSentVectors = 4, kReceivedVectors = 2;
+inline constexpr std::uint32_t kStripsTogether = 2;
+
+// Where every warp would send several runs of strips, some of them receive from the start, while the link is behind.
+inline constexpr std::uint32_t kReceiversOfCombine = 4;
+constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t blocks) {
+  return units > 2 * kCombineWarps * blocks ? kReceiversOfCombine : 0;
+}
+
+// Of a launch that has the GPU to itself. Two of dispatch would leave each thread 48 registers, and it spills.
+inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1;
+
+// A thread block lets others begin before it takes their share: so many looks, 10 us in all.
+inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
+
+inline constexpr std::uint32_t kMostWarps = std::max(kDispatchWarps, kCombineWarps);
+
+}  // namespace pplx::cuda
