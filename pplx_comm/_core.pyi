@@ -156,8 +156,8 @@ class LayoutKind:
 class Config:
     dtype: Dtype
     layout: LayoutKind
-    scale_tma: bool
     on_gpu: bool
+    scale_tma: bool
     wire: Wire
     zero_pad: bool
     def __init__(self) -> None:

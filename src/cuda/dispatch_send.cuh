@@ -19,6 +19,7 @@ struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
   std::uint32_t rows[kMostTokensOfUnit];  // how many
+  unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
   bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
@@ -262,7 +263,9 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken& t, std::ui
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
   }
-  if (lane == 0) unit.rows[token] = __popcll(t.ranks);
+  if (lane != 0) return;
+  unit.rows[token] = __popcll(t.ranks);
+  unit.ranks[token] = t.ranks;
 }
 
 // Every row of a token gets its payload: this thread's part of it; and from one of the warps its route.
@@ -349,6 +352,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
   if (tid < kMostTokensOfUnit) {
     s.units[sending.sent % 2].looks_blank[tid] = false;
     s.units[sending.sent % 2].rows[tid] = 0;
+    s.units[sending.sent % 2].ranks[tid] = 0;
   }
   early.prepare(a, min(a.own - end, a.tokens_per_unit) * k.c.top_k, s);
 }
@@ -448,8 +452,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     if (unit.ended) return;
     for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
-      for (std::uint32_t i = 0; is_remote(k, peer) && i < kMostChoicesOfUnit; ++i)
-        rows += i % kMaxTopK < unit.rows[i / kMaxTopK] && unit.rank[i / kMaxTopK][i % kMaxTopK] == peer;
+      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & k.remote) >> peer & 1;
       if (rows != 0) count_stored(k, s.step, Op::Dispatch, peer, rows, [&] { return a.plan.rows[peer]; });
     }
     bool any = false;
