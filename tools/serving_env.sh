@@ -5,8 +5,9 @@
 # It is kept under PPLX_SERVING_ENVS (~/.cache/pplx_comm), in a folder named after what it is made from: 2.3 GB for vLLM, 1.1 GB for
 # SGLang, of which only the modules are there that a CPU can import.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
+case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac  # it may be given relative to the caller
+cd "$(dirname "$0")/.."
 engine=${1:-vllm}
 case $engine in
 vllm) needs=tests/serving/requirements.txt ;;
@@ -16,7 +17,7 @@ esac
 wants=("$needs" "tests/serving/$engine.txt")
 
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-key=$({ echo "$version $(uname -m) ${TORCH_INDEX:-}"; cat "${wants[@]}" "$0"; } | sha256sum | cut -c1-16)
+key=$({ echo "$version $(uname -m) ${TORCH_INDEX:-}"; cat "${wants[@]}" tools/serving_env.sh; } | sha256sum | cut -c1-16)
 env=${PPLX_SERVING_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/pplx_comm}/$engine-$key
 mkdir -p "$env"
 

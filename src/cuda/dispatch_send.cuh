@@ -107,7 +107,7 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   bool mine = false;
   if (lane == 0 && blockIdx.x < a.units) mine = take_share(k, Op::Dispatch, blockIdx.x, step);
   bool taken = may_take_at_once(k, step, s.closed);
-  if (!taken && __any_sync(~0u, mine)) {
+  if (!taken) {
     if (lane == 0) taken = may_take_later(k, step);
     taken = __shfl_sync(~0u, taken, 0);
   }
