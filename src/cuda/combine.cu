@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, s)) return;
+  s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
     if (!receives) send_combine<T, kPlain>(a, step, units, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain>(a, step, entry, s);
+    receive_combine<T, kPlain>(a, step, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

@@ -222,9 +222,9 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
     if (threadIdx.x % 32 == 0 && (kPlain || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
 }
 
-// For each warp. `entry`: what it has loaded of its first unit.
+// For each warp.
 template <typename T, bool kPlain>
-__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, std::uint32_t entry, CombineShared& s) {
+__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && k.remote != 0) receive_remote_headers(a, step);
   if (!kPlain && k.slice.of > 1) {
@@ -235,7 +235,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
-      if (nth >= kCombineWarps) entry = load_token_row(a, unit);
+      const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
       if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);

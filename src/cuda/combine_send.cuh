@@ -67,6 +67,7 @@ struct CombineShared {
   bool may_send;  // the blocks of remote peers may be written
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
   std::uint32_t sent, received;  // units of this thread block that its warps have begun
+  std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
 
 // The send units of a launch, in the order in which they are dealt out.
@@ -311,7 +312,7 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small();
 #pragma unroll 1
-  for (;; loaded = false) {
+  for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
     if (nth * gridDim.x >= units.all) {
       if (threadIdx.x >= 32) return;
       share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));

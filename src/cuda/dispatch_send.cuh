@@ -47,7 +47,7 @@ template <typename Mode>
 struct EarlyLoads {
   Payload<Mode> payload;  // of the first token
   EarlyIds counted;
-  std::int64_t id = -1;  // of this thread's choice in the unit
+  RawId id;  // of this thread's choice in the unit
   float weight = 1.0f;
   PlannedToken token;  // the first one, as far as its ids say
 
@@ -58,20 +58,19 @@ struct EarlyLoads {
     const std::uint32_t choices = n * k.c.top_k, lane = threadIdx.x % 32;
     // A warp has its own copy of the first token's.
     const std::uint32_t mine = n > 1 && threadIdx.x < choices ? threadIdx.x : lane;
-    id = -1;
-    weight = 1.0f;
-    if (mine < choices) {
-      const std::uint32_t own = first * k.c.top_k + mine, at = choice_at(k, own);
-      id = a.ids == nullptr ? a.plan.ids[own] : load_raw_id(a, at);
-      if (a.weights != nullptr) weight = a.weights[at];
-    }
+    const std::uint32_t own = first * k.c.top_k + mine;
+    id = {};
+    if (mine < choices && a.ids == nullptr) id.low = static_cast<std::uint32_t>(a.plan.ids[own]);
+    if (mine < choices && a.ids != nullptr) id = load_raw_id(a, choice_at(k, own));
     payload.load(k, a.x + std::uint64_t{k.slice.token(first)} * a.x_stride, k.payload_bytes, 0);
+    weight = 1.0f;
+    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at(k, own)];
   }
   // Everything that must not wait for the step, nor for what was counted.
   __device__ void prepare(const DispatchArguments& a, std::uint32_t choices, SendShared& s) {
     const Common& k = a.common;
-    if (a.ids != nullptr && (id < -1 || id >= k.c.num_experts)) k.report->notices.bad_ids = 1;
-    const std::int32_t valid = a.ids == nullptr ? static_cast<std::int32_t>(id) : valid_id(k, id);
+    if (a.ids != nullptr && is_bad(a, id)) k.report->notices.bad_ids = 1;
+    const std::int32_t valid = a.ids == nullptr ? static_cast<std::int32_t>(id.low) : valid_id(a, id);
     if (threadIdx.x < choices) {
       s.plan.ids[threadIdx.x] = valid;
       s.plan.weights[threadIdx.x] = weight;

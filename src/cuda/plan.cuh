@@ -16,19 +16,40 @@ struct PlanShared {
   float weights[kMostChoicesOfUnit];
 };
 
-// As the caller has it, or -1: loads of it may be under way together.
-__device__ inline std::int64_t load_raw_id(const DispatchArguments& a, std::uint64_t at) {
-  return a.wide_ids ? static_cast<const std::int64_t*>(a.ids)[at] : static_cast<const std::int32_t*>(a.ids)[at];
+// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it, and
+// each load for the one before.
+struct RawId {
+  std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
+  __device__ std::int64_t value(bool wide) const {
+    return wide ? static_cast<std::int64_t>(std::uint64_t{high} << 32 | low) : static_cast<std::int32_t>(low);
+  }
+};
+__device__ inline RawId load_raw_id(const DispatchArguments& a, std::uint64_t at) {
+  RawId id;
+  if (a.wide_ids) {
+    const uint2 both = static_cast<const uint2*>(a.ids)[at];
+    id.low = both.x;
+    id.high = both.y;
+  } else {
+    id.low = static_cast<const std::uint32_t*>(a.ids)[at];
+  }
+  return id;
 }
-__device__ inline std::int32_t valid_id(const Common& k, std::int64_t id) {
+__device__ inline bool is_bad(const DispatchArguments& a, const RawId& id) {
+  const std::int64_t value = id.value(a.wide_ids);
+  return value < -1 || value >= a.common.c.num_experts;
+}
+__device__ inline std::int32_t valid_id(const DispatchArguments& a, const RawId& raw) {
+  const Common& k = a.common;
+  const std::int64_t id = raw.value(a.wide_ids);
   if (id < 0 || id >= k.c.num_experts) return -1;
   const bool nobody = k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
   return nobody ? -1 : static_cast<std::int32_t>(id);
 }
 __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
-  const std::int64_t id = load_raw_id(a, at);
-  if (report && (id < -1 || id >= a.common.c.num_experts)) a.common.report->notices.bad_ids = 1;
-  return valid_id(a.common, id);
+  const RawId id = load_raw_id(a, at);
+  if (report && is_bad(a, id)) a.common.report->notices.bad_ids = 1;
+  return valid_id(a, id);
 }
 
 // The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
@@ -45,16 +66,17 @@ struct Pass {
 
   __device__ explicit Pass(const Common& c)
       : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
-  __device__ std::int64_t load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
+  __device__ RawId load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
     const std::uint32_t own = begin + token;
-    return own < end && k < a.common.c.top_k ? load_raw_id(a, choice_at(a.common, own * a.common.c.top_k + k)) : -1;
+    if (own >= end || k >= a.common.c.top_k) return {};
+    return load_raw_id(a, choice_at(a.common, own * a.common.c.top_k + k));
   }
 };
 
 // This thread's choices of the first passes, loaded before anything is known.
 struct EarlyIds {
   static constexpr std::uint32_t kPasses = 3;
-  std::int64_t ids[kPasses];
+  RawId ids[kPasses];
 
   // Of the tokens before `end`.
   __device__ void load(const DispatchArguments& a, std::uint32_t end) {
@@ -63,7 +85,7 @@ struct EarlyIds {
     for (std::uint32_t i = 0; i < kPasses; ++i)
       if (i * pass.tokens < end) ids[i] = pass.load(a, i * pass.tokens, end);
   }
-  __device__ std::int64_t of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
+  __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
 
 // Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
@@ -75,7 +97,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
 #pragma unroll 1
   for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
     const bool known = loaded && number < EarlyIds::kPasses;
-    const std::int32_t id = valid_id(k, known ? early.of_pass(number) : pass.load(a, begin, to));
+    const std::int32_t id = valid_id(a, known ? early.of_pass(number) : pass.load(a, begin, to));
     const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
     // The first lane of a token that wants a rank counts the row.
     const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone - lane : rank << 16 | pass.token);
