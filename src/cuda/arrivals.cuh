@@ -23,6 +23,9 @@ inline constexpr std::uint32_t kLooksBetween = 64;
 
 inline constexpr std::uint32_t kLooksAtWord = 16;  // between two at the arrival word of a row that may look blank
 
+// The pieces that a look loads, of those that a lane misses: a bit each.
+__device__ inline std::uint32_t looked_at(std::uint32_t missing, bool all) { return all ? missing : missing & ~(missing - 1); }
+
 // For a warp: look(all) loads what the lane still misses, all of it or one piece, and says whether that has come. One is enough while
 // nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that they wait for.
 // waits_for(): the peer to blame. False: something failed.
@@ -50,7 +53,7 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
 
 __device__ inline bool is_tagged(const Common& k, const uint4& piece, std::uint32_t step) { return piece.w == tag_of(k.generation, step); }
 
-// What an error says that was seen: as if it were of this generation.
+// A tag does not tell generation and step apart, so an error takes what was seen for this generation's.
 __device__ inline std::uint64_t seen_in(const Common& k, const uint4& piece) {
   return is_blank(piece) || piece.w == 0 ? 0 : arrival_word(k.generation, piece.w - tag_of(k.generation, 0));
 }

@@ -11,7 +11,7 @@ __device__ inline bool check_combine_header(const CombineArguments& a, std::uint
                                             std::uint32_t its_flags) {
   const Common& k = a.common;
   const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
-  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
+  const std::uint32_t flags = flags_of(a);
   if ((its_flags & kFlagsAlike) != flags)
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, its_flags);
   else if (rows != expected)
@@ -96,7 +96,7 @@ struct ArrivingStrips {
   __device__ bool has(int j) const { return begin + j * 512 < end; }
 
   __device__ bool look(bool all) {
-    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
+    const std::uint32_t bits = looked_at(missing, all);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -107,7 +107,7 @@ struct ArrivingStrips {
 #pragma unroll
       for (int j = 0; j < kReceivedVectors; ++j)
         if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));
-    return all ? missing == 0 : (missing & bits) == 0;
+    return (missing & bits) == 0;
   }
   __device__ void make_places_blank() const {
 #pragma unroll

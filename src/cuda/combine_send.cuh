@@ -72,12 +72,12 @@ struct CombineShared {
 
 // The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
-  std::uint32_t rows = 0, together = 1, runs = 0;  // of a row: runs of so many strips
+  std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
-    rows = a.release ? 0 : s.rows_begin[k.c.world];
+    const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
     together = rows * k.sent_strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
     runs = together == 1 ? k.sent_strips : k.runs;
     headers = k.living;
@@ -134,6 +134,11 @@ struct RowOfUnit {
   }
 };
 
+// What all ranks of a step must have in common.
+__device__ inline std::uint32_t flags_of(const CombineArguments& a) {
+  return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
+}
+
 // A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
 template <bool kPlain>
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
@@ -141,8 +146,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
-  const std::uint32_t flags = (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u) |
-                              (*a.received.overflowed != 0 ? kOverflowed : 0u);
+  const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
   char* block = block_for(k, set_of(k.c, step), Op::Combine, peer);
   if (kPlain || !is_remote(k, peer)) {
     linger(k, rows);

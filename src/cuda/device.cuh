@@ -96,16 +96,6 @@ template <std::uint32_t kOf>
 __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
-template <std::uint32_t kBarrier, std::uint32_t kOf>
-__device__ inline bool barrier_all(bool good) {
-  std::uint32_t all;
-  asm volatile(
-      "{\n\t.reg .pred p, q;\n\tsetp.ne.u32 p, %1, 0;\n\tbarrier.cta.red.and.pred q, %2, %3, p;\n\tselp.u32 %0, 1, 0, q;\n\t}"
-      : "=r"(all)
-      : "r"(static_cast<std::uint32_t>(good)), "n"(kBarrier), "n"(kOf)
-      : "memory");
-  return all != 0;
-}
 
 // ---- a gate of a thread block: closed, then opened once; for any number that wait ----
 

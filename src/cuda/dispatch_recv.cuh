@@ -12,7 +12,7 @@ namespace pplx::cuda {
 // A row as a warp sees it: lane i has choice i.
 struct ArrivedRow {
   std::uint32_t source, at;  // at: among the rows of all sources
-  std::uint32_t token, choices, n;  // choices: a bit each
+  std::uint32_t token, choices;  // choices: a bit each
   std::uint32_t expert, place;  // of this lane's choice; place is kNone where there is none, or the output is too small
   float weight;
 };
@@ -96,7 +96,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
 // How many choices of each expert, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
 __device__ inline bool read_choices(const Common& k, std::uint32_t step, bool sums, ReceiveShared& s, const Experts& e) {
   constexpr std::uint32_t kAtOnce = 2;
-  const std::uint32_t all = k.c.world * e.pieces, of_source = k.expert_pieces;
+  const std::uint32_t all = k.c.world * e.pieces;
   const char* counts = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), 0);
   bool good = true;
 #pragma unroll 1
@@ -109,12 +109,12 @@ __device__ inline bool read_choices(const Common& k, std::uint32_t step, bool su
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
       const std::uint32_t i = first + 32 * j;
       if (i >= all) continue;
-      if (!is_tagged(k, piece[j], step)) good = await_counts(k, step, counts + kPieceBytes * i, i / of_source, piece[j]) && good;
+      if (!is_tagged(k, piece[j], step)) good = await_counts(k, step, counts + kPieceBytes * i, i / e.pieces, piece[j]) && good;
       std::uint32_t n[kNumbersOfPiece];
       unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
       e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
       // More than there can be is as good as any number that is too large.
-      if (sums) atomicAdd(&s.choices[i / of_source], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
+      if (sums) atomicAdd(&s.choices[i / e.pieces], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
     }
   }
   return all_of_warp(good);
@@ -157,7 +157,7 @@ __device__ inline std::uint32_t room_of(const Common& k, std::uint32_t rows) {
 
 __device__ inline uint4 add(const uint4& a, const uint4& b) { return make_uint4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w); }
 
-// What the caller is told of four experts.
+// Tells the caller the counts and offsets of four experts.
 __device__ inline void report_experts(const DispatchArguments& a, std::uint32_t first, const uint4& count, const uint4& start) {
   const std::uint32_t counts[] = {count.x, count.y, count.z, count.w}, starts[] = {start.x, start.y, start.z, start.w};
 #pragma unroll
@@ -276,11 +276,10 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
   const bool here = lane < k.c.top_k && piece.x != kNowhere, compact = k.c.layout == LayoutKind::Compact;
   r.token = __shfl_sync(~0u, piece.z, 0);
   r.choices = __ballot_sync(~0u, here);
-  r.n = __popc(r.choices);
   r.expert = route_expert(piece.x);
   r.weight = __uint_as_float(piece.y);
   r.place = compact && r.at < k.c.max_rows ? r.at : kNone;
-  bool good = r.n != 0 && (!here || r.expert < k.experts);
+  bool good = r.choices != 0 && (!here || r.expert < k.experts);
   if (good && here && !compact) {
     const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(piece.x);
     good = at - begin < end - begin;
@@ -401,10 +400,10 @@ struct ArrivedPart {
     if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing &= ~(1u << kRoute);
   }
   __device__ bool look(const Common& k, std::uint32_t step, bool all) {
-    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
+    const std::uint32_t bits = looked_at(missing, all);
     load(k, bits);
     note_come(k, step, bits);
-    return all ? missing == 0 : bits == 0 || (missing & bits) == 0;
+    return (missing & bits) == 0;
   }
   __device__ void make_places_blank(const Common& k) const {
     char* to = const_cast<char*>(row) + begin;
@@ -448,8 +447,7 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
   }
 }
 
-// Ragged(zero_pad=True): the rows between an expert's last and the next one's first.
-// A warp's part: one expert's.
+// Ragged(zero_pad=True): a warp clears the rows between this expert's last and the next one's first.
 __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e, std::uint32_t expert, std::uint32_t needed) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, bytes = k.payload_bytes;

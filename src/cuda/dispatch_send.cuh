@@ -14,15 +14,16 @@
 
 namespace pplx::cuda {
 
-// What the publisher is told of a unit.
+// A unit whose payload is on its way, as the publisher finds it.
 struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
-  std::uint32_t rows[kMostTokensOfUnit];  // how many
   unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
   bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
+
+  __device__ std::uint32_t rows(std::uint32_t token) const { return __popcll(ranks[token]); }
 };
 
 struct SendShared {
@@ -235,7 +236,7 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
       if (4 * at + j < words) word[j] = given_scales(a, k.slice.token(first + token), 4 * at + j);
     const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
     if (is_blank(piece)) unit.looks_blank[token] = true;
-    for (std::uint32_t d = 0; d < unit.rows[token]; ++d) store_piece(unit.row[token][d] + k.dispatch.scales_at + 16 * at, piece);
+    for (std::uint32_t d = 0; d < unit.rows(token); ++d) store_piece(unit.row[token][d] + k.dispatch.scales_at + 16 * at, piece);
   }
 }
 
@@ -262,9 +263,7 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken& t, std::ui
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
   }
-  if (lane != 0) return;
-  unit.rows[token] = __popcll(t.ranks);
-  unit.ranks[token] = t.ranks;
+  if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
 // Every row of a token gets its payload: this thread's part of it; and from one of the warps its route.
@@ -350,7 +349,6 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
   if (sending.sent >= 2) await(kPublished + sending.sent % 2);  // the unit before the last: its place is used again
   if (tid < kMostTokensOfUnit) {
     s.units[sending.sent % 2].looks_blank[tid] = false;
-    s.units[sending.sent % 2].rows[tid] = 0;
     s.units[sending.sent % 2].ranks[tid] = 0;
   }
   early.prepare(a, min(a.own - end, a.tokens_per_unit) * k.c.top_k, s);
@@ -457,7 +455,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     bool any = false;
     for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
       const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;
-      if (nth >= unit.rows[token] || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;
+      if (nth >= unit.rows(token) || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;
       if (!kPlain && is_remote(k, unit.rank[token][nth])) continue;
       publish(k, unit.row[token][nth] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
       any = true;

@@ -8,16 +8,12 @@
 
 namespace pplx::cuda {
 
-// Bytes of an element of the caller's tokens.
 struct AsIs {};
-template <std::uint32_t kElementBytes>
+template <std::uint32_t kElementBytes>  // of the caller's tokens
 struct Quantised {};
 
 template <typename Mode>
 struct Payload;
-
-// To a row on this node, and to one that the proxy moves: there, nobody looks at single pieces.
-__device__ inline void store_payload(char* to, const uint4& v) { store_piece(to, v); }
 
 template <>
 struct Payload<AsIs> {
@@ -45,7 +41,7 @@ struct Payload<AsIs> {
 #pragma unroll
     for (std::uint32_t i = 0; i < kPieces; ++i) {
       const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
-      if (from < bytes) store_payload(row + from, raw[i]);
+      if (from < bytes) store_piece(row + from, raw[i]);
     }
   }
 };
@@ -103,8 +99,8 @@ struct Payload<Quantised<kElementBytes>> {
   __device__ void store(const Common& k, char* to, std::uint32_t bytes, std::uint32_t at) const {
     const std::uint32_t from = at + threadIdx.x * 16;
     if (from >= bytes) return;
-    store_payload(to + from, row.codes);
-    if (threadIdx.x % 32 == 0) store_payload(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
+    store_piece(to + from, row.codes);
+    if (threadIdx.x % 32 == 0) store_piece(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
   }
 
  private:

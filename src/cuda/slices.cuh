@@ -79,14 +79,14 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
   for (int j = 0; j < kReceivedVectors; ++j)
     if (begin + j * 512 < end) missing |= 1u << j;
   const auto look = [&](bool all) {
-    const std::uint32_t bits = all ? missing : missing & ~(missing - 1);
+    const std::uint32_t bits = looked_at(missing, all);
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
       if ((bits >> j & 1) == 0) continue;
       v[j] = load_piece(from + begin + j * 512);
       if (!is_blank(v[j])) missing &= ~(1u << j);
     }
-    return all ? missing == 0 : (missing & bits) == 0;
+    return (missing & bits) == 0;
   };
   if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
 #pragma unroll

@@ -70,10 +70,6 @@ template <std::uint32_t kOf>
 void barrier_arrive(std::uint32_t barrier) {
   emulation::barrier_arrive(barrier, kOf);
 }
-template <std::uint32_t kBarrier, std::uint32_t kOf>
-bool barrier_all(bool good) {
-  return emulation::barrier_sync(kBarrier, kOf, good);
-}
 
 inline void gate_close(std::uint64_t* gate) { *gate = 0; }
 inline void gate_open(std::uint64_t* gate) {

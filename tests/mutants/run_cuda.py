@@ -81,8 +81,8 @@ MUTANTS = [
     Mutant(
         "a row that looks blank gets no word",
         DISPATCH_SEND,
-        "if (nth >= unit.rows[token] || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;",
-        "if (nth >= unit.rows[token] || !unit.by_word[token][nth]) continue;",
+        "if (nth >= unit.rows(token) || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;",
+        "if (nth >= unit.rows(token) || !unit.by_word[token][nth]) continue;",
         "it is waited for in vain",
     ),
     Mutant(
