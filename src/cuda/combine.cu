@@ -15,7 +15,8 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
   if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) {
     s.claimed.close();
-    s.sent = s.received = kCombineWarps;  // each warp has one
+    s.sent = 0;
+    s.received = kCombineWarps;  // each warp has one
   }
   // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
   const bool refused = is_not_open(k, step, closed);
@@ -56,10 +57,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
-    const bool receives = kPlain && a.recv && threadIdx.x / 32 >= kCombineWarps - receivers_of_combine(units.all, gridDim.x);
+    const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
-    if (!receives) send_combine<T, kPlain>(a, step, units, places, s);
+    if (threadIdx.x / 32 < senders) send_combine<T, kPlain>(a, step, units, senders, places, s);
   }
   if (a.recv) {
     receive_combine<T, kPlain>(a, step, s);

@@ -66,7 +66,8 @@ struct CombineShared {
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
-  std::uint32_t sent, received;  // units of this thread block that its warps have begun
+  std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
+  std::uint32_t received;  // units of this thread block that its warps have begun
   std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
 
@@ -309,8 +310,8 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
 
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
 template <typename T, bool kPlain>
-__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, Places& places,
-                                    CombineShared& s) {
+__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
+                                    Places& places, CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && a.uses_weights) send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
@@ -326,7 +327,7 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
     }
     const std::uint32_t unit = unit_of_share(share, nth);
     if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, loaded, own, s);
-    if (threadIdx.x % 32 == 0) nth = own ? atomicAdd(&s.sent, 1u) : nth + 1;
+    if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
   }
 }
