@@ -31,7 +31,7 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 
 // ---- combine ----
 
-inline constexpr std::uint32_t kCombineWarps = 16;
+inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
