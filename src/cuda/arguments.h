@@ -192,7 +192,11 @@ struct SentStrips {
 
   SentStrips() = default;
   SentStrips(std::uint32_t row_bytes, int vectors)
-      : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), runs(ceil_div(strips, kStripsTogether)), by_strips(strips), by_runs(runs) {}
+      : vectors(vectors),
+        strips(ceil_div(row_bytes, vectors * 512)),
+        runs(ceil_div(strips, kStripsTogether)),
+        by_strips(strips),
+        by_runs(runs) {}
 };
 
 struct CombineArguments {

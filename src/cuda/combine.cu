@@ -99,7 +99,8 @@ cudaError_t load_dispatch(const Config& c);
 
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
-  for (const Kernel kernel : {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype), kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
+  for (const Kernel kernel : {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype),
+                              kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }
