@@ -265,7 +265,10 @@ class AllToAll:
         return self._steps.reset(timeout, self._graph.renew)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy."""
+        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy.
+
+        bulk_dispatches: launches by which GPUs dispatched many tokens, by bulk copies.
+        """
         return self._steps.stats()
 
     # ---- life --------------------------------------------------------------------------------------------------------

@@ -177,6 +177,10 @@ class Settings:
         "PPLX_COMM_PLACEMENT", _one_of("auto", "host", "device"), "'auto', 'host' or 'device'",
         "Where the blocks for other nodes lie, where placement= says nothing", value="auto", default="auto",
     )  # fmt: skip
+    bulk_tokens: int = _variable(
+        "PPLX_COMM_BULK_TOKENS", _whole(1), "a positive integer",
+        "Inside a node, dispatches of at least so many tokens go by bulk copies", value=0, default="as tuned for GPU and shape",
+    )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
     )  # fmt: skip

@@ -137,7 +137,7 @@ class Cuda:
         self.core.set_num_sms(num_sms)
 
     def stats(self) -> dict[str, Any]:
-        return {"steps": self.core.steps}
+        return {"steps": self.core.steps, "bulk_dispatches": self.core.bulk_dispatches}
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""

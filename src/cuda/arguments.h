@@ -143,6 +143,20 @@ constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
   return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
 
+// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last thread
+// block to leave makes all of the first four 0 again.
+struct ChunkCounts {
+  std::uint32_t* next = nullptr;  // chunk that is sent next
+  std::uint32_t* counted = nullptr;  // chunks
+  std::uint32_t* left = nullptr;  // thread blocks
+  std::uint32_t* totals = nullptr;  // [columns], of all tokens
+  std::uint32_t* taken = nullptr;  // [chunks]: the step in which a warp last counted it
+  std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there
+  std::uint16_t* counts = nullptr;  // [chunks][columns]
+};
+// Choices by expert, then rows by rank, in pieces of sixteen bytes.
+constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
+
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
 struct ReceivedView {
   std::uint32_t* step = nullptr;
@@ -182,6 +196,8 @@ struct DispatchArguments {
   PlanView plan;
   ReceivedView received;
   Output out;
+  std::uint32_t tokens_per_chunk = 0, chunks = 0;
+  ChunkCounts chunk_counts;
 };
 
 // How a combine row is sent: in strips, and in large steps in runs of them.

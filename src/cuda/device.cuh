@@ -49,6 +49,10 @@ __device__ inline void add_relaxed(unsigned long long* word, unsigned long long 
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
 }
 
+__device__ inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(more) : "memory");
+}
+
 // Its result is not waited for: whoever sees the difference sees what was stored before.
 __device__ inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   asm volatile("red.add.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(0ull - less) : "memory");
@@ -125,11 +129,78 @@ __device__ inline void gate_wait(std::uint64_t* gate) {
   }
 }
 
+// ---- copies beside the threads: between a thread block's shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// Turns that begin when so many have arrived, and all bytes that any of them expects. The first one is turn 0.
+__device__ inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(turns)), "r"(arrivals)
+               : "memory");
+}
+__device__ inline void turns_arrive(std::uint64_t* turns) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(turns)) : "memory");
+}
+__device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(shared_address(turns)),
+               "r"(bytes)
+               : "memory");
+}
+// Whether the turn of this parity is over.
+__device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
+
+__device__ inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(turns))
+               : "memory");
+}
+// Stores belong to the group that their thread ends next.
+__device__ inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+__device__ inline void bulk_end_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all of this thread's groups but the last so many have been read from shared memory, or are where they belong.
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBut) : "memory");
+}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_stored() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
+}
+// Between what threads store or have acquired, and copies of it.
+__device__ inline void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+
+#else
+
+// Nobody launches what uses them.
+__device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
+__device__ inline void turns_arrive(std::uint64_t*) {}
+__device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
+__device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
+__device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
+__device__ inline void bulk_end_group() {}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_read() {}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_stored() {}
+__device__ inline void fence_copies() {}
+
+#endif
+
 }  // namespace pplx::cuda
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
 #define PPLX_SHARED(Type, name) __shared__ Type name
-#define PPLX_LAUNCHED_SHARED(name) extern __shared__ std::uint32_t name[]
+#define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(16) std::uint32_t name[]
 
 #endif

@@ -22,6 +22,7 @@ struct ReceiveShared {
   Gate placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
+  std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
   std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
@@ -88,6 +89,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
     uint4 piece = load_piece(place);
     good = await_counts(k, step, place, source, piece) && good;
     s.rows[source] = piece.x;
+    s.showing[source] = piece.y;
     if (!good || piece.x <= k.most_rows) continue;
     fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
     good = false;
@@ -556,14 +558,14 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
   ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
-  const bool shows = (kPlain || !is_remote(k, r.source)) && number < k.showing_rows;
+  const bool mapped = kPlain || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
   if (!fetch_part<kPlain>(k, step, r.source, shows, part)) return false;
   note(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if (shows) part.make_places_blank(k);
+  if (mapped && number < k.showing_rows) part.make_places_blank(k);
   note(k, Stage::RowPlaced);
   return true;
 }

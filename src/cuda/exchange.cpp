@@ -62,8 +62,8 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config) {
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
@@ -116,6 +116,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
   common_.control = controls_ + common_.generation % kControls;
   write_control(common_.generation, fresh_control(config));
+  make_chunk_counts();
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
@@ -146,6 +147,7 @@ Exchange::~Exchange() {
   memory_.own.reset();
   host_.reset();
   cudaFree(controls_);
+  cudaFree(chunk_memory_);
   cudaFreeHost(common_.report);
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
@@ -211,6 +213,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
                         cudaMemcpyHostToDevice, own_stream_),
         "cudaMemcpyAsync");
   leave_blank(common_.c, *memory_.own, own_stream_);
+  forget_chunk_counts();
   if (host_) host_->reset(generation);
   listen();
   common_.generation = generation;
@@ -247,6 +250,39 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
+// Where steps may be large enough.
+void Exchange::make_chunk_counts() {
+  const Config& c = common_.c;
+  int shared = 0;
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
+  const bool large = many_tokens_ != 0 ? c.max_tokens >= many_tokens_ : sends_many(c.max_tokens, 1);
+  if (!large || !can_dispatch_many(c, static_cast<std::uint32_t>(shared))) return;
+  check(load_dispatch_many(c), "loading the kernels of large steps");
+  const std::uint64_t columns = chunk_columns(c), chunks = ceil_div(c.max_tokens, kLeastTokensOfChunk);
+  const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
+  chunk_bytes_ = counts + 2 * columns * chunks;
+  check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
+  auto* const words = reinterpret_cast<std::uint32_t*>(chunk_memory_);
+  chunk_counts_.next = words;
+  chunk_counts_.counted = words + 1;
+  chunk_counts_.left = words + 2;
+  chunk_counts_.totals = reinterpret_cast<std::uint32_t*>(chunk_memory_ + totals);
+  chunk_counts_.taken = reinterpret_cast<std::uint32_t*>(chunk_memory_ + taken);
+  chunk_counts_.ready = reinterpret_cast<std::uint64_t*>(chunk_memory_ + ready);
+  chunk_counts_.counts = reinterpret_cast<std::uint16_t*>(chunk_memory_ + counts);
+  forget_chunk_counts();
+}
+
+void Exchange::forget_chunk_counts() {
+  if (chunk_memory_ == nullptr) return;
+  const Config& c = common_.c;
+  check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
+  // No step that is near has this number.
+  const std::vector<std::uint32_t> taken(ceil_div(c.max_tokens, kLeastTokensOfChunk), c.first_step - 1);
+  check(cudaMemcpyAsync(chunk_counts_.taken, taken.data(), 4 * taken.size(), cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
 void Exchange::raise_failure() {
   // What a kernel saw says more than what others say.
   std::uint64_t word = load_acquire(&common_.report->failure);
@@ -279,6 +315,11 @@ std::uint32_t Exchange::open_steps() const {
 std::uint64_t Exchange::steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return steps_.closed();
+}
+
+std::uint64_t Exchange::bulk_dispatches() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_dispatches_;
 }
 
 #ifdef PPLX_CUDA_STAGES

@@ -35,7 +35,8 @@ class Exchange {
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
   };
 
-  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms);
+  // many_tokens: from which on a dispatch goes by bulk copies; 0: as tuned.
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -63,6 +64,7 @@ class Exchange {
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
+  std::uint64_t bulk_dispatches() const;  // launches of dispatch, and of its halves, that went by bulk copies
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif
@@ -72,6 +74,9 @@ class Exchange {
   void listen();
   void rebuild_order(const std::vector<bool>& alive);
   void write_control(std::uint32_t generation, const Control& value);
+  void make_chunk_counts();
+  void forget_chunk_counts();
+  bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
 
   const int device_;
   Memory memory_;
@@ -82,6 +87,11 @@ class Exchange {
   Launches launches_;
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
+  const std::uint32_t many_tokens_;
+  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
+  std::uint64_t chunk_bytes_ = 0;
+  ChunkCounts chunk_counts_;
+  std::uint64_t bulk_dispatches_ = 0;
   Control* controls_ = nullptr;  // by generation, in turn
   FirstFailure first_;
   const ForkCheck fork_;

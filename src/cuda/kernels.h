@@ -9,6 +9,10 @@ namespace pplx::cuda {
 
 cudaError_t load_kernels(const Config& config);   // all that this AllToAll may launch, so that no later call loads a module
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
+// Inside a node, of so many tokens that bulk copies pay; where the GPU has the shared memory for it.
+bool can_dispatch_many(const Config& config, std::uint32_t shared_bytes);
+cudaError_t load_dispatch_many(const Config& config);
+cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 }  // namespace pplx::cuda

@@ -44,6 +44,14 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 
 }  // namespace
 
+// By bulk copies, whose rows begin at multiples of sixteen bytes.
+bool Exchange::sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const {
+  if (chunk_memory_ == nullptr || tokens.count == 0) return false;
+  if (many_tokens_ != 0 ? tokens.count < many_tokens_ : !sends_many(tokens.count, sms_)) return false;
+  const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
+  return fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x));
+}
+
 std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
@@ -95,9 +103,16 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
+  const bool by_bulk = sends_by_bulk(launch, tokens, a);
+  if (by_bulk) {
+    ++bulk_dispatches_;
+    a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, blocks);
+    a.chunks = ceil_div(a.own, a.tokens_per_chunk);
+    a.chunk_counts = chunk_counts_;
+  }
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
-  check(launch_dispatch(a, blocks, stream), "launching dispatch");
+  check(by_bulk ? launch_dispatch_many(a, blocks, stream) : launch_dispatch(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if (!a.send) return 0;
   here.open(launch.buffer);

@@ -29,6 +29,31 @@ inline constexpr std::uint32_t kPartBytes = 3584;
 // places blank again. Beyond, the release costs less than the blanks.
 inline constexpr std::uint32_t kShowingRows = 1024;
 
+// ---- dispatch of many tokens, by bulk copies ----
+
+// A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
+// send. Each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
+inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 8;
+inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
+inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
+inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
+inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
+
+// From so many tokens on, and from so many of each multiprocessor on.
+inline constexpr std::uint32_t kManyTokens = 768;
+constexpr bool sends_many(std::uint32_t tokens, std::uint32_t blocks) { return tokens >= std::max(kManyTokens, 4 * blocks); }
+
+// Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
+inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
+constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
+  std::uint32_t chunk = kLeastTokensOfChunk;
+  while (chunk < kMostTokensOfChunk && chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
+  return chunk;
+}
+
+// Rows of one source that a worker waits for together, and rows of its own that it tells the peers of with one fence.
+inline constexpr std::uint32_t kRowsOfRun = 8, kTokensToldTogether = 4;
+
 // ---- combine ----
 
 inline constexpr std::uint32_t kCombineWarps = 12;
@@ -55,6 +80,6 @@ inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1
 // A thread block lets others begin before it takes their share: so many looks, 10 us in all.
 inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 
-inline constexpr std::uint32_t kMostWarps = std::max(kDispatchWarps, kCombineWarps);
+inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kManyWarps, kCombineWarps});
 
 }  // namespace pplx::cuda

@@ -162,6 +162,16 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(where), function)(me, *args, **options)
 
 
+def by_bulk(me: Any, case: Case) -> None:
+    """All of a case, whose dispatches go by bulk copies where a rank has tokens."""
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        runner = rank_cases.Runner(me, case, a2a)
+        runner.run()
+        wanted = sum(len(step.tokens[me.rank].ids) > 0 for step in runner.steps)
+        launches = a2a.stats()["bulk_dispatches"]
+        rank_cases.must(launches >= wanted > 0, "dispatches by bulk copies", launches, "of", wanted)
+
+
 def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:
     """A case, and whether its arrival words were where the library of that name could write."""
     use(module)

@@ -183,7 +183,7 @@ def test_reset(transport: str, tmp_path: Path) -> None:
 # ---- several steps open, and graphs
 
 
-def run_refused(crew: Crews, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
+def run_refused(crew: Crews | Crew, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
     """What all ranks heard: the sentence, and no word of a timeout."""
     found = []
     for heard in crew.run("emulated:call", module(), f"open_step_cases:{name}", *args):
@@ -249,3 +249,67 @@ def test_ranks_that_end_a_step_differently(kind: str) -> None:
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
         assert any(kind.removeprefix("no_") in r["message"] for r in results), results
+
+
+# ---- dispatches of many tokens, as steps of few take them here
+
+BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bulk_copies(world: int, least: int) -> None:
+    """Ranks with fewer tokens take the other way, in the same step."""
+    with Crew(world, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+        for number in range(8):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
+    """It counts the chunks that the others would have counted, and sends all."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(4):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
+
+
+def test_bulk_copies_of_many_chunks() -> None:
+    """More than the thread blocks begin with, and rows of several tiles and parts."""
+    with Crew(2, BULK) as crew:
+        for number, (wire, dtype, hidden, tokens) in enumerate(
+            [("native", "bfloat16", 8192, 30), ("fp8", "bfloat16", 8192, 40), ("fp8_ue8m0", "float32", 2304, 70), ("mxfp8", "bfloat16", 64, 300)]
+        ):
+            case = Case(seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3)
+            crew.run("emulated:call", module(), "emulated:by_bulk", case, timeout=200)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_bulk_copies_of_any_bits(wire: str) -> None:
+    """Places are blank again for what comes after."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
+        crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_bulk_copies_among_replays(in_flight: int) -> None:
+    with Crew(2, BULK) as crew:
+        case = small_case(seed(), 2, in_flight)
+        crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
+        run_refused(crew, "refused", case, "replay", None)
+
+
+def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2)
+    with Crew(4, BULK) as crew:
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+
+
+def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
+    with Crew(2, BULK) as crew:
+        crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)

@@ -93,11 +93,11 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms) {
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens) {
   Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu, gdrcopy};
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
-  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens);
 }
 
 struct PlanLayout {
@@ -160,7 +160,7 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
+           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"))
       .def_property_readonly(
           "host", [](const Exchange& e) { return e.host() ? std::optional(e.host()) : std::nullopt; },
           "What the proxy carries for; None inside a node.")
@@ -212,7 +212,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
-      .def_property_readonly("steps", &Exchange::steps);
+      .def_property_readonly("steps", &Exchange::steps)
+      .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches);
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");

@@ -1,0 +1,155 @@
+// dispatch() of many tokens inside a node: one launch, or one per half.
+#include "kernels.h"
+#include "many_recv.cuh"
+#include "many_send.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
+
+struct ManyShared {
+  ManyPlan plan;
+  ReceiveShared receive;
+  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  bool last;  // thread block to leave
+};
+
+// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what each worker has.
+struct ManyMemory {
+  std::uint32_t counts, places, workers, bytes;  // where each begins; sums come first
+
+  constexpr explicit ManyMemory(const Config& c)
+      : counts(4 * chunk_columns(c)),
+        places(2 * counts),
+        workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
+        bytes(workers + kWorkers * kWorkerBytes) {}
+};
+
+// A receive half: its step, if that is open. All threads or none.
+__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
+  const std::uint64_t closed = load_closed(a.common);
+  step = *a.received.step;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (!__syncthreads_or(refused)) return true;
+  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
+  return false;
+}
+
+__device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    s.plan.claimed.close();
+    s.receive.rows_known.close();
+    s.receive.placed.close();
+    s.receive.next = 0;
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x % 32 == 0 && is_worker())
+    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+  if (threadIdx.x % 32 == 0 && is_planner())
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      turns_init(s.plan.planned + i, 1);
+      turns_init(s.plan.used + i, a.recv ? kSendingWorkers : kWorkers);
+    }
+}
+
+// A worker's part of counting, and of adding up what comes before the block's first chunk.
+__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
+  const std::uint32_t worker = threadIdx.x / 32;
+  for (std::uint32_t c = worker * gridDim.x + blockIdx.x; c < a.chunks; c += kWorkers * gridDim.x)
+    if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, counts);
+  sum_chunks(a, s.step, worker, min(s.first_chunk, a.chunks), kWorkers, sums, counts);
+}
+
+template <typename Mode>
+__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, char* memory, std::uint32_t* sums, std::uint32_t* counts) {
+  const Common& k = a.common;
+  const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
+  if (is_planner()) claim_set(a, s.plan);
+  if (!is_planner() && !is_worker()) return 0;
+  s.plan.claimed.wait();
+  if (!s.plan.taken) return 0;
+  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(memory));
+  if (threadIdx.x < k.c.world)
+    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+  barrier_sync<kAmongPlanners, kPlanners>();
+  if (is_planner()) {
+    plan_chunks(a, s.plan, sums, counts);
+  } else if (warp < senders) {
+    ManySender<Mode> sender(a, s.plan, s.rows_at, warp, senders, memory, s.loaded[warp]);
+    sender.send();
+    return sender.parities();
+  }
+  return 0;
+}
+
+template <typename Mode>
+__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(ManyShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  const ManyMemory at(k.c);
+  char* const launched = reinterpret_cast<char*>(words);
+  const std::uint32_t warp = threadIdx.x / 32;
+  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
+  prepare(a, s);
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
+  std::uint32_t step = 0, parities = 0;
+  if (a.send) {
+    if (is_planner()) begin_plan(a, s.plan);
+    __syncthreads();
+    step = s.plan.step;
+    parities = send_many<Mode>(a, s, memory, words, words + chunk_columns(k.c));
+  } else if (!find_open_step(a, step)) {
+    return;
+  }
+  if (a.recv) {
+    const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
+    if (warp == kWorkers + 1) count_rows(a, step, s.receive);
+    if (warp == kWorkers + 2) place_rows<true>(a, step, s.receive, experts);
+    if (is_worker()) ManyReceiver(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
+  }
+  if (a.send) leave_plan(a, s.last);
+  note(k, Stage::DispatchEnds);
+  stamp(k, Op::Dispatch, step, begun);
+}
+
+using Kernel = void (*)(DispatchArguments);
+
+Kernel kernel_of(const Config& c, bool given_scales) {
+  if (given_scales || c.wire == Wire::Native) return dispatch_many_kernel<AsIs>;
+  return c.dtype == Dtype::Float32 ? dispatch_many_kernel<Quantised<4>> : dispatch_many_kernel<Quantised<2>>;
+}
+
+}  // namespace
+
+bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
+  const BlockLayout row = dispatch_block(c);
+  return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
+         4 * chunk_columns(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+}
+
+cudaError_t load_dispatch_many(const Config& c) {
+  for (const bool given : {false, true}) {
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given));
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+    const int bytes = static_cast<int>(ManyMemory(c).bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
+  const Config& c = arguments.common.c;
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+}
+
+}  // namespace pplx::cuda

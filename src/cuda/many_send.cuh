@@ -1,0 +1,256 @@
+// What a worker of a dispatch of many tokens sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
+// asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
+// have arrival words, those of a few tokens behind one fence.
+#pragma once
+
+#include "dispatch_send.cuh"
+#include "many_plan.cuh"
+
+namespace pplx::cuda {
+
+// What happens to a tile: how many elements it has.
+template <typename Mode>
+struct Tile;
+
+template <>
+struct Tile<AsIs> {
+  static constexpr bool kQuantises = false;
+  static constexpr std::uint32_t kBytesOut = 0;
+  static constexpr std::uint32_t kAhead = kTilesIn - 1;  // one is being read by the stores
+};
+template <std::uint32_t kElementBytes>
+struct Tile<Quantised<kElementBytes>> {
+  static constexpr bool kQuantises = true;
+  static constexpr std::uint32_t kElements = kTileBytes / kElementBytes, kPasses = kElements / 512;
+  static constexpr std::uint32_t kBytesOut = kElements + 16 * kPasses;  // codes, then scales
+  static constexpr std::uint32_t kAhead = kTilesIn;
+};
+inline constexpr std::uint32_t kMostBytesOut = kTileBytes / 2 + 16 * (kTileBytes / 1024);
+inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut * kMostBytesOut;
+
+// Rows whose peers have yet to be told.
+struct UntoldRows {
+  char* row[kTokensToldTogether + 1];  // of this lane's rank, by token, or null
+  std::uint32_t tokens = 0;
+
+  __device__ void add(char* its_row) {
+#pragma unroll
+    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i)
+      if (i == tokens) row[i] = its_row;
+    ++tokens;
+  }
+  // Of all but the last `but` tokens: they have been stored, and their stores awaited.
+  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but) {
+    __syncwarp();
+    __threadfence_system();
+#pragma unroll
+    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i) {
+      if (i + but >= tokens || row[i] == nullptr) continue;
+      linger(k, std::uint64_t{step} << 32 | i);
+      store_relaxed(row[i] + k.dispatch.arrival_at, arrival_word(k.generation, step));
+    }
+    if (but != 0) add_first(tokens - 1);
+    tokens = but;
+    note(k, Stage::Published);
+  }
+
+ private:
+  // The last one becomes the first.
+  __device__ void add_first(std::uint32_t last) {
+#pragma unroll
+    for (std::uint32_t i = 1; i <= kTokensToldTogether; ++i)
+      if (i == last) row[0] = row[i];
+  }
+};
+
+// A worker that sends.
+template <typename Mode>
+class ManySender {
+ public:
+  // number: among the block's `senders`. memory: its own, kSenderBytes.
+  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, char* const* rows_at, std::uint32_t number, std::uint32_t senders, char* memory,
+                        std::uint64_t* loaded)
+      : a_(a), k_(a.common), plan_(plan), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
+        bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
+
+  __device__ void send() {
+    for (std::uint32_t n = 0;; ++n) {
+      await_turn(plan_.planned + n % 2, n / 2);
+      const PlannedChunk& chunk = plan_.chunks[n % 2];
+      const std::uint32_t tokens = chunk.tokens;
+      for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, token);
+      __syncwarp();
+      if (tokens == 0) break;
+      if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
+    }
+    bulk_await_stored<0>();
+    untold_.tell(k_, plan_.step, 0);
+  }
+  // Each of its barriers has had an odd number of turns: a bit each.
+  __device__ std::uint32_t parities() const {
+    std::uint32_t bits = 0;
+    for (std::uint32_t i = 0; i < kTilesIn; ++i) bits |= ((asked_ + kTilesIn - 1 - i) / kTilesIn & 1) << i;
+    return bits;
+  }
+
+ private:
+  __device__ char* in(std::uint32_t tile) const { return memory_ + tile % kTilesIn * kTileBytes; }
+  __device__ char* out(std::uint32_t tile) const { return memory_ + kTilesIn * kTileBytes + tile % kTilesOut * kMostBytesOut; }
+
+  // Asks for the next tile, of this token or a later one. False: it is not known yet, or there is none.
+  __device__ bool ask() {
+    for (;;) {
+      if (!knows_) {
+        if (!__all_sync(~0u, turn_is_over(plan_.planned + chunk_ % 2, chunk_ / 2 & 1))) return false;
+        knows_ = true;
+        token_ = number_;
+        at_ = 0;
+      }
+      const PlannedChunk& chunk = plan_.chunks[chunk_ % 2];
+      if (chunk.tokens == 0) return false;
+      if (token_ < chunk.tokens) break;
+      knows_ = false;
+      ++chunk_;
+    }
+    const std::uint32_t bytes = min(bytes_ - at_, kTileBytes);
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
+      turns_expect(turns, bytes);
+      bulk_load(in(asked_), a_.x + (plan_.chunks[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
+    }
+    ++asked_;
+    at_ += kTileBytes;
+    if (at_ < bytes_) return true;
+    at_ = 0;
+    token_ += senders_;
+    return true;
+  }
+
+  __device__ void send_token(const PlannedChunk& chunk, std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = chunk.first + token;
+    PlannedToken<true> t;
+    std::uint32_t entry = kNone;
+    if (lane < top_k) {
+      const std::uint32_t at = token * top_k + lane;
+      t.id = chunk.id[at];
+      t.index = chunk.index[at];
+      t.weight = chunk.weight[at];
+      entry = chunk.row[at];
+    }
+    t.rank = t.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(t.id));
+    char* const row = entry == kNone ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
+    for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
+      while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
+      }
+      await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
+      send_tile(row, at);
+      ++used_;
+    }
+    const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
+    write_routes(own, t, entry, row, rows);
+    if (a_.scales != nullptr) write_scales(own, row, rows);
+    if (a_.ids != nullptr) keep(own, t, entry);
+    untold_.add(row);
+    if (untold_.tokens <= kTokensToldTogether) return;
+    await_earlier_tokens();
+    untold_.tell(k_, plan_.step, 1);
+  }
+
+  // Each lane with a row stores to it.
+  __device__ void send_tile(char* row, std::uint32_t at) {
+    const std::uint32_t bytes = min(bytes_ - at, kTileBytes);
+    linger(k_, at);
+    if constexpr (!Tile<Mode>::kQuantises) {
+      if (row != nullptr) bulk_store(row + at, in(used_), bytes);
+      bulk_end_group();
+      bulk_await_read<1>();  // the tile before this one: its place is asked for next
+      __syncwarp();
+    } else {
+      using Q = Tile<Mode>;
+      constexpr std::uint32_t kElementBytes = kTileBytes / Q::kElements;
+      const std::uint32_t lane = threadIdx.x % 32, elements = bytes / kElementBytes, first = at / kElementBytes;
+      char* const to = out(used_);
+      bulk_await_read<kTilesOut - 1>();
+      __syncwarp();
+#pragma unroll 1
+      for (std::uint32_t pass = 0; pass * 512 < elements; ++pass) {
+        Payload<Mode> payload;
+        const char* const from = in(used_) + (pass * 512 + lane * 16) * kElementBytes;
+#pragma unroll
+        for (std::uint32_t i = 0; i < Payload<Mode>::kLoads; ++i)
+          payload.raw[i] = pass * 512 + lane * 16 + i * 16 / kElementBytes < elements ? *reinterpret_cast<const uint4*>(from + 16 * i)
+                                                                                      : make_uint4(0, 0, 0, 0);
+        payload.prepare(k_);
+        store16(to + pass * 512 + lane * 16, payload.row.codes);
+        if (lane == 0) store16(to + Q::kElements + 16 * pass, payload.row.scales);
+      }
+      fence_copies();
+      __syncwarp();
+      if (row != nullptr) {
+        bulk_store(row + first, to, (elements + 15) / 16 * 16);
+        bulk_store(row + k_.dispatch.scales_at + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
+      }
+      bulk_end_group();
+    }
+  }
+
+  __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
+    for (std::uint32_t i = 0; i < rows; ++i) {
+      char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
+      write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
+    }
+  }
+
+  // Those that the caller gave.
+  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
+    const std::uint32_t words = scale_words(k_.c);
+    for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
+      const std::uint32_t at = begin + threadIdx.x % 32;
+      std::uint32_t word[4] = {};
+#pragma unroll
+      for (std::uint32_t j = 0; j < 4; ++j)
+        if (4 * at + j < words) word[j] = given_scales(a_, own, 4 * at + j);
+      for (std::uint32_t i = 0; i < rows; ++i) {
+        char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
+        if (at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, make_uint4(word[0], word[1], word[2], word[3]));
+      }
+    }
+  }
+
+  // What further dispatches, and this one's combine, need to know.
+  __device__ void keep(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry) const {
+    const std::uint32_t lane = threadIdx.x % 32;
+    if (lane >= k_.c.top_k) return;
+    const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + lane;
+    a_.plan.ids[at] = t.id;
+    a_.plan.index[at] = t.index;
+    a_.plan.token_rows[at] = entry;
+    if (a_.weights != nullptr) a_.plan.weights[at] = t.weight;
+  }
+
+  // A tile is a group of stores.
+  __device__ void await_earlier_tokens() const {
+    const std::uint32_t tiles = (bytes_ + kTileBytes - 1) / kTileBytes;
+    if (tiles >= 4)
+      bulk_await_stored<4>();
+    else if (tiles >= 2)
+      bulk_await_stored<2>();
+    else
+      bulk_await_stored<1>();
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  ManyPlan& plan_;
+  char* const* const rows_at_;  // where this rank's rows begin at each peer
+  const std::uint32_t number_, senders_;
+  char* const memory_;
+  std::uint64_t* const loaded_;
+  const std::uint32_t bytes_;  // of a token
+  std::uint32_t asked_ = 0, used_ = 0;  // tiles
+  std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
+  bool knows_ = false;  // that chunk
+  UntoldRows untold_;
+};
+
+}  // namespace pplx::cuda
