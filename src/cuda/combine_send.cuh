@@ -75,6 +75,7 @@ struct CombineShared {
 struct CombineUnits {
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
+  std::uint32_t common = 0;  // rows that every source has; in large steps
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
@@ -83,9 +84,21 @@ struct CombineUnits {
     runs = together == 1 ? a.sent.strips : a.sent.runs;
     headers = k.living;
     all = headers + rows * runs;
+    if (!small()) common = common_rows(k, s);
   }
   // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
   __device__ bool small() const { return together == 1; }
+
+ private:
+  // For a warp.
+  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
+    std::uint32_t least = k.most_rows;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
+    return least;
+  }
 };
 
 // Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
@@ -107,7 +120,7 @@ struct RowOfUnit {
       row = n - s.rows_begin[source];
       return;
     }
-    const std::uint32_t common = common_rows(k, s);
+    const std::uint32_t common = units.common;
     if (n < common * k.living) {
       row = n / k.living;
       source = k.order[n % k.living];
@@ -121,17 +134,6 @@ struct RowOfUnit {
       n -= more;
     }
     row = common + n;
-  }
-
- private:
-  // For a warp: rows that every source has.
-  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
-    std::uint32_t least = k.most_rows;
-    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
-      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
-    return least;
   }
 };
 
