@@ -310,6 +310,16 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
 }
 
+// What a warp loads of its next unit of a large step before it sums the one before. False: nothing.
+template <bool kPlain>
+__device__ inline bool load_next_places(const CombineArguments& a, std::uint32_t unit, const CombineUnits& units, const CombineShared& s,
+                                        Places& places) {
+  if (units.small() || unit < units.headers || unit >= units.all) return false;
+  const RowOfUnit of(a.common, s, units, a.sent.by_runs.divide(unit - units.headers));
+  places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  return true;
+}
+
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
 template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
@@ -319,18 +329,22 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small();
 #pragma unroll 1
-  for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
+  for (;;) {
     if (nth * gridDim.x >= units.all) {
       if (threadIdx.x >= 32) return;
       share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
       if (share == kNone) return;
-      own = false;
+      own = loaded = false;
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
     if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
+    Places next;
+    const bool next_loaded = load_next_places<kPlain>(a, unit_of_share(share, nth), units, s, next);
+    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
+    places = next;
+    loaded = next_loaded;
   }
 }
 
