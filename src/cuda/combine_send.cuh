@@ -75,6 +75,7 @@ struct CombineShared {
 struct CombineUnits {
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
+  std::uint32_t common = 0;  // rows that every source has; in large steps
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
@@ -83,9 +84,21 @@ struct CombineUnits {
     runs = together == 1 ? a.sent.strips : a.sent.runs;
     headers = k.living;
     all = headers + rows * runs;
+    if (!small()) common = common_rows(k, s);
   }
   // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
   __device__ bool small() const { return together == 1; }
+
+ private:
+  // For a warp.
+  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
+    std::uint32_t least = k.most_rows;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
+    return least;
+  }
 };
 
 // Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
@@ -107,7 +120,7 @@ struct RowOfUnit {
       row = n - s.rows_begin[source];
       return;
     }
-    const std::uint32_t common = common_rows(k, s);
+    const std::uint32_t common = units.common;
     if (n < common * k.living) {
       row = n / k.living;
       source = k.order[n % k.living];
@@ -121,17 +134,6 @@ struct RowOfUnit {
       n -= more;
     }
     row = common + n;
-  }
-
- private:
-  // For a warp: rows that every source has.
-  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
-    std::uint32_t least = k.most_rows;
-    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
-      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
-    return least;
   }
 };
 
@@ -308,6 +310,16 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
 }
 
+// What a warp loads of its next unit of a large step before it sums the one before. False: nothing.
+template <bool kPlain>
+__device__ inline bool load_next_places(const CombineArguments& a, std::uint32_t unit, const CombineUnits& units, const CombineShared& s,
+                                        Places& places) {
+  if (units.small() || unit < units.headers || unit >= units.all) return false;
+  const RowOfUnit of(a.common, s, units, a.sent.by_runs.divide(unit - units.headers));
+  places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  return true;
+}
+
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
 template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
@@ -317,18 +329,22 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small();
 #pragma unroll 1
-  for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
+  for (;;) {
     if (nth * gridDim.x >= units.all) {
       if (threadIdx.x >= 32) return;
       share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
       if (share == kNone) return;
-      own = false;
+      own = loaded = false;
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
     if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
+    Places next;
+    const bool next_loaded = load_next_places<kPlain>(a, unit_of_share(share, nth), units, s, next);
+    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
+    places = next;
+    loaded = next_loaded;
   }
 }
 
