@@ -97,8 +97,7 @@ struct Common {
   Divider by_parts;
   std::uint32_t scale_pieces = 0;  // of a dispatch row
   bool scales_in_pieces = false;  // they lie in the output as they came
-  std::uint32_t row_bytes = 0, received_strips = 0;  // of a combine row; a warp sums a strip
-  Divider by_received_strips;
+  std::uint32_t row_bytes = 0;  // of a combine row
   std::uint32_t most_rows = 0;  // of a block
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
@@ -215,9 +214,21 @@ struct SentStrips {
         by_runs(runs) {}
 };
 
+// How a warp receives one: a strip at once.
+struct ReceivedStrips {
+  int vectors = kReceivedVectors;  // of a lane
+  std::uint32_t strips = 0;
+  Divider by_strips;
+
+  ReceivedStrips() = default;
+  ReceivedStrips(std::uint32_t row_bytes, int vectors) : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
+};
+
 struct CombineArguments {
   Common common;
   SentStrips sent;
+  ReceivedStrips received_in;
+  bool sums_own = false;  // a rank's rows of its own tokens need not cross memory: who receives a token sums them. Not in small steps
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;

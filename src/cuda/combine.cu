@@ -42,8 +42,8 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
 }
 
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernel can do all.
-// kVectors: of a lane, in a strip that is sent.
-template <typename T, bool kPlain, int kVectors>
+// kSent, kReceived: vectors of a lane, in a strip that is sent or received.
+template <typename T, bool kPlain, int kSent, int kReceived>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
@@ -52,19 +52,21 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   Places places;
   if (a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
+  bool sums_own = false;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
+    sums_own = units.sums_own;
     const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
-    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kVectors>(a, step, units, senders, places, s);
+    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain>(a, step, s);
+    receive_combine<T, kPlain, kReceived>(a, step, sums_own, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);
@@ -73,24 +75,25 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
 
 using Kernel = void (*)(CombineArguments);
 
-
-template <bool kPlain, int kVectors>
+template <bool kPlain, int kSent, int kReceived>
 Kernel kernel_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return combine_kernel<BFloat16, kPlain, kVectors>;
+      return combine_kernel<BFloat16, kPlain, kSent, kReceived>;
     case Dtype::Float16:
-      return combine_kernel<Float16, kPlain, kVectors>;
+      return combine_kernel<Float16, kPlain, kSent, kReceived>;
     case Dtype::Float32:
-      return combine_kernel<Float32, kPlain, kVectors>;
+      return combine_kernel<Float32, kPlain, kSent, kReceived>;
   }
   return nullptr;
 }
 
 Kernel kernel_of(const CombineArguments& a) {
   const Dtype dtype = a.common.c.dtype;
-  if (!is_plain(a)) return kernel_of<false, kSentVectors>(dtype);
-  return a.sent.vectors == kSentVectors ? kernel_of<true, kSentVectors>(dtype) : kernel_of<true, kSentVectorsOfFew>(dtype);
+  if (!is_plain(a)) return kernel_of<false, kSentVectors, kReceivedVectors>(dtype);
+  if (a.sent.vectors == kSentVectorsOfFew) return kernel_of<true, kSentVectorsOfFew, kReceivedVectors>(dtype);
+  return a.received_in.vectors == kReceivedVectors ? kernel_of<true, kSentVectors, kReceivedVectors>(dtype)
+                                                   : kernel_of<true, kSentVectors, kReceivedVectorsOfMany>(dtype);
 }
 
 }  // namespace
@@ -99,8 +102,9 @@ cudaError_t load_dispatch(const Config& c);
 
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
-  for (const Kernel kernel : {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype),
-                              kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
+  for (const Kernel kernel :
+       {kernel_of<false, kSentVectors, kReceivedVectors>(c.dtype), kernel_of<true, kSentVectors, kReceivedVectors>(c.dtype),
+        kernel_of<true, kSentVectorsOfFew, kReceivedVectors>(c.dtype), kernel_of<true, kSentVectors, kReceivedVectorsOfMany>(c.dtype)}) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }

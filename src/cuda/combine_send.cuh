@@ -76,6 +76,8 @@ struct CombineUnits {
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
   std::uint32_t common = 0;  // rows that every source has; in large steps
+  std::uint32_t sources = 0;  // whose rows are sent: the first ones of the order
+  bool sums_own = false;  // whoever receives a token sums this rank's own row of it
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
@@ -83,7 +85,9 @@ struct CombineUnits {
     together = rows * a.sent.strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
     runs = together == 1 ? a.sent.strips : a.sent.runs;
     headers = k.living;
-    all = headers + rows * runs;
+    sums_own = a.sums_own && !small();
+    sources = k.living - (sums_own ? 1 : 0);
+    all = headers + (rows - (sums_own ? s.rows_begin[k.c.rank + 1] - s.rows_begin[k.c.rank] : 0)) * runs;
     if (!small()) common = common_rows(k, s);
   }
   // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
@@ -91,10 +95,10 @@ struct CombineUnits {
 
  private:
   // For a warp.
-  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
+  __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
     for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
-      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+      if ((k.dead >> r & 1) == 0 && !(sums_own && r == k.c.rank)) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
     return least;
@@ -121,12 +125,12 @@ struct RowOfUnit {
       return;
     }
     const std::uint32_t common = units.common;
-    if (n < common * k.living) {
-      row = n / k.living;
-      source = k.order[n % k.living];
+    if (n < common * units.sources) {
+      row = n / units.sources;
+      source = k.order[n % units.sources];
       return;
     }
-    n -= common * k.living;
+    n -= common * units.sources;
     for (std::uint32_t i = 0;; ++i) {
       source = k.order[i];
       const std::uint32_t more = s.rows_begin[source + 1] - s.rows_begin[source] - common;
@@ -226,6 +230,20 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
   return s.mine;
 }
 
+// Of a row with n choices here: what goes back to its source.
+template <typename T, int kVectors>
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
+                               Sums<T, kVectors>& sums) {
+  const auto pointer = [&](std::uint32_t i) -> const char* {
+    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
+    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
+  };
+  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
+  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
+  if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
+  sums.add(n, begin, end, pointer, weight_of);
+}
+
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
 template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
@@ -243,18 +261,12 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const bool remote = !kPlain && is_remote(k, of.source);
   if (remote && !s.may_send) return;
   char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
-  const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
-    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
-  };
-  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
 #pragma unroll 1
   for (; strip < last; ++strip) {
     const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
     const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
     Sums<T, kVectors> sums;
-    if (k.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone)) sums.start(-0.0f);  // only copied: keeps its sign of zero
-    sums.add(n, begin, end, pointer, weight_of);
+    sum_row(a, places, n, begin, end, sums);
     if (!may_store(s, own)) return;
     if (remote)
       sums.store(to, begin, end);

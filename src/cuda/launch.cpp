@@ -150,6 +150,10 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
   a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  const ReceivedStrips long_strips(common_.row_bytes, kReceivedVectorsOfMany);
+  const bool many = is_plain(a) && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
+  a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  a.sums_own = is_plain(a) && a.send && a.recv && !a.release;
   here.follow(stream, a.send);
   check(launch_combine(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
