@@ -267,7 +267,7 @@ class AllToAll:
     def stats(self) -> dict[str, Any]:
         """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy.
 
-        bulk_dispatches: launches by which GPUs dispatched many tokens, by bulk copies.
+        bulk_dispatches, bulk_combines: launches on GPUs of many tokens, by bulk copies.
         """
         return self._steps.stats()
 

@@ -137,7 +137,8 @@ class Cuda:
         self.core.set_num_sms(num_sms)
 
     def stats(self) -> dict[str, Any]:
-        return {"steps": self.core.steps, "bulk_dispatches": self.core.bulk_dispatches}
+        core = self.core
+        return {"steps": core.steps, "bulk_dispatches": core.bulk_dispatches, "bulk_combines": core.bulk_combines}
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""

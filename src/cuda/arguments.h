@@ -99,6 +99,7 @@ struct Common {
   bool scales_in_pieces = false;  // they lie in the output as they came
   std::uint32_t row_bytes = 0;  // of a combine row
   std::uint32_t most_rows = 0;  // of a block
+  std::uint32_t word_rows = kNone;  // combine: a block of so many rows, or more, has an arrival word in each; others show that they came
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;

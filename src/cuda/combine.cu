@@ -6,25 +6,6 @@
 namespace pplx::cuda {
 namespace {
 
-// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
-__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, CombineShared& s) {
-  const Common& k = a.common;
-  const std::uint64_t closed = load_closed(k);
-  const bool failed = threadIdx.x == 0 && load_relaxed(&k.control->failure) != 0;
-  step = *a.received.step;
-  if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
-  if (threadIdx.x == 0) {
-    s.claimed.close();
-    s.sent = 0;
-    s.received = kCombineWarps;  // each warp has one
-  }
-  // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
-  const bool refused = is_not_open(k, step, closed);
-  if (!__syncthreads_or(failed || refused)) return true;
-  if (refused) refuse(k, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
-  return false;
-}
-
 // By the last warp: whose this block's share is. The others ask when their first sums are ready.
 __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   if (threadIdx.x / 32 != kCombineWarps - 1) return;
@@ -54,7 +35,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   bool sums_own = false;
   std::uint32_t step = 0;
-  if (!begin_combine(a, step, s)) return;
+  if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
   if (a.send) {

@@ -90,7 +90,8 @@ struct ArrivingStrips {
   std::uint32_t begin, end;  // begin: this lane's
   uint4 v[kRows][kVectors];
   char* row[kRows];
-  std::uint32_t remote = 0;  // a bit each
+  std::uint32_t there = 0;  // those of remote blocks, and with an arrival word: a bit each
+  std::uint32_t stays = 0;  // those whose places nobody needs to find blank
   std::uint32_t missing = 0;  // pieces, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
@@ -113,7 +114,7 @@ struct ArrivingStrips {
   __device__ void make_places_blank() const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row[i] == nullptr || (remote >> i & 1) != 0) continue;
+      if (row[i] == nullptr || (stays >> i & 1) != 0) continue;
 #pragma unroll
       for (int j = 0; j < kVectors; ++j)
         if (has(j)) make_blank(row[i] + begin + j * 512);
@@ -127,25 +128,43 @@ __device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::
   return all_of_warp(good);
 }
 
+// Whether the rows of this rank have arrival words. So many are received by who has many tokens.
+__device__ inline bool comes_by_word(const CombineArguments& a, std::uint32_t rank) { return a.plan.rows[rank] >= a.common.word_rows; }
+
+// For a warp: waits for a row with an arrival word.
+__device__ inline bool row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, const char* row) {
+  const bool good =
+      threadIdx.x % 32 != 0 || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, peer);
+  return all_of_warp(good);
+}
+
 // The rows first, first + 1 ... of a token's n, but for the one that is summed here. Each of the first n lanes has a row and its rank.
 // False: they will not come.
-template <bool kPlain, int kVectors>
-__device__ inline bool await_strips(const Common& k, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row, std::uint32_t rank,
-                                    std::uint32_t own, ArrivingStrips<kVectors>& strips) {
+template <bool kPlain, bool kWords, int kVectors>
+__device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
+                                    std::uint32_t entry, std::uint32_t own, ArrivingStrips<kVectors>& strips) {
+  const Common& k = a.common;
+  const std::uint32_t rank = entry >> 20;
 #pragma unroll
   for (int i = 0; i < strips.kRows; ++i) {
     strips.row[i] = nullptr;
     if (first + i >= n || first + i == own) continue;
     strips.row[i] = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), first + i));
-    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
+    const std::uint32_t source = kPlain && !kWords ? 0 : __shfl_sync(~0u, rank, first + i);
     if (!kPlain && is_remote(k, source)) {
       if (!block_is_there(k, step, source)) return false;
-      strips.remote |= 1u << i;
+      strips.there |= 1u << i;
+      strips.stays |= 1u << i;
+    }
+    if (kWords && a.own >= k.word_rows && comes_by_word(a, source)) {
+      if (!row_is_there(k, step, source, strips.row[i])) return false;
+      strips.there |= 1u << i;
+      if ((__shfl_sync(~0u, entry, first + i) & 0xfffffu) >= k.word_rows) strips.stays |= 1u << i;
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (!strips.has(j)) continue;
-      if ((strips.remote >> i & 1) != 0)
+      if ((strips.there >> i & 1) != 0)
         strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
       else
         strips.missing |= 1u << (i * kVectors + j);
@@ -170,8 +189,9 @@ __device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, 
 }
 
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. own_rows: where this rank's own are among all that it has received,
-// if they are summed here, or kNone. kGives: replicas get it, too. False: its rows will not come.
-template <typename T, bool kGives, bool kPlain, int kVectors>
+// if they are summed here, or kNone. kGives: replicas get it, too. kWords: some rows may have arrival
+// words. False: its rows will not come.
+template <typename T, bool kGives, bool kPlain, bool kWords, int kVectors>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry,
                                      std::uint32_t own_rows) {
   const Common& k = a.common;
@@ -195,7 +215,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips<kVectors>::kRows) {
     ArrivingStrips<kVectors> strips(begin, end);
-    if (!await_strips<kPlain>(k, step, first, n, row, rank, summed, strips)) return false;
+    if (!await_strips<kPlain, kWords>(a, step, first, n, row, entry, summed, strips)) return false;
     note(k, Stage::Came);
 #pragma unroll
     for (int i = 0; i < strips.kRows; ++i) {
@@ -223,7 +243,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
       send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, true, false, kReceivedVectors>(a, step, unit - others, load_token_row(a, unit - others), kNone))
+    else if (!receive_strip<T, true, false, true, kReceivedVectors>(a, step, unit - others, load_token_row(a, unit - others), kNone))
       return false;
     unit = next;
   }
@@ -265,7 +285,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kPlain, kVectors>(a, step, unit, entry, own_rows)) return;
+      if (!receive_strip<T, false, kPlain, !kPlain, kVectors>(a, step, unit, entry, own_rows)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);

@@ -71,8 +71,29 @@ struct CombineShared {
   std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
 
+// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
+// received: units that its warps begin with.
+__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint64_t closed = load_closed(k);
+  const bool failed = threadIdx.x == 0 && load_relaxed(&k.control->failure) != 0;
+  step = *a.received.step;
+  if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
+  if (threadIdx.x == 0) {
+    s.claimed.close();
+    s.sent = 0;
+    s.received = received;
+  }
+  // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
+  const bool refused = is_not_open(k, step, closed);
+  if (!__syncthreads_or(failed || refused)) return true;
+  if (refused) refuse(k, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
+  return false;
+}
+
 // The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
+  bool small = false;  // all at once: their order is nobody's concern, and a warp knows its row before it knows how many there are
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
   std::uint32_t common = 0;  // rows that every source has; in large steps
@@ -82,18 +103,28 @@ struct CombineUnits {
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
     const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
-    together = rows * a.sent.strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
-    runs = together == 1 ? a.sent.strips : a.sent.runs;
+    small = rows * a.sent.strips <= kCombineWarps * gridDim.x;
+    if (rows >= k.word_rows && any_by_word(k, s)) {  // a warp has all of a row, so it knows when the row is complete
+      small = false;
+      together = a.sent.strips;
+      runs = 1;
+    } else {
+      together = small ? 1 : kStripsTogether;
+      runs = small ? a.sent.strips : a.sent.runs;
+    }
     headers = k.living;
-    sums_own = a.sums_own && !small();
+    sums_own = a.sums_own && !small;
     sources = k.living - (sums_own ? 1 : 0);
     all = headers + (rows - (sums_own ? s.rows_begin[k.c.rank + 1] - s.rows_begin[k.c.rank] : 0)) * runs;
-    if (!small()) common = common_rows(k, s);
+    if (!small) common = common_rows(k, s);
   }
-  // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
-  __device__ bool small() const { return together == 1; }
-
  private:
+  // For a warp.
+  __device__ static bool any_by_word(const Common& k, const CombineShared& s) {
+    bool any = false;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32) any = any || s.rows_begin[r + 1] - s.rows_begin[r] >= k.word_rows;
+    return __any_sync(~0u, any);
+  }
   // For a warp.
   __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
@@ -119,7 +150,7 @@ struct RowOfUnit {
   std::uint32_t source = 0, row = 0;
 
   __device__ RowOfUnit(const Common& k, const CombineShared& s, const CombineUnits& units, std::uint32_t n) {
-    if (units.small()) {
+    if (units.small) {
       while (s.rows_begin[source + 1] <= n) ++source;
       row = n - s.rows_begin[source];
       return;
@@ -249,7 +280,7 @@ template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t nth = units.small() ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
+  const std::uint32_t nth = units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
   const RowOfUnit of(k, s, units, nth);
   std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
@@ -277,7 +308,8 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   note(k, Stage::Sent);
   const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
   if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
-  if (!with_tail && !remote) return;
+  const bool by_word = s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;
+  if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   if (remote)
@@ -326,8 +358,9 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
 template <bool kPlain>
 __device__ inline bool load_next_places(const CombineArguments& a, std::uint32_t unit, const CombineUnits& units, const CombineShared& s,
                                         Places& places) {
-  if (units.small() || unit < units.headers || unit >= units.all) return false;
-  const RowOfUnit of(a.common, s, units, a.sent.by_runs.divide(unit - units.headers));
+  if (units.small || unit < units.headers || unit >= units.all) return false;
+  const std::uint32_t run = unit - units.headers;
+  const RowOfUnit of(a.common, s, units, units.runs == 1 ? run : a.sent.by_runs.divide(run));
   places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
   return true;
 }
@@ -339,7 +372,7 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
   const Common& k = a.common;
   if (!kPlain && a.uses_weights) send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
-  bool own = true, loaded = units.small();
+  bool own = true, loaded = units.small;
 #pragma unroll 1
   for (;;) {
     if (nth * gridDim.x >= units.all) {

@@ -61,7 +61,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens) {
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens != 0 ? many_tokens : kManyTokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
@@ -253,9 +253,11 @@ void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
-  const bool large = many_tokens_ != 0 ? c.max_tokens >= many_tokens_ : sends_many(c.max_tokens, 1);
-  if (!large || !can_dispatch_many(c, static_cast<std::uint32_t>(shared))) return;
-  check(load_dispatch_many(c), "loading the kernels of large steps");
+  const auto bytes = static_cast<std::uint32_t>(shared);
+  if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
+  check(load_dispatch_many(c), "loading the kernels of large dispatches");
+  check(load_combine_many(c), "loading the kernels of large combines");
+  common_.word_rows = many_tokens_;
   const std::uint64_t columns = chunk_columns(c), chunks = ceil_div(c.max_tokens, kLeastTokensOfChunk);
   const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
@@ -318,6 +320,10 @@ std::uint64_t Exchange::steps() const {
 std::uint64_t Exchange::bulk_dispatches() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return bulk_dispatches_;
+}
+std::uint64_t Exchange::bulk_combines() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_combines_;
 }
 
 #ifdef PPLX_CUDA_STAGES

@@ -64,7 +64,9 @@ class Exchange {
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
-  std::uint64_t bulk_dispatches() const;  // launches of dispatch, and of its halves, that went by bulk copies
+  // Launches of dispatch and combine, and of their halves, that went by bulk copies.
+  std::uint64_t bulk_dispatches() const;
+  std::uint64_t bulk_combines() const;
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif
@@ -91,7 +93,7 @@ class Exchange {
   char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
-  std::uint64_t bulk_dispatches_ = 0;
+  std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
   Control* controls_ = nullptr;  // by generation, in turn
   FirstFailure first_;
   const ForkCheck fork_;

@@ -13,6 +13,9 @@ cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t bl
 bool can_dispatch_many(const Config& config, std::uint32_t shared_bytes);
 cudaError_t load_dispatch_many(const Config& config);
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
+bool can_combine_many(const Config& config, std::uint32_t shared_bytes);
+cudaError_t load_combine_many(const Config& config);
+cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 }  // namespace pplx::cuda

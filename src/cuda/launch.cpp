@@ -46,8 +46,7 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 
 // By bulk copies, whose rows begin at multiples of sixteen bytes.
 bool Exchange::sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const {
-  if (chunk_memory_ == nullptr || tokens.count == 0) return false;
-  if (many_tokens_ != 0 ? tokens.count < many_tokens_ : !sends_many(tokens.count, sms_)) return false;
+  if (tokens.count < common_.word_rows) return false;
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   return fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x));
 }
@@ -151,11 +150,13 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
   a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
   const ReceivedStrips long_strips(common_.row_bytes, kReceivedVectorsOfMany);
-  const bool many = is_plain(a) && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
+  const bool by_bulk = is_plain(a) && !a.release && a.own >= common_.word_rows;
+  const bool many = is_plain(a) && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
   a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  if (by_bulk) ++bulk_combines_;
   a.sums_own = is_plain(a) && a.send && a.recv && !a.release;
   here.follow(stream, a.send);
-  check(launch_combine(a, common_.combine_blocks, stream), "launching combine");
+  check(by_bulk ? launch_combine_many(a, common_.combine_blocks, stream) : launch_combine(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -4,6 +4,7 @@
 
 #include "dispatch_recv.cuh"
 #include "many_plan.cuh"
+#include "runs.cuh"
 
 namespace pplx::cuda {
 
@@ -26,15 +27,15 @@ class ManyReceiver {
   __device__ void receive() {
     s_.rows_known.wait();
     if (!s_.good) return;
-    find_common_runs();
-    const std::uint32_t units = runs_ * parts_;
+    const RowRuns runs(k_, s_.rows_begin, k_.living, kRowsOfRun);
+    const std::uint32_t units = runs.all() * parts_;
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
       if (threadIdx.x % 32 == 0) unit = atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
       unit = __shfl_sync(~0u, unit, 0);
       if (unit < units) {
-        if (!receive_unit(unit)) break;
+        if (!receive_unit(runs, unit)) break;
       } else if (unit < units + padding) {
         s_.placed.wait();
         if (!s_.placed_all) break;
@@ -47,45 +48,11 @@ class ManyReceiver {
   }
 
  private:
-  __device__ std::uint32_t rows_of(std::uint32_t source) const { return s_.rows_begin[source + 1] - s_.rows_begin[source]; }
-  __device__ std::uint32_t runs_of(std::uint32_t source) const { return (rows_of(source) + kRowsOfRun - 1) / kRowsOfRun; }
-
-  __device__ void find_common_runs() {
-    std::uint32_t least = kNone, all = 0;
-    for (std::uint32_t r = threadIdx.x % 32; r < k_.c.world; r += 32) {
-      if ((k_.dead >> r & 1) != 0) continue;
-      least = min(least, runs_of(r));
-      all += runs_of(r);
-    }
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      least = min(least, __shfl_xor_sync(~0u, least, i));
-      all += __shfl_xor_sync(~0u, all, i);
-    }
-    common_runs_ = least;
-    runs_ = all;
-  }
-
-  // The first run of each source, the second of each: all of them send at the same rate. What some have more of follows, by source.
-  __device__ bool receive_unit(std::uint32_t unit) {
-    std::uint32_t run = unit / parts_, source;
-    const std::uint32_t part = unit - run * parts_;
-    if (run < common_runs_ * k_.living) {
-      source = k_.order[run % k_.living];
-      run /= k_.living;
-    } else {
-      run -= common_runs_ * k_.living;
-      for (std::uint32_t i = 0;; ++i) {
-        source = k_.order[i];
-        const std::uint32_t more = runs_of(source) - common_runs_;
-        if (run < more) break;
-        run -= more;
-      }
-      run += common_runs_;
-    }
-    const std::uint32_t first = run * kRowsOfRun, n = min(kRowsOfRun, rows_of(source) - first);
-    if (s_.showing[source] != 0) return part != 0 || receive_showing(source, first, n);
-    return receive_run(source, first, n, part);
+  __device__ bool receive_unit(const RowRuns& runs, std::uint32_t unit) {
+    const std::uint32_t part = unit % parts_;
+    const RowRun run = runs.at(unit / parts_);
+    if (s_.showing[run.source] != 0) return part != 0 || receive_showing(run.source, run.first, run.rows);
+    return receive_run(run.source, run.first, run.rows, part);
   }
 
   __device__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
@@ -189,7 +156,6 @@ class ManyReceiver {
   std::uint64_t* const loaded_;
   std::uint32_t parities_;
   const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
-  std::uint32_t common_runs_ = 0, runs_ = 0;  // that every source has; of all
 };
 
 }  // namespace pplx::cuda

@@ -39,9 +39,8 @@ inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// From so many tokens on, and from so many of each multiprocessor on.
+// From so many tokens on. All ranks must have the same number: what rows of combine look like follows from it.
 inline constexpr std::uint32_t kManyTokens = 768;
-constexpr bool sends_many(std::uint32_t tokens, std::uint32_t blocks) { return tokens >= std::max(kManyTokens, 4 * blocks); }
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
@@ -58,6 +57,10 @@ inline constexpr std::uint32_t kRowsOfRun = 8, kTokensToldTogether = 4;
 
 inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
+
+// Of many tokens, by bulk copies: workers of a thread block, those of them that send first, and rows that they tell a peer of with one fence.
+inline constexpr std::uint32_t kCombiners = 11, kSendingCombiners = 5;
+inline constexpr std::uint32_t kRowsOfSentRun = 4;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

@@ -167,9 +167,11 @@ def by_bulk(me: Any, case: Case) -> None:
     with rank_cases.open_all_to_all(me, case) as a2a:
         runner = rank_cases.Runner(me, case, a2a)
         runner.run()
-        wanted = sum(len(step.tokens[me.rank].ids) > 0 for step in runner.steps)
-        launches = a2a.stats()["bulk_dispatches"]
-        rank_cases.must(launches >= wanted > 0, "dispatches by bulk copies", launches, "of", wanted)
+        stats = a2a.stats()
+        steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
+        plain = [step for step in steps if not step.released and step.tails is None and step.late_weights is None]
+        for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(plain))):
+            rank_cases.must(stats[name] >= wanted > 0, name, stats[name], "of", wanted)
 
 
 def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:

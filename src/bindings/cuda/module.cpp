@@ -213,7 +213,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps)
-      .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches);
+      .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
+      .def_property_readonly("bulk_combines", &Exchange::bulk_combines);
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");

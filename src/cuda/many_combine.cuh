@@ -1,0 +1,305 @@
+// combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
+// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; this rank's own row of a
+// token is summed then, and never stored. Rows of large blocks have arrival words, those of a run behind one fence; small blocks, and
+// blocks of ranks that sent few tokens, are as in a combine of few.
+#pragma once
+
+#include "combine_recv.cuh"
+#include "many_plan.cuh"
+#include "runs.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr int kVectorsOfTile = 4;  // of a lane
+inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
+inline constexpr std::uint32_t kSumTiles = 6, kSumTilesOut = 2;
+inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
+
+// Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
+class ArrivingTiles {
+ public:
+  __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
+
+  __device__ bool full() const { return asked_ - used_ == kSumTiles; }
+  // Any lane may know where from; all call.
+  __device__ void ask(const char* from, std::uint32_t bytes) {
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = loaded_ + asked_ % kSumTiles;
+      turns_expect(turns, bytes);
+      bulk_load(memory_ + asked_ % kSumTiles * kSumTileBytes, from, bytes, turns);
+    }
+    ++asked_;
+  }
+  // The next one, which has so many bytes.
+  __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
+#pragma unroll
+    for (int j = 0; j < kVectorsOfTile; ++j) {
+      const std::uint32_t at = j * 512 + threadIdx.x % 32 * 16;
+      v[j] = at < bytes ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();  // its place is asked for next
+    ++used_;
+  }
+
+ private:
+  char* const memory_;
+  std::uint64_t* const loaded_;
+  std::uint32_t asked_ = 0, used_ = 0;
+};
+
+// What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
+struct Inputs {
+  const char* from = nullptr;  // of this lane's
+  float weight = 1.0f;
+  std::uint32_t n = 0;  // the first lanes
+};
+
+// Asks for tile after tile of the inputs, in order.
+class InputCursor {
+ public:
+  __device__ InputCursor(const Inputs& inputs, std::uint32_t bytes) : inputs_(inputs), bytes_(bytes) {}
+  __device__ void ask(ArrivingTiles& tiles) {
+    while (inputs_.n != 0 && at_ < bytes_ && !tiles.full()) {
+      const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(inputs_.from), static_cast<int>(next_));
+      tiles.ask(reinterpret_cast<const char*>(from) + at_, min(kSumTileBytes, bytes_ - at_));
+      if (++next_ < inputs_.n) continue;
+      next_ = 0;
+      at_ += kSumTileBytes;
+    }
+  }
+
+ private:
+  const Inputs& inputs_;
+  const std::uint32_t bytes_;
+  std::uint32_t next_ = 0, at_ = 0;
+};
+
+// Rows of memory in place of a row's choices: those that it has, choices ascending. By a warp. places: checked.
+__device__ inline Inputs inputs_of(const CombineArguments& a, const Places& places) {
+  const std::uint32_t lane = threadIdx.x % 32, there = __ballot_sync(~0u, places.place != kNone);
+  std::uint32_t bits = there;
+  for (std::uint32_t i = 0; i < lane; ++i) bits &= bits - 1;
+  const int of = bits == 0 ? 0 : __ffs(static_cast<int>(bits)) - 1;
+  Inputs inputs;
+  inputs.n = __popc(there);
+  inputs.from = a.expert_out + __shfl_sync(~0u, places.place, of) * a.expert_stride;
+  inputs.weight = __shfl_sync(~0u, places.weight, of);
+  return inputs;
+}
+
+template <typename T>
+class ManyCombiner {
+  static constexpr int kVectors = kVectorsOfTile;
+  using TileSums = Sums<T, kVectors>;
+
+ public:
+  // memory: of this warp, kCombinerBytes.
+  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, std::uint64_t* loaded)
+      : a_(a), k_(a.common), step_(step), s_(s), out_(memory + kSumTiles * kSumTileBytes), tiles_(memory, loaded),
+        sums_own_(a.sums_own) {}
+
+  // The block's own share of the runs of rows, and for the first warp those that nobody has begun.
+  __device__ void send() {
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), kRowsOfSentRun);
+    std::uint32_t nth = 0;
+    s_.claimed.wait();
+    while (s_.mine) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.sent, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      if (nth * gridDim.x + blockIdx.x >= runs.all()) break;
+      send_run(runs.at(nth * gridDim.x + blockIdx.x));
+    }
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
+      for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
+    tell();
+  }
+
+  __device__ void receive() {
+    for (std::uint32_t nth = 0;;) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      const std::uint32_t token = nth * gridDim.x + blockIdx.x;
+      if (token >= a_.own || !receive_token(token)) return;
+    }
+  }
+
+ private:
+  __device__ bool compact() const { return k_.c.layout == LayoutKind::Compact; }
+
+  // ---- send ----
+
+  __device__ void send_run(const RowRun& run) {
+    const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
+    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
+    Places places;
+    places.load<true>(a_, s_.rows_begin[run.source] + run.first);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      places.check(a_);
+      const Inputs inputs = inputs_of(a_, places);
+      if (i + 1 < run.rows) places.load<true>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      send_row(inputs, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);
+    }
+    if (!by_word) return;
+    tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
+    told_ = rows;
+    to_tell_ = run.rows;
+  }
+
+  __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
+    InputCursor cursor(inputs, k_.row_bytes);
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
+      TileSums sums;
+      if (compact() && inputs.n != 0) sums.start(-0.0f);  // only copied: keeps its sign of zero
+      for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
+      linger(k_, std::uint64_t{step_} << 32 | at);
+      if (by_word)
+        store_by_bulk(sums, row + at, bytes);
+      else
+        sums.send(row, at + threadIdx.x % 32 * 16, at + bytes);
+    }
+  }
+
+  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+    cursor.ask(tiles_);
+    uint4 v[kVectors];
+    tiles_.take(bytes, v);
+    sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
+  }
+
+  // The first lane stores, so it alone waits.
+  __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
+    char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
+    if (threadIdx.x % 32 == 0) bulk_await_read<kSumTilesOut - 1>();
+    __syncwarp();
+    sums.store(from, threadIdx.x % 32 * 16, bytes);
+    fence_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    bulk_store(to, from, bytes);
+    bulk_end_group();
+  }
+
+  // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
+  __device__ void tell_of_last_run(std::uint32_t tiles) {
+    if (to_tell_ == 0) return;
+    if (threadIdx.x % 32 == 0) {
+      if (tiles >= 8)
+        bulk_await_stored<8>();
+      else if (tiles >= 2)
+        bulk_await_stored<2>();
+      else
+        bulk_await_stored<1>();
+    }
+    raise_words();
+  }
+  __device__ void tell() {
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    if (to_tell_ != 0) raise_words();
+    to_tell_ = 0;
+    __syncwarp();
+  }
+  __device__ void raise_words() {
+    __syncwarp();
+    if (threadIdx.x % 32 >= to_tell_) return;
+    __threadfence_system();
+    linger(k_, step_);
+    store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
+  }
+
+  // ---- receive ----
+
+  // False: something failed.
+  __device__ bool receive_token(std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
+    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    const bool is_own = sums_own_ && entry != kNone && rank == k_.c.rank;
+    const bool by_word = entry != kNone && !is_own && comes_by_word(a_, rank);
+    if (__any_sync(~0u, entry != kNone && !is_own && !by_word)) return receive_strips(token, entry);
+    const std::uint32_t own = __ballot_sync(~0u, is_own);
+    Places places;
+    if (own != 0) {
+      const std::uint32_t number = __shfl_sync(~0u, entry, __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
+      places.load<true>(a_, s_.rows_begin[k_.c.rank] + number);
+      places.check(a_);
+    }
+    char* row = nullptr;
+    if (by_word) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
+    if (!all_of_warp(!by_word || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    note(k_, Stage::Came);
+    fence_copies();
+    add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
+    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
+    note(k_, Stage::Added);
+    return true;
+  }
+
+  // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
+  // row, but for that one.
+  __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+    const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
+    Inputs all;
+    all.n = n - (has_own ? 1 : 0) + own;
+    const std::uint32_t of_row = lane < before ? lane : lane - own + (has_own ? 1 : 0), of_own = lane - before;
+    const auto its_row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(of_row & 31));
+    const auto its_own = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.from), static_cast<int>(of_own & 31));
+    const float its_weight = __shfl_sync(~0u, mine.weight, static_cast<int>(of_own & 31));
+    const bool is_own = of_own < own;
+    all.from = reinterpret_cast<const char*>(is_own ? its_own : its_row);
+    all.weight = is_own ? its_weight : 1.0f;
+    InputCursor cursor(all, k_.row_bytes);
+    char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
+      TileSums sums;
+      if (a_.accumulate) sums.load(y, begin, end);
+      for (std::uint32_t i = 0; i < before; ++i) add(cursor, all, i, bytes, sums);
+      if (has_own) {
+        TileSums partial;
+        if (compact() && own != 0) partial.start(-0.0f);
+        for (std::uint32_t i = before; i < before + own; ++i) add(cursor, all, i, bytes, partial);
+        uint4 v[kVectors];
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j) v[j] = T::pack(partial.sum[j]);
+        sums.add_row(v, 1.0f);
+      }
+      for (std::uint32_t i = before + own; i < all.n; ++i) add(cursor, all, i, bytes, sums);
+      sums.store(y, begin, end);
+    }
+  }
+
+  // A later step of few tokens has rows here that show by themselves.
+  __device__ void make_blank_again(char* row, std::uint32_t entry) const {
+    const std::uint32_t blank = __ballot_sync(~0u, row != nullptr && (entry & 0xfffffu) < k_.word_rows);
+    for (std::uint32_t bits = blank; bits != 0; bits &= bits - 1) {
+      char* const to = reinterpret_cast<char*>(
+          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), __ffs(static_cast<int>(bits)) - 1));
+      for (std::uint32_t at = threadIdx.x % 32 * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
+    }
+  }
+
+  // A token with a row that shows by itself that it has come.
+  __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
+    const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
+    for (std::uint32_t i = 0; i < strips; ++i)
+      if (!receive_strip<T, false, true, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
+    return true;
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  CombineShared& s_;
+  char* const out_;
+  ArrivingTiles tiles_;
+  const bool sums_own_;
+  std::uint32_t stored_ = 0;  // tiles
+  char* told_ = nullptr;  // rows of a run whose source has yet to be told
+  std::uint32_t to_tell_ = 0;
+};
+
+}  // namespace pplx::cuda
