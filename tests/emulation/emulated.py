@@ -162,8 +162,9 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(where), function)(me, *args, **options)
 
 
-def by_bulk(me: Any, case: Case) -> None:
-    """All of a case, whose dispatches go by bulk copies where a rank has tokens."""
+def by_bulk(me: Any, module: str, case: Case) -> list[int]:
+    """How many of a case's dispatches and combines must have gone by bulk copies on this rank: they have."""
+    use(module)
     with rank_cases.open_all_to_all(me, case) as a2a:
         runner = rank_cases.Runner(me, case, a2a)
         runner.run()
@@ -171,7 +172,8 @@ def by_bulk(me: Any, case: Case) -> None:
         steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
         plain = [step for step in steps if not step.released and step.tails is None and step.late_weights is None]
         for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(plain))):
-            rank_cases.must(stats[name] >= wanted > 0, name, stats[name], "of", wanted)
+            rank_cases.must(stats[name] >= wanted, name, stats[name], "of", wanted)
+        return [len(steps), len(plain)]
 
 
 def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:
