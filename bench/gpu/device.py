@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.composite import Geometry, Work
 from bench.harness.world import World
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
@@ -32,6 +33,7 @@ class Cuda:
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name()
+        self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def capture(self, steps: Callable[[], None]) -> Replay:
         """A graph of everything that `steps` launches."""
@@ -84,27 +86,55 @@ class Cuda:
             runtime.cudaHostUnregister(address)
 
     @contextlib.contextmanager
-    def pushing(self, world: World, area_bytes: int, num_sms: int | None) -> Iterator[Callable[[list[int]], None]]:
-        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU. Collective, on one node."""
-        own = cuda_module().SharedMemory(self.device.index, world.size * area_bytes, "the floor of the benchmark")
-        descriptions = world.gather(describe(own), "memory of the floor")
+    def sharing(self, world: World, nbytes: int, what: str) -> Iterator[list[int]]:
+        """As much memory on each rank's GPU: the addresses, by rank. Collective, on one node."""
+        own = cuda_module().SharedMemory(self.device.index, nbytes, what)
+        descriptions = world.gather(describe(own), what)
         fds = [own.descriptor()] if own.has_descriptor else []
         received: dict[int, list[int]] = {}
         try:
-            received = world.comm.control.share_fds(fds, "bench: memory of the floor")
+            received = world.comm.control.share_fds(fds, f"bench: {what}")
             memory = {rank: open_heap(self.device.index, descriptions[rank], theirs) for rank, theirs in received.items()}
         finally:
             for some in (fds, *received.values()):
                 close_all(some)
-        addresses = [(own if rank == world.rank else memory[rank]).address for rank in range(world.size)]
-        blocks = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
-
-        def push(bytes_to: list[int]) -> None:
-            instruments().push(torch.cuda.current_stream().cuda_stream, world.rank, blocks, addresses, area_bytes, bytes_to)
-
-        yield push
-        torch.cuda.synchronize()
+        yield [(own if rank == world.rank else memory[rank]).address for rank in range(world.size)]
+        self.synchronize()
         world.barrier()  # peers have stored in it
+
+    @contextlib.contextmanager
+    def pushing(self, world: World, area_bytes: int) -> Iterator[Callable[[list[int], int | None], None]]:
+        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU, by so many multiprocessors."""
+        with self.sharing(world, world.size * area_bytes, "the floor of the benchmark") as addresses:
+
+            def push(bytes_to: list[int], num_sms: int | None) -> None:
+                instruments().push(self.stream(), world.rank, self._blocks(num_sms), addresses, area_bytes, bytes_to)
+
+            yield push
+
+    def composite(self, phase: str, work: Work, geometry: Geometry) -> Callable[[int | None], None]:
+        """A call that launches it on so many multiprocessors."""
+        units, others = (torch.from_numpy(array.view("u1")).to(self.device) for array in (work.units, work.others))
+        bare = instruments().Composite(
+            units=units.data_ptr(), count=len(work.units), others=others.data_ptr(), most=work.others.shape[1],
+            rows=[(row.bytes, row.part_bytes, row.source_bytes) for row in work.rows],
+        )  # fmt: skip
+        kept = units, others
+
+        def launch(num_sms: int | None) -> None:
+            assert kept
+            if phase == "dispatch":
+                bare.spread(self.stream(), self._blocks(num_sms), geometry.fold)
+            else:
+                bare.gather(self.stream(), self._blocks(num_sms), geometry.dtype)
+
+        return launch
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def _blocks(self, num_sms: int | None) -> int:
+        return min(num_sms or self.multiprocessors, self.multiprocessors)
 
 
 def local_rank() -> int:
