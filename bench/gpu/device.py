@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -130,11 +131,75 @@ class Cuda:
 
         return launch
 
+    # ---- several streams ---------------------------------------------------------------------------------------------
+
+    def streams(self, n: int, *, first: bool) -> list[torch.cuda.Stream]:
+        """New ones; `first`: thread blocks of theirs get multiprocessors that become free before those of others."""
+        return [torch.cuda.Stream(self.device, priority=-1 if first else 0) for _ in range(n)]
+
+    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def delay(self, microseconds: float) -> None:
+        """On the current stream, by one thread."""
+        torch.cuda._sleep(int(microseconds * self._cycles_of_microsecond))
+
+    @functools.cached_property
+    def _cycles_of_microsecond(self) -> float:
+        cycles = 10_000_000
+        took = [self.time(lambda: torch.cuda._sleep(cycles)) for _ in range(3)]
+        return cycles / min(took)
+
+    def gate(self, microseconds: float) -> Gate:
+        """Opens so long after what is queued on the current stream."""
+        self.delay(microseconds)
+        return Gate()
+
+    def stopwatch(self, stream: torch.cuda.Stream) -> Stopwatch:
+        """Runs from now on."""
+        return Stopwatch(stream)
+
+    @contextlib.contextmanager
+    def leaving(self, num_sms: int) -> Iterator[None]:
+        """GEMMs that are launched meanwhile leave so many multiprocessors to others, where torch can tell them to."""
+        tell = getattr(torch._C, "_set_sm_carveout_experimental", lambda n: None)
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # the other one cannot be told
+        tell(num_sms or None)
+        try:
+            yield
+        finally:
+            tell(None)
+
     def stream(self) -> int:
         return int(torch.cuda.current_stream().cuda_stream)
 
     def _blocks(self, num_sms: int | None) -> int:
         return min(num_sms or self.multiprocessors, self.multiprocessors)
+
+
+class Gate:
+    """Behind what is queued on the current stream."""
+
+    def __init__(self) -> None:
+        self._opened = torch.cuda.Event()
+        self._opened.record()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._opened)
+
+
+class Stopwatch:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def microseconds(self) -> float:
+        """When all that it timed has ended."""
+        return float(self._begin.elapsed_time(self._end)) * 1000
 
 
 def local_rank() -> int:

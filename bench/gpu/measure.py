@@ -116,6 +116,10 @@ class Size:
             row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
             self._outputs.append(row.expand(first.shape).clone())
 
+    def answers(self, i: int) -> torch.Tensor:
+        """Of the experts, to input i."""
+        return self._outputs[i % len(self._outputs)]
+
     def open(self, comm: Communicator, transport: Transport, num_sms: int | None, in_flight: int = 1) -> AllToAll:
         o = self._options
         return AllToAll(
@@ -221,12 +225,12 @@ class Size:
     def pairs(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
-            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            a2a.combine(self.answers(i), d)
 
     def _pairs_in_halves(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights))
-            a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
+            a2a.combine_recv(a2a.combine_send(self.answers(i), d))
 
     def _check(self, a2a: AllToAll) -> None:
         batch: Batch = self._batches[0]
@@ -307,7 +311,7 @@ class Size:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
             between = now()
-            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            a2a.combine(self.answers(i), d)
             after = now()
             dispatch, combine, before = dispatch + between - before, combine + after - between, after
         return dispatch * 1e6 / len(self.x), combine * 1e6 / len(self.x)
@@ -362,8 +366,8 @@ class Size:
             for phase in PHASES:
                 works = []
                 for i, batch in enumerate(batches):
-                    answers = self._outputs[i % len(self._outputs)]
-                    places = Places(tuple(area), out.data_ptr(), y.data_ptr(), self.x[i].data_ptr(), answers.data_ptr())
+                    tensors = out, y, self.x[i], self.answers(i)
+                    places = Places(tuple(area), *(tensor.data_ptr() for tensor in tensors))
                     works.append(Plan(batch, geometry, places).of(phase))
                     launches[phase].append(self._device.composite(phase, works[-1], geometry))
                 traffic[phase] = mean_traffic(works)

@@ -192,7 +192,8 @@ def _machine_line() -> str:
     return f"{m['cpu']}, {m['cores_allowed']} cores{bound if m['cores_allowed'] < 3 <= (os.cpu_count() or 1) else ''}"
 
 
-def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:
+def origin(options: Options, world: World, arguments: list[str]) -> dict[str, Any]:
+    """What was run, where, of which version."""
     fabric = libfabric.status()
     libraries = {**versions(), "libfabric": fabric["version"]}
     if world.mpi is not None:
@@ -204,13 +205,19 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         "command": shlex.join([Path(sys.argv[0]).name, *arguments]),
         "ranks": world.size,
         "threads_per_rank": world.threads,
-        "multiprocessors": results.multiprocessors,
         "one_host": world.together,
         "options": options.described(),
         "machine": machine(),
         "software_device": software_device(options, world),
         "versions": libraries,
         "unit": "us",
+    }
+
+
+def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:
+    return {
+        **origin(options, world, arguments),
+        "multiprocessors": results.multiprocessors,
         "points": [
             {
                 **asdict(point),

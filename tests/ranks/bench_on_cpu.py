@@ -10,6 +10,7 @@ import ctypes
 import time
 from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import composite_host
@@ -84,6 +85,30 @@ class Cpu:
             done.append(num_sms)
 
         return launch
+
+    # A stream is a name. What is launched on it runs at once.
+
+    def streams(self, n: int, *, first: bool) -> list[str]:
+        return [f"{'first' if first else 'last'} {i}" for i in range(n)]
+
+    def on(self, stream: str) -> Any:
+        return contextlib.nullcontext()
+
+    def delay(self, microseconds: float) -> None:
+        assert 0 < microseconds < 1000
+
+    def gate(self, microseconds: float) -> Any:
+        return SimpleNamespace(hold=lambda stream: None)
+
+    def stopwatch(self, stream: str) -> Any:
+        begun = time.perf_counter()
+        ended = []
+        return SimpleNamespace(
+            stop=lambda: ended.append(time.perf_counter()), microseconds=lambda: (ended[0] - begun) * 1e6
+        )  # fmt: skip
+
+    def leaving(self, num_sms: int) -> Any:
+        return contextlib.nullcontext()
 
 
 if __name__ == "__main__":
