@@ -26,10 +26,11 @@ struct Unit {
   __device__ std::uint32_t kind() const { return packed >> 24; }
 };
 
-// A block's nth; n is 0 behind the last one.
+// A block's nth; n is 0 behind the last one. Each round of all blocks begins one further on: kinds take turns in the list, and a block
+// would have one kind alone.
 __device__ inline Unit load_unit(const CompositeArguments& a, std::uint32_t nth) {
   const std::uint32_t lane = threadIdx.x % 32;
-  const std::uint64_t at = blockIdx.x + std::uint64_t{nth} * gridDim.x;
+  const std::uint64_t at = std::uint64_t{nth} * gridDim.x + (blockIdx.x + nth) % gridDim.x;
   if (at >= a.count) return {};
   const uint4 v = load_input(reinterpret_cast<const char*>(a.units + at));
   Unit unit{reinterpret_cast<char*>(v.x | std::uint64_t{v.y} << 32), 0, v.z};
