@@ -10,9 +10,11 @@ import pytest
 
 from bench import summary
 from bench.harness import plot
+from bench.harness.batch import Shape
 from bench.harness.clock import Figure
 from bench.harness.options import from_arguments, parser_of
 from bench.harness.results import PeerPoint, Point, Results
+from pplx_comm.wiring.config import make_config
 
 PHASES = ("dispatch", "combine", "round trip")
 
@@ -75,6 +77,24 @@ def test_settings(given: str | None, means: tuple[int | None, ...]) -> None:
 def test_settings_that_cannot_be(given: str) -> None:
     with pytest.raises(SystemExit):
         parser_of("test", None).parse_args(["--num-sms", given])
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("align", [None, "1", "48"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_room_for_the_worst_case_of_any_size(layout: str, align: str | None, world: int) -> None:
+    """What the library takes by itself for small steps, and for large ones, where it wants to be asked."""
+    aligned = ["--align", align] if align and layout != "compact" else []
+    o = from_arguments(parser_of("test", None).parse_args(["--layout", layout, "--wire", "fp8", *aligned]))
+    for tokens in (1, 40):
+        shape = Shape(o, tokens, 0, world)
+        by_itself = make_config(
+            world, 0, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=tokens, dtype=o.dtype,
+            wire=o.wire, layout=o.layout, in_flight=1, scale_layout="row",
+        )  # fmt: skip
+        assert shape.out_rows == (by_itself.max_rows or by_itself.local_experts * by_itself.max_per_expert)
+        assert (shape.config.max_rows, shape.config.max_per_expert) == (by_itself.max_rows, by_itself.max_per_expert)
+    assert Shape(o, 8192, 0, world).out_rows >= 8192 * world
 
 
 def test_a_peer_stands_beside_the_setting_that_it_was_given() -> None:
