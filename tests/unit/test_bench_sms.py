@@ -122,8 +122,11 @@ def test_the_best_peer_took_no_more_multiprocessors() -> None:
     assert best(4096, 8) == ("nccl", 601) and best(4096, 16) == best(4096, None) == ("deep_ep", 241)
 
 
-def test_what_is_drawn() -> None:
+@pytest.mark.parametrize("turn", [1, -1])
+def test_what_is_drawn(turn: int) -> None:
+    """In whatever order it was measured."""
     whole = record(results())
+    whole["peers"] = whole["peers"][::turn]
     for num_sms, us in ((8, 40.0), (None, 12.0)):
         part = plot.by_tokens(whole, num_sms)
         assert [(p["tokens"], p["phases"]["dispatch"]["p50"]) for p in part["points"]] == [(128, us), (4096, us * 10)]
