@@ -67,7 +67,7 @@ def test_more_random_shapes(crew: Crews) -> None:
 @pytest.mark.parametrize("layout", ["ragged", "compact"])
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_the_composite_floor_of_the_benchmark(crew: Crews, layout: str, wire: str) -> None:
-    arguments = ["--tokens", "300", "--hidden", "7168", "--experts", "64", "--wire", wire, "--layout", layout]
+    arguments = ["--tokens", "100", "--hidden", "7168", "--experts", "64", "--wire", wire, "--layout", layout]
     for ran in crew.run("bench_cases:composite", arguments, "gpu", 8):
         assert ran["says"] == ran["counted"]
 

@@ -213,13 +213,15 @@ def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> 
         shape = Shape(options, options.tokens[0], me.rank, me.world_size)
         batch, g = Source(shape).batch(3), Geometry(shape)
         p = batch.placement
-        x = torch.randint(
-            0, 256, (shape.tokens, shape.row_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(me.rank)
+        generators = [torch.Generator().manual_seed(rank) for rank in range(shape.world)]
+        everybody = torch.stack(
+            [torch.randint(0, 256, (shape.tokens, shape.row_bytes), generator=of_rank).byte() for of_rank in generators]
         )
-        everybody = torch.tensor(world.gather(x.tolist(), "tokens"), dtype=torch.uint8)
+        x = everybody[me.rank]
         # Small numbers, whose sums are exact in any order.
-        shape_of_answers, generator = (shape.out_rows, options.hidden), torch.Generator().manual_seed(9)
-        answers = torch.randint(-8, 8, shape_of_answers, generator=generator).to(options.dtype)
+        places = [Source(Shape(options, shape.tokens, rank, shape.world)).batch(3).placement for rank in range(shape.world)]
+        room, generator = max(int(of_rank.place.max()) + 1 for of_rank in places), torch.Generator().manual_seed(9)
+        answers = torch.randint(-8, 8, (room, options.hidden), generator=generator).to(options.dtype)
         out = torch.full((g.out_bytes(batch) // g.placed.bytes, g.placed.bytes), 0xA5, dtype=torch.uint8)
         y = torch.full((shape.tokens, options.hidden), float("nan"), dtype=options.dtype)
         found = {}
@@ -243,10 +245,11 @@ def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> 
         untouched[torch.from_numpy(p.place)] = False
         assert (out[untouched] == 0xA5).all()
 
-        mine = torch.zeros(shape.world, shape.tokens, options.hidden)  # the sum of each source's token here
-        for place, s, t in {(int(place), int(s), int(t)) for place, s, t in zip(p.place, p.source, p.token, strict=True)}:
-            mine[s, t] += answers[place].float()
-        sums = torch.tensor(world.gather(mine.tolist(), "sums"))[:, me.rank].sum(0)
+        sums = torch.zeros(shape.tokens, options.hidden)
+        for q in places:  # row for row, the experts of all ranks answer alike
+            mine = q.source == me.rank
+            for place, t in {(int(place), int(t)) for place, t in zip(q.place[mine], q.token[mine], strict=True)}:
+                sums[t] += answers[place].float()
         assert torch.equal(y.float(), sums)
 
         row, token, placed = shape.config.row_bytes(0), shape.row_bytes, shape.payload_bytes + shape.scale_bytes
