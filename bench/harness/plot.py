@@ -86,7 +86,7 @@ def _dress(axis: Any, ticks: Sequence[float], names: Sequence[str], what: str) -
     axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _label(value)))
     axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.tick_params(labelleft=True)
+    axis.tick_params(labelleft=True, labelbottom=True)
     axis.set_xlabel(what)
     axis.grid(True, which="major", alpha=0.3)
     for side in ("top", "right"):
