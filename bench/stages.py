@@ -8,6 +8,7 @@ The stages are noted by a build made for it, in which a launch takes a little lo
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,11 +52,12 @@ def show(options: Options, world: World, _: Sequence[str]) -> None:
     options = replace(options, pairs=min(options.pairs, 8))
     for tokens in options.tokens:
         size = gpu.Size(options, world, device, tokens, [])
-        for transport in options.transports:
-            with size.open(world.comm, transport) as a2a:
+        for transport, num_sms in itertools.product(options.transports, options.num_sms):
+            with size.open(world.comm, transport, num_sms) as a2a:
                 times = _slowest(world, _stages(module, options, world, device, size, a2a))
             if world.rank == 0:
-                print(f"{transport.name}, {tokens} tokens: us after the launch of the slowest rank\n")
+                sms = f", {num_sms} SMs" if num_sms else ""
+                print(f"{transport.name}, {tokens} tokens{sms}: us after the launch of the slowest rank\n")
                 print(_table(times), flush=True)
                 print()
 

@@ -89,6 +89,16 @@ def test_random_shapes_in_a_chaos(transport: str) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
 
+@pytest.mark.parametrize("layout", ["ragged", "compact"])
+@pytest.mark.parametrize(("wire", "dtype"), [("fp8", "bf16"), ("native", "bf16"), ("fp8", "fp32"), ("native", "fp16")])
+def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
+    """Rows of several parts, the last a short one; more rows to a sum than a lane holds; and several units for each warp."""
+    layer = ["--hidden", "3072", "--experts", "24", "--top-k", "12", "--wire", wire, "--dtype", dtype, "--layout", layout]
+    with Crew(2) as crew:
+        for ran in crew.run("emulated:call", module(), "bench_cases:composite", ["--tokens", "41", *layer], "emulated", 2):
+            assert ran["says"] == ran["counted"] and all(ran["says"].values())
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
