@@ -421,6 +421,13 @@ def _elsewhere(f: Any) -> Any:
     return value
 
 
+@dataclass
+class Combined:
+    """What combine() returned, in place of a handle."""
+
+    result: Any
+
+
 class Runner:
     """A rank's way through the steps of a case, up to in_flight of them open at once."""
 
@@ -520,7 +527,7 @@ class Runner:
         self._digest(d)
         return d
 
-    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | None:
+    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | Combined | None:
         step = self.steps[n]
         if step.released:
             d.release()
@@ -545,6 +552,8 @@ class Runner:
         how = step.how[self.rank]
         if how == "halves" or self.case.in_flight > 1:
             c = self.a2a.combine_send(expert_out, d, **options)
+        elif how == "whole":
+            c = Combined(self.a2a.combine(expert_out, d, **options))
         else:
             c = self.a2a.combine(expert_out, d, **options, async_op=True)
         if self.case.slot_bytes is None:
@@ -553,9 +562,12 @@ class Runner:
                 options["tail"].fill_(77.0)
         return c
 
-    def combine_recv(self, n: int, c: pc.Combining) -> None:
+    def combine_recv(self, n: int, c: pc.Combining | Combined) -> None:
         step, how = self.steps[n], self.steps[n].how[self.rank]
-        y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+        if isinstance(c, Combined):
+            y = c.result
+        else:
+            y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
         if step.tails is not None:
             y, tail = y
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
