@@ -201,8 +201,18 @@ class Config:
     def in_flight(self, arg0: int) -> None:
         ...
     @property
+    def in_pieces(self) -> bool:
+        """
+        Whether blocks may go in pieces.
+        """
+    @property
     def invalid(self) -> str:
         ...
+    @property
+    def least_slot_bytes(self) -> int:
+        """
+        What steps that never go in pieces need.
+        """
     @property
     def local_experts(self) -> int:
         ...
@@ -278,11 +288,22 @@ class Config:
         Of the part that peers write into.
         """
     @property
+    def slot_bytes(self) -> int:
+        ...
+    @slot_bytes.setter
+    def slot_bytes(self, arg0: int) -> None:
+        ...
+    @property
     def top_k(self) -> int:
         ...
     @top_k.setter
     def top_k(self, arg0: int) -> None:
         ...
+    @property
+    def whole_slot_bytes(self) -> int:
+        """
+        With so many slot_bytes all blocks are whole.
+        """
     @property
     def world(self) -> int:
         ...
@@ -419,6 +440,10 @@ class Carried:
 class Exchange(Carried):
     def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], threads: int, timeout: float) -> None:
         ...
+    def check_order(self, step: int) -> None:
+        """
+        Raises if dispatch_recv may not receive this step yet.
+        """
     def close(self) -> None:
         """
         Ends the calls that other threads wait in.

@@ -54,6 +54,10 @@ class AllToAll:
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as ranks of one tensor parallel group do. Replicas share a
         node, and pass the same to every call (accumulate's out too). Each sends and adds up a part of the tokens, and in
         combine_recv gives the finished rows to the others: with several steps in flight they must receive them in the same order.
+    slot_bytes: the most bytes for the dispatch and combine blocks of a step that a rank receives. If blocks of max_tokens_per_rank
+        rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
+        stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
+        order of the steps. None: no limit. On the CPU only.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A death is noticed within 1 s.
     scale_layout: layout of d.scale: "row", or "tma": column-major, columns at multiples of 16 bytes. x_scale may have any strides.
@@ -82,6 +86,7 @@ class AllToAll:
         node_size: int | None = None,
         in_flight: int = 1,
         replicas: int = 1,
+        slot_bytes: int | None = None,
         num_sms: int | None = None,
         timeout: float = 100.0,
         scale_layout: str = "row",
@@ -91,8 +96,8 @@ class AllToAll:
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
-            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms,
-            timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
+            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
+            num_sms=num_sms, timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -159,7 +164,7 @@ class AllToAll:
         x_scale: torch.Tensor | None = None,
         plan: Plan | None = None,
     ) -> Dispatched:
-        """The send half of dispatch. When it returns, x may be overwritten."""
+        """The send half of dispatch. When it returns, x may be overwritten; with slot_bytes, after dispatch_recv."""
         if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
             self._graph.refuse("dispatch_send")
         return self._steps.dispatch(_core.SEND, x, topk_ids, topk_weights, x_scale, plan)
@@ -216,7 +221,7 @@ class AllToAll:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> Combining:
-        """The send half of combine. When it returns, expert_out may be overwritten."""
+        """The send half of combine. When it returns, expert_out may be overwritten; with slot_bytes, after combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
         c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
@@ -286,6 +291,7 @@ class AllToAll:
         layout: Ragged | Padded | Compact | None = None,
         in_flight: int = 1,
         replicas: int = 1,
+        slot_bytes: int | None = None,
         remote_peers: int = 0,
     ) -> int:
         """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
@@ -293,7 +299,7 @@ class AllToAll:
             integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
-            replicas=replicas,
+            replicas=replicas, slot_bytes=slot_bytes,
         )  # fmt: skip
         c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0

@@ -57,6 +57,11 @@ class CpuDispatched(Dispatched):
             setattr(self, name, None)
 
 
+class CpuCombining(Combining):
+    inputs: tuple[Any, ...] = ()
+    """Must live until the step's rows are sent."""
+
+
 class Cpu:
     """The phases of one AllToAll."""
 
@@ -65,6 +70,7 @@ class Cpu:
         self.checks = Checks(session)
         self._config, self._wire, self._dtype = session.config, session.wire, session.dtype
         self._hidden, self._top_k = session.hidden, session.top_k
+        self._in_pieces: bool = session.config.in_pieces
         self._alive = session.control.alive()
         self._held = Held()
         self._outputs = Outputs(session.config)
@@ -131,7 +137,7 @@ class Cpu:
                     keep_own_rows=bool(halves & _core.RECV),
                 ),
             )
-            d = CpuDispatched(plan, step, (x, weights), memory)
+            d = CpuDispatched(plan, step, (x, weights, x_scale), memory)
             d.zeroed = zeroed
         return d
 
@@ -143,6 +149,8 @@ class Cpu:
         assert isinstance(d, CpuDispatched)
         assert d.memory is not None
         with self._failing["dispatch_recv"]:
+            if self._in_pieces:
+                self.core.check_order(d.step)  # before the memory is taken
             outputs = self._outputs.fill(d, d.memory, d.zeroed)
             d.small, d.memory = outputs.small, None
             d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
@@ -178,7 +186,8 @@ class Cpu:
         if out is None:
             out = self._outputs.tensor((plan.tokens, self._hidden), self._dtype)
         tail_out = None if tail is None else self._outputs.tensor((plan.tokens, self._top_k), torch.float32)
-        c = Combining(d, out, accumulate, tail_out)
+        c = CpuCombining(d, out, accumulate, tail_out)
+        c.inputs = (expert_out, weights, tail)
         d.used = True
         with self._failing["combine_send"]:
             core.combine_send(
@@ -209,11 +218,13 @@ class Cpu:
                 ),
             )
         c.done = True
+        if isinstance(c, CpuCombining):
+            c.inputs = ()
 
     def release(self, d: Dispatched) -> None:
-        d.used = True
         with self._failing["release"]:
             self.core.release(d.step)
+        d.used = True
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("align", &Config::align)
       .def_readwrite("max_rows", &Config::max_rows)
       .def_readwrite("max_per_expert", &Config::max_per_expert)
+      .def_readwrite("slot_bytes", &Config::slot_bytes)
       .def_readwrite("remote_peers", &Config::remote_peers)
       .def_readwrite("on_gpu", &Config::on_gpu)
       .def_readwrite("first_step", &Config::first_step)
@@ -76,6 +77,11 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("zero_pad", &Config::zero_pad)
       .def_readwrite("scale_tma", &Config::scale_tma)
       .def_property_readonly("invalid", [](const Config& c) { return invalid(c) == nullptr ? "" : invalid(c); })
+      .def_property_readonly("in_pieces", [](const Config& c) { return in_pieces(c); }, "Whether blocks may go in pieces.")
+      .def_property_readonly("whole_slot_bytes", [](const Config& c) { return bytes_of_slots(c, max_rows_of_block(c)); },
+                             "With so many slot_bytes all blocks are whole.")
+      .def_property_readonly("least_slot_bytes", [](const Config& c) { return least_slot_bytes(c); },
+                             "What steps that never go in pieces need.")
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
       .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Of the part that peers write into.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })

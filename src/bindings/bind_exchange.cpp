@@ -104,6 +104,9 @@ void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExc
       },
       py::arg("plan"), py::arg("tokens"), "Returns the number of the step.");
   cls.def(
+      "check_order", [](CarriedExchange& e, std::uint32_t step) { e.exchange.check_order(step, Phase::DispatchRecv); }, py::arg("step"),
+      "Raises if dispatch_recv may not receive this step yet.");
+  cls.def(
       "dispatch_recv",
       [](CarriedExchange& e, std::uint32_t step, const cpu::Outputs& outputs) {
         const cpu::DispatchOutput out = cpu::dispatch_output(e.outputs, scale_strides(e.config()), outputs);
@@ -136,6 +139,7 @@ void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExc
         cpu::ExpertOutputs in;
         in.release = true;
         const py::gil_scoped_release unlocked;
+        e.exchange.check_order(step, Phase::CombineRecv);   // both halves, or none
         e.exchange.combine_send(step, in, check_signals);
         e.exchange.combine_recv(step, {}, check_signals);
       },

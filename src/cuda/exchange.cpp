@@ -63,6 +63,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
     : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens != 0 ? many_tokens : kManyTokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
+  if (in_pieces(config)) throw Misuse("device='cuda' does not take blocks in pieces yet: slot_bytes is too small for max_tokens_per_rank");
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   const OnDevice on(device_);
