@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ import pplx_comm._core as _core
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
-from pplx_comm.device.outputs import Outputs, Reserved
+from pplx_comm.device.outputs import Filled, Outputs, Reserved
 from pplx_comm.device.parts import Tickets
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.hooks import HOOK_ROWS, RAISED, Hooks
 from pplx_comm.wiring.record import CLOSED
+
+
+_BETWEEN_LOOKS = 50e-6  # seconds
 
 
 class CpuPlan(Plan):
@@ -44,6 +49,8 @@ class CpuDispatched(Dispatched):
     """The output row of every choice of every received row, for the combine."""
     small: torch.Tensor
     """The memory of all but x and scale."""
+    filled: Filled | None = None
+    """With hooks its tensors are there before the receive half."""
 
     def __init__(self, plan: CpuPlan, step: int, inputs: tuple[Any, ...] = (), memory: Reserved | None = None) -> None:
         self.owner = plan.owner
@@ -74,6 +81,7 @@ class Cpu:
         self._alive = session.control.alive()
         self._held = Held()
         self._outputs = Outputs(session.config)
+        self._hooks = _core.hook_layout(session.config) if session.request.hooks else None
         calls = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
         self._failing = {call: Failing(session, call) for call in calls}
 
@@ -139,6 +147,9 @@ class Cpu:
             )
             d = CpuDispatched(plan, step, (x, weights, x_scale), memory)
             d.zeroed = zeroed
+            if self._hooks is not None and not apart:
+                d.hooks = Hooks(torch.zeros(self._hooks.words, dtype=torch.uint32), self._hooks)
+                d.filled = self._outputs.fill(d, memory, zeroed)
         return d
 
     def _make_plan(self, owner: Owner, ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> CpuPlan:
@@ -151,11 +162,44 @@ class Cpu:
         with self._failing["dispatch_recv"]:
             if self._in_pieces:
                 self.core.check_order(d.step)  # before the memory is taken
-            outputs = self._outputs.fill(d, d.memory, d.zeroed)
-            d.small, d.memory = outputs.small, None
-            d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
+            outputs = self._outputs.fill(d, d.memory, d.zeroed) if d.filled is None else d.filled
+            d.small, d.memory, d.filled = outputs.small, None, None
+            try:
+                d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
+            except BaseException:
+                if d.hooks is not None:  # nobody shall wait for what does not come
+                    d.hooks.failed = True
+                    d.hooks.planned.fill_(RAISED)
+                    d.hooks.arrived.fill_(RAISED)
+                raise
         d.received = True
         d.inputs = ()
+
+    def watch(self, d: Dispatched) -> None:
+        """Its words are this step's since the send half returned."""
+
+    def await_experts(self, owner: Owner, d: Dispatched, experts: range) -> None:
+        if not d.received and d.receiving.acquire(blocking=False):
+            d.receiving.release()
+            owner.dispatch_recv(d)
+        assert d.hooks is not None
+        planned, arrived = d.hooks.planned.view(torch.int32), d.hooks.arrived.view(torch.int32)
+        self._await_raised(d, planned)
+        if d.offsets is None:
+            self._await_raised(d, arrived[experts.start : experts.stop])
+            return
+        begin, last = int(d.offsets[experts.start]), experts.stop - 1
+        end = int(d.offsets[last]) + int(d.counts[last])
+        self._await_raised(d, arrived[begin // HOOK_ROWS : -(-end // HOOK_ROWS)])
+
+    def _await_raised(self, d: Dispatched, words: torch.Tensor) -> None:
+        """The thread in the receive half gives up in time, and then raises them."""
+        assert d.hooks is not None
+        while not d.received and not bool((words < 0).all()):
+            time.sleep(_BETWEEN_LOOKS)
+        if d.hooks.failed:
+            self.core.raise_trouble()
+            raise Error("the receive half of this dispatch failed")
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
@@ -169,6 +213,8 @@ class Cpu:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
     ) -> Combining:
         checks, core = self.checks, self.core
         checks.received(d)
@@ -182,12 +228,13 @@ class Cpu:
         tail = checks.tail(tail)
         if tail is not None:
             checks.enough_rows("tail", tail.shape[0], routes.needed_rows)
+        ready = checks.ready(ready, ready_value)
         out = checks.out(out, accumulate, plan.tokens)
         if out is None:
             out = self._outputs.tensor((plan.tokens, self._hidden), self._dtype)
         tail_out = None if tail is None else self._outputs.tensor((plan.tokens, self._top_k), torch.float32)
         c = CpuCombining(d, out, accumulate, tail_out)
-        c.inputs = (expert_out, weights, tail)
+        c.inputs = (expert_out, weights, tail, ready)
         d.used = True
         with self._failing["combine_send"]:
             core.combine_send(
@@ -202,6 +249,8 @@ class Cpu:
                     weights=0 if weights is None else weights.data_ptr(),
                     has_tail=tail is not None,
                     tail=0 if tail is None else tail.data_ptr(),
+                    ready=0 if ready is None else ready.data_ptr(),
+                    ready_value=ready_value,
                 ),
             )
         return c

@@ -151,6 +151,7 @@ class Arguments:
     replicas: int
     slot_bytes: int | None
     num_sms: int | None
+    hooks: bool
     timeout: float
     scale_layout: str
     placement: str | None
@@ -182,7 +183,7 @@ class Arguments:
         return Request(
             config, self._compared(config, where, error), self.transport, self.provider or settings.provider, self.node_size,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
-            num_sms=self.num_sms or 0, placement=self.placement or settings.placement, settings=settings,
+            num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
         )  # fmt: skip
 
     def _device(self) -> torch.device:
@@ -207,6 +208,8 @@ class Arguments:
         if self.node_size is not None:
             integer("node_size", self.node_size, 1, world_size)
         integer("proxy_threads", self.proxy_threads, 1, 2)
+        if not isinstance(self.hooks, bool):
+            raise Error(f"hooks={self.hooks!r} must be True or False")
         if self.num_sms is not None:
             integer("num_sms", self.num_sms, 1, 1 << 20)
 

@@ -11,6 +11,7 @@
 #include "../host/failure.h"
 #include "../host/halves.h"
 #include "../host/output_layout.h"
+#include "../protocol/hooks.h"
 #include "../protocol/heap.h"
 #include "../protocol/plan.h"
 
@@ -25,6 +26,10 @@ template <typename T>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
+
+struct HookLayout {
+  std::uint32_t arrived, ready, count, words;
+};
 
 template <typename Id>
 std::shared_ptr<const Plan> plan_of(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>& alive) {
@@ -134,6 +139,15 @@ void bind_layout(py::module_& m) {
       }, "By name; without what this layout and wire do not have.");
   m.def("output_layout", &cpu_output_layout, py::arg("config"),
         "On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.");
+  py::class_<HookLayout>(m, "HookLayout", "Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.")
+      .def_readonly("arrived", &HookLayout::arrived)
+      .def_readonly("ready", &HookLayout::ready)
+      .def_readonly("count", &HookLayout::count, "Words of each of these two.")
+      .def_readonly("words", &HookLayout::words, "All of them.");
+  m.def("hook_layout", [](const Config& c) { return HookLayout{hook_arrived_at(c), hook_ready_at(c), hook_words(c), hook_words_in_all(c)}; },
+        py::arg("config"));
+  m.attr("RAISED") = kRaised;
+  m.attr("HOOK_ROWS") = kHookRows;
   m.attr("SEND") = static_cast<unsigned>(kSend);
   m.attr("RECV") = static_cast<unsigned>(kRecv);
   m.attr("BOTH") = static_cast<unsigned>(kSend | kRecv);

@@ -26,6 +26,7 @@ class DispatchRecv final : public StagedRun {
   void place_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, const char* from) {
     for (std::uint32_t row = begin; row < end; ++row, from += block_.row_bytes) place_row(peer, row, from);
     streamed();
+    if (out_.hooks != nullptr) count_placed(received_->rows_begin[peer] + begin, received_->rows_begin[peer] + end);
   }
 
  private:
@@ -136,6 +137,37 @@ class DispatchRecv final : public StagedRun {
       case LayoutKind::Compact: r.needed_rows = total; r.overflowed = total > c_.max_rows; break;
     }
     if (r.overflowed) b_.note_overflow(c_.rank);
+    if (out_.hooks != nullptr) raise_planned(total);
+  }
+
+  // ---- hooks ----
+
+  void add(std::uint32_t at, std::uint32_t more) { __atomic_fetch_add(out_.hooks + at, more, __ATOMIC_RELEASE); }
+
+  // Rows of all sources, which are placed.
+  void count_placed(std::uint32_t begin, std::uint32_t end) {
+    const bool compact = c_.layout == LayoutKind::Compact;
+    for (std::uint32_t at = begin; at < end; ++at)
+      for (std::uint32_t i = 0, n = compact ? 1 : count_choices(received_->choices[at]); i < n; ++i)
+        if (const std::uint32_t place = received_->place[compact ? at : std::size_t{at} * c_.top_k + i]; place != Received::kNowhere)
+          add(hook_arrived_at(c_) + hook_word_of(c_, place), 1);
+  }
+
+  // Rows between segments that are to be zero are so already.
+  void raise_planned(std::uint32_t total) {
+    std::vector<std::uint32_t> rows(hook_words(c_));
+    const auto note = [&](std::uint32_t begin, std::uint32_t end) {
+      for (std::uint32_t place = begin; place < end; ++place) ++rows[hook_word_of(c_, place)];
+    };
+    if (c_.layout == LayoutKind::Compact) note(0, std::min(total, c_.max_rows));
+    for (std::uint32_t e = 0; c_.layout != LayoutKind::Compact && e < experts_; ++e) {
+      const std::uint32_t begin = base_[e], last = c_.world - 1;
+      const std::uint32_t end = base_[std::size_t{last} * experts_ + e] + counts_[std::size_t{last} * experts_ + e];
+      const bool padded = c_.layout == LayoutKind::Padded;
+      note(std::min(begin, padded ? begin : c_.max_rows), std::min(end, padded ? begin + c_.max_per_expert : c_.max_rows));
+    }
+    for (std::uint32_t word = 0; word < rows.size(); ++word) add(hook_arrived_at(c_) + word, kRaised - rows[word]);
+    add(0, kRaised);
   }
 
   void zero_rows(std::uint64_t begin, std::uint64_t end) {

@@ -101,6 +101,12 @@ void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waite
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked
   const std::uint32_t rank = blocks_.config().rank;
+  if (w.unwritten != Waiting::kNoBlock) {
+    if (!late) return;
+    const Abort abort{AbortReason::Timeout, Phase::CombineSend, rank, rank, step};
+    const bool by_expert = blocks_.config().layout == LayoutKind::Padded;
+    throw PeerFailure(unwritten_text(abort, w.unwritten, static_cast<std::uint32_t>(w.seen), by_expert), abort.reason, rank, abort.phase, step);
+  }
   const std::string over = over_text(first_.network_of(w.peer));
   const std::string peer = rank_text(w.peer) + over, piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
   const std::string waits = "waiting for " + (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../protocol/heap.h"
+#include "../protocol/hooks.h"
 #include "../protocol/notices.h"
 #include "../protocol/replicas.h"
 #include "../protocol/scale_strides.h"
@@ -72,6 +73,9 @@ inline constexpr std::uint64_t kFlags = 1ull << 63;
 inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail;  // on all ranks of a step
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
+
+// The same for rows of combine(ready=) that nobody wrote: `expected` has their block, `seen` how far its word was.
+inline constexpr std::uint64_t kUnwritten = 1ull << 61;
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
 struct Divider {
@@ -181,6 +185,15 @@ struct Output {
   std::int32_t* num_rows = nullptr;
 };
 
+// The words of a dispatch's hooks, where the caller has any. A row counts as row_units: each of its parts as so many that all ways of
+// cutting rows come to the same.
+struct DispatchHooks {
+  std::uint32_t* planned = nullptr;
+  std::uint32_t* arrived = nullptr;  // [words]
+  std::uint32_t words = 0;
+  std::uint32_t row_units = 1, part_units = 1, bulk_part_units = 1;
+};
+
 struct DispatchArguments {
   Common common;
   const char* x = nullptr;
@@ -198,6 +211,23 @@ struct DispatchArguments {
   Output out;
   std::uint32_t tokens_per_chunk = 0, chunks = 0;
   ChunkCounts chunk_counts;
+  DispatchHooks hooks;
+};
+
+// A wait for the rows of some experts, from `first` on.
+struct AwaitedExperts {
+  Common common;
+  DispatchHooks hooks;
+  const std::uint32_t* step = nullptr;
+  const std::int32_t* counts = nullptr;
+  const std::int32_t* offsets = nullptr;  // Ragged
+  std::uint32_t first = 0, count = 0;
+};
+
+// Which blocks of rows of a combine's input are written: their words count up to `value`, or beyond.
+struct ReadyRows {
+  const std::uint32_t* words = nullptr;  // none: all are
+  std::uint32_t value = 1;
 };
 
 // How a combine row is sent: in strips, and in large steps in runs of them.
@@ -248,6 +278,7 @@ struct CombineArguments {
   char* y = nullptr;
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
+  ReadyRows ready;
 };
 
 // Of combine, what decode needs: see combine.cu.

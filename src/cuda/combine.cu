@@ -1,60 +1,13 @@
-// combine(): one launch, or one per half; release() is a combine without rows.
-#include "closed.cuh"
-#include "combine_recv.cuh"
-#include "kernels.h"
+// combine().
+#include "combine_kernel.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-// By the last warp: whose this block's share is. The others ask when their first sums are ready.
-__device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
-  if (threadIdx.x / 32 != kCombineWarps - 1) return;
-  if (threadIdx.x % 32 == 0) s.mine = take_share(a.common, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
-}
-
-// By the whole block: whether remote peers' blocks may be written.
-__device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
-  const std::uint32_t peer = threadIdx.x;
-  const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
-  const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
-  if (threadIdx.x == 0) s.may_send = good;
-  __syncthreads();
-}
-
-// kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernel can do all.
-// kSent, kReceived: vectors of a lane, in a strip that is sent or received.
 template <typename T, bool kPlain, int kSent, int kReceived>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
-  PPLX_SHARED(CombineShared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Places places;
-  if (a.send) load_first_places<kPlain>(a, places);
-  const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
-  bool sums_own = false;
-  std::uint32_t step = 0;
-  if (!begin_combine(a, step, kCombineWarps, s)) return;
-  s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
-  if (a.recv) begin_to_close(k, step);
-  if (a.send) {
-    const CombineUnits units(a, s);
-    sums_own = units.sums_own;
-    const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
-    claim_own(a, step, s);
-    if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
-    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
-  }
-  if (a.recv) {
-    receive_combine<T, kPlain, kReceived>(a, step, sums_own, s);
-    close_set(k, step);
-  }
-  note(k, Stage::CombineEnds);
-  stamp(k, Op::Combine, step, begun);
+  run_combine<T, kPlain, kSent, kReceived, false>(a);
 }
-
-using Kernel = void (*)(CombineArguments);
 
 template <bool kPlain, int kSent, int kReceived>
 Kernel kernel_of(Dtype dtype) {

@@ -31,8 +31,9 @@ __device__ inline void receive_all_headers(const CombineArguments& a, std::uint3
   __syncwarp();
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
+// kReady: rows are read when the caller's kernel says that they are written.
+template <typename T, bool kReady>
+__device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineManyShared, s);
   const Common& k = a.common;
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(co
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
+    ManyCombiner<T, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
     if (a.send && (!a.recv || warp < kSendingCombiners)) combiner.send();
     if (a.recv) combiner.receive();
   } else {
@@ -58,16 +59,29 @@ __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(co
   stamp(k, Op::Combine, step, begun);
 }
 
+template <typename T>
+__global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_many<T, false>(a);
+}
+template <typename T>
+__global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_ready_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_many<T, true>(a);
+}
+
 using Kernel = void (*)(CombineArguments);
 
-Kernel kernel_of(Dtype dtype) {
+template <typename T>
+Kernel kernel_of(bool ready) {
+  return ready ? combine_many_ready_kernel<T> : combine_many_kernel<T>;
+}
+Kernel kernel_of(Dtype dtype, bool ready) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return combine_many_kernel<BFloat16>;
+      return kernel_of<BFloat16>(ready);
     case Dtype::Float16:
-      return combine_many_kernel<Float16>;
+      return kernel_of<Float16>(ready);
     case Dtype::Float32:
-      return combine_many_kernel<Float32>;
+      return kernel_of<Float32>(ready);
   }
   return nullptr;
 }
@@ -80,8 +94,8 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
   return c.replicas == 1 && c.remote_peers == 0 && kBytes + sizeof(CombineManyShared) <= shared_bytes;
 }
 
-cudaError_t load_combine_many(const Config& c) {
-  const void* const function = reinterpret_cast<const void*>(kernel_of(c.dtype));
+cudaError_t load_combine_many(const Config& c, bool ready) {
+  const void* const function = reinterpret_cast<const void*>(kernel_of(c.dtype, ready));
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
   return error != cudaSuccess ? error : cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
@@ -89,7 +103,7 @@ cudaError_t load_combine_many(const Config& c) {
 
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel_of(arguments.common.c.dtype), dim3(blocks), dim3(kCombineManyThreads), parameters, kBytes, stream);
+  return cudaLaunchKernel(kernel_of(arguments.common.c.dtype, arguments.ready.words != nullptr), dim3(blocks), dim3(kCombineManyThreads), parameters, kBytes, stream);
 }
 
 }  // namespace pplx::cuda

@@ -183,7 +183,7 @@ __device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, 
   Places places;
   places.load<true>(a, at);
   Sums<T, kVectors> sums;
-  sum_row(a, places, places.check(a), begin, end, sums);
+  sum_row<false>(a, places, places.check(a), begin, end, sums);
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
 }

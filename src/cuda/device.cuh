@@ -53,6 +53,16 @@ __device__ inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(more) : "memory");
 }
 
+// Words of 32 bits, for threads of this GPU.
+__device__ inline void add_in_order(std::uint32_t* count, std::uint32_t more) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(more) : "memory");
+}
+__device__ inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
 // Its result is not waited for: whoever sees the difference sees what was stored before.
 __device__ inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   asm volatile("red.add.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(0ull - less) : "memory");

@@ -86,8 +86,9 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   return 0;
 }
 
-template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
+// kHooks: the caller's kernels hear of what has come.
+template <typename Mode, bool kHooks>
+__device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(ManyShared, s);
   const Common& k = a.common;
@@ -106,24 +107,39 @@ __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __
     step = s.plan.step;
     parities = send_many<Mode>(a, s, memory, words, words + chunk_columns(k.c));
   } else if (!find_open_step(a, step)) {
+    if (kHooks) raise_after_failure(a);
     return;
   }
   if (a.recv) {
     const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
     if (warp == kWorkers + 1) count_rows(a, step, s.receive);
-    if (warp == kWorkers + 2) place_rows<true>(a, step, s.receive, experts);
-    if (is_worker()) ManyReceiver(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
+    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
+    if (is_worker()) ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
+    if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
   note(k, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, begun);
 }
 
+template <typename Mode>
+__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_many<Mode, false>(a);
+}
+template <typename Mode>
+__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_hooks_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_many<Mode, true>(a);
+}
+
 using Kernel = void (*)(DispatchArguments);
 
-Kernel kernel_of(const Config& c, bool given_scales) {
-  if (given_scales || c.wire == Wire::Native) return dispatch_many_kernel<AsIs>;
-  return c.dtype == Dtype::Float32 ? dispatch_many_kernel<Quantised<4>> : dispatch_many_kernel<Quantised<2>>;
+template <typename Mode>
+Kernel kernel_of(bool hooks) {
+  return hooks ? dispatch_many_hooks_kernel<Mode> : dispatch_many_kernel<Mode>;
+}
+Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
+  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
 }
 
 }  // namespace
@@ -134,9 +150,11 @@ bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
          4 * chunk_columns(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 
-cudaError_t load_dispatch_many(const Config& c) {
+std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
+
+cudaError_t load_dispatch_many(const Config& c, bool hooks) {
   for (const bool given : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given));
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
     const int bytes = static_cast<int>(ManyMemory(c).bytes);
@@ -149,7 +167,7 @@ cudaError_t load_dispatch_many(const Config& c) {
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
   const Config& c = arguments.common.c;
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr, arguments.hooks.words != 0), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

@@ -101,7 +101,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
-  if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
+  if (config.in_flight > 1) sms = std::max(1, (sms - static_cast<int>(kSmsLeft)) / static_cast<int>(config.in_flight));
   sms = std::min(sms, static_cast<int>(kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm)));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   most_sms_ = wanted_sms_ = sms_;
@@ -120,6 +120,24 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
         "cudaHostAlloc");
   *common_.report = Report{};
   listen();
+}
+
+void Exchange::use_hooks() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  const Config& c = common_.c;
+  check(load_hooks(), "loading the kernels of hooks");
+  check(load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
+  check(load_combine_ready(c), "loading the kernels of combines with hooks");
+  if (chunk_memory_ != nullptr) {
+    check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
+    check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
+  }
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  const auto most = static_cast<std::uint32_t>(std::max(1, sms - static_cast<int>(kSmsLeft)));
+  sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
+  common_.combine_blocks = sms_ * kCombineBlocksPerSm;
 }
 
 void Exchange::listen() {
@@ -256,8 +274,8 @@ void Exchange::make_chunk_counts() {
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
   if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
-  check(load_dispatch_many(c), "loading the kernels of large dispatches");
-  check(load_combine_many(c), "loading the kernels of large combines");
+  check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
+  check(load_combine_many(c, false), "loading the kernels of large combines");
   common_.word_rows = many_tokens_;
   const std::uint64_t columns = chunk_columns(c), chunks = ceil_div(c.max_tokens, kLeastTokensOfChunk);
   const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
@@ -300,8 +318,10 @@ void Exchange::raise_failure() {
   if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
     message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
   if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
+  const bool unwritten = a.origin == config().rank && a.peer == a.origin && a.reason == AbortReason::Timeout && (expected & kUnwritten) != 0;
+  if (unwritten) message = unwritten_text(a, mine, theirs, config().layout == LayoutKind::Padded);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
-  if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
+  if (!unwritten && a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);
     failure.seen = word_text(common_.report->seen);
   }

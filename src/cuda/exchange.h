@@ -49,6 +49,12 @@ class Exchange {
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
+  // Before the first step that has hooks: loads what those launch. Leaves multiprocessors to the kernels that wait, or are waited for.
+  void use_hooks();
+  void clear_hooks(std::uint32_t* words, cudaStream_t stream);   // before the launch of their dispatch
+  // Whatever is launched behind it on that stream has the rows of these experts.
+  void await_experts(const Launch& launch, std::uint32_t first, std::uint32_t count);
+
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come

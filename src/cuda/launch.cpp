@@ -42,6 +42,11 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
   return p;
 }
 
+DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
+  const std::uint32_t bulk_parts = dispatch_many_parts(k.c);
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * bulk_parts, bulk_parts, k.parts};
+}
+
 }  // namespace
 
 // By bulk copies, whose rows begin at multiples of sixteen bytes.
@@ -109,13 +114,34 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
   }
+  if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
-  check(by_bulk ? launch_dispatch_many(a, blocks, stream) : launch_dispatch(a, blocks, stream), "launching dispatch");
+  const auto launched = by_bulk ? launch_dispatch_many : a.recv && a.hooks.words != 0 ? launch_dispatch_hooks : launch_dispatch;
+  check(launched(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if (!a.send) return 0;
   here.open(launch.buffer);
   return here.eager() ? steps_.open() : steps_.next();
+}
+
+void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
+  const OnDevice on(device_);
+  check(launch_clear_hooks(words, hook_words_in_all(common_.c), stream), "launching the clearing of hooks");
+}
+
+void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uint32_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  AwaitedExperts a;
+  a.common = common_;
+  a.hooks = dispatch_hooks(common_, launch.hooks);
+  point(a.step, launch.buffer, layout_.step);
+  point(a.counts, launch.buffer, layout_.counts);
+  point(a.offsets, launch.buffer, layout_.offsets);
+  a.first = first;
+  a.count = count;
+  check(launch_await_experts(a, launch.stream), "launching the wait for experts");
 }
 
 void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
@@ -146,17 +172,19 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;
   a.y_stride = result.stride;
+  a.ready = {outputs.ready, outputs.ready_value};
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  a.sent = is_plain(a) && a.ready.words == nullptr && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
   const ReceivedStrips long_strips(common_.row_bytes, kReceivedVectorsOfMany);
   const bool by_bulk = is_plain(a) && !a.release && a.own >= common_.word_rows;
-  const bool many = is_plain(a) && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
+  const bool many = is_plain(a) && a.ready.words == nullptr && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
   a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  a.sums_own = is_plain(a) && a.send && a.recv && !a.release;
+  a.sums_own = is_plain(a) && a.send && a.recv && !a.release && a.ready.words == nullptr;
   here.follow(stream, a.send);
-  check(by_bulk ? launch_combine_many(a, common_.combine_blocks, stream) : launch_combine(a, common_.combine_blocks, stream), "launching combine");
+  const auto launched = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
+  check(launched(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

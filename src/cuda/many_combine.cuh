@@ -6,6 +6,7 @@
 
 #include "combine_recv.cuh"
 #include "many_plan.cuh"
+#include "ready.cuh"
 #include "runs.cuh"
 
 namespace pplx::cuda {
@@ -89,7 +90,8 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
   return inputs;
 }
 
-template <typename T>
+// kReady: rows are read when the caller's kernel says that they are written.
+template <typename T, bool kReady>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -103,6 +105,10 @@ class ManyCombiner {
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun.
   __device__ void send() {
     const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), kRowsOfSentRun);
+    if constexpr (kReady) {
+      send_when_ready(runs);
+      return;
+    }
     std::uint32_t nth = 0;
     s_.claimed.wait();
     while (s_.mine) {
@@ -130,6 +136,44 @@ class ManyCombiner {
   __device__ bool compact() const { return k_.c.layout == LayoutKind::Compact; }
 
   // ---- send ----
+
+  __device__ void send_when_ready(const RowRuns& runs) {
+    RowsWait rows;
+    SetAside aside;
+    const auto try_send = [&](std::uint32_t run) { return send_written_run(runs.at(run), rows); };
+    const auto send = [&](std::uint32_t run) {
+      if (run >= runs.all() || try_send(run)) return true;
+      aside.put(run);
+      return !aside.full() || aside.await(a_, step_, rows, false, try_send);
+    };
+    s_.claimed.wait();
+    for (std::uint32_t run = 0; s_.mine && run < runs.all();) {
+      if (threadIdx.x % 32 == 0) run = atomicAdd(&s_.sent, 1u) * gridDim.x + blockIdx.x;
+      run = __shfl_sync(~0u, run, 0);
+      if (!send(run)) return;
+    }
+    if (!aside.await(a_, step_, rows, true, try_send)) return;
+    tell();
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
+      for (std::uint32_t run = share; run < runs.all(); run += gridDim.x)
+        if (!send(run)) return;
+    if (aside.await(a_, step_, rows, true, try_send)) tell();
+  }
+
+  // Unless some of its rows are not written yet.
+  __device__ bool send_written_run(const RowRun& run, RowsWait& rows) {
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      Places places;
+      places.load<true>(a_, s_.rows_begin[run.source] + run.first + i);
+      places.check(a_);
+      if (!rows.are_written(a_, places)) return false;
+    }
+    linger(k_, run.first);
+    fence_copies();
+    send_run(run);
+    return true;
+  }
 
   __device__ void send_run(const RowRun& run) {
     const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;

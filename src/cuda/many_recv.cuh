@@ -14,6 +14,7 @@ inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
+template <bool kHooks>
 class ManyReceiver {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
@@ -39,7 +40,7 @@ class ManyReceiver {
       } else if (unit < units + padding) {
         s_.placed.wait();
         if (!s_.placed_all) break;
-        zero_padding(a_, e_, unit - units, s_.ragged_rows);
+        zero_padding<kHooks>(a_, e_, unit - units, s_.ragged_rows);
       } else {
         break;
       }
@@ -58,7 +59,7 @@ class ManyReceiver {
   __device__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
     const std::uint32_t begin = (s_.rows_begin[source] + first) * k_.parts;
     for (std::uint32_t unit = begin; unit < begin + n * k_.parts; ++unit)
-      if (!receive_part<true>(a_, step_, unit, s_, e_)) return false;
+      if (!receive_part<true, kHooks>(a_, step_, unit, s_, e_)) return false;
     return true;
   }
 
@@ -92,12 +93,31 @@ class ManyReceiver {
       parities_ ^= 1u << turn;
       char* const row = rows + std::uint64_t{i} * row_bytes;
       placed = placed && place_row(source, first + i, part, begin, bytes, in(i), row);
+      if (kHooks) count_row_before();
       if (i + kRowsIn >= n) continue;
       await_places();
       ask(row + std::uint64_t{kRowsIn} * row_bytes, begin, bytes, i + kRowsIn);
     }
+    if (kHooks) count_rows_left();
     note(k_, Stage::RowPlaced);
     return placed;
+  }
+
+  // Each row is a group of stores. It is counted when the one behind it has been given away, and so had its time to arrive.
+  __device__ void count_row_before() {
+    bulk_await_stored<1>();
+    count(before_);
+    before_ = last_;
+    last_ = kNone;
+  }
+  __device__ void count_rows_left() {
+    bulk_await_stored<0>();
+    count(before_);
+    before_ = kNone;
+  }
+  __device__ void count(std::uint32_t place) const {
+    fence_copies();
+    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.bulk_part_units);
   }
 
   // All that was stored has been read.
@@ -126,6 +146,7 @@ class ManyReceiver {
     bulk_end_group();
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
+    if (kHooks) last_ = r.place;
     if (number < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
@@ -155,6 +176,7 @@ class ManyReceiver {
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t parities_;
+  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
   const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
 };
 

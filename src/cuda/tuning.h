@@ -88,6 +88,9 @@ inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1
 // A thread block lets others begin before it takes their share: so many looks, 10 us in all.
 inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 
+// Multiprocessors that steps in flight, or beside kernels of the caller that wait for them, leave to others.
+inline constexpr std::uint32_t kSmsLeft = 4;
+
 inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kManyWarps, kCombineWarps});
 
 }  // namespace pplx::cuda

@@ -36,6 +36,14 @@ inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
   emulation::maybe_yield();
   __atomic_fetch_add(count, more, __ATOMIC_RELAXED);
 }
+inline void add_in_order(std::uint32_t* count, std::uint32_t more) {
+  emulation::maybe_yield();
+  __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
+}
+inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
+  emulation::maybe_yield();
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
 inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   emulation::maybe_yield();
   __atomic_fetch_sub(word, less, __ATOMIC_ACQ_REL);

@@ -14,6 +14,7 @@
 #include "cuda/error.h"
 #include "cuda/exchange.h"
 #include "cuda/stages.h"
+#include "cuda/stream_event.h"
 
 namespace py = pybind11;
 
@@ -108,7 +109,8 @@ void bind_structs(py::module_& m) {
   using Launch = BoundStruct<cuda::Launch>;
   Launch::bind(m, "Launch", "Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.",
                {Launch::required<&cuda::Launch::stream>("stream"), Launch::required<&cuda::Launch::halves>("halves"),
-                Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer")});
+                Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
+                Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
   Tokens::bind(m, "Tokens", "What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
@@ -127,7 +129,8 @@ void bind_structs(py::module_& m) {
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
        ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
-       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
+       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows"), ExpertOutputs::field<&cuda::ExpertOutputs::ready>("ready"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::ready_value>("ready_value")});
   using Result = BoundStruct<cuda::Result>;
   Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
@@ -156,6 +159,10 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_exchange(py::module_& m) {
+  py::class_<StreamEvent>(m, "StreamEvent", "A place in a stream, which others wait for.")
+      .def(py::init<>())
+      .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
+      .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "What the proxy moves, and the words about it.")
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
@@ -182,6 +189,13 @@ void bind_exchange(py::module_& m) {
             e.combine(launch, outputs, result);
           },
           py::arg("launch"), py::arg("tokens"))
+      .def("use_hooks", &Exchange::use_hooks, "Once, before the first step that has hooks.")
+      .def(
+          "clear_hooks",
+          [](Exchange& e, Address words, Address stream) { e.clear_hooks(pointer<std::uint32_t>(words), pointer<CUstream_st>(stream)); },
+          py::arg("words"), py::arg("stream"), "Before the dispatch that they are of.")
+      .def("await_experts", &Exchange::await_experts, py::arg("launch"), py::arg("first"), py::arg("count"),
+           "Whatever is launched behind it on that stream has the rows of these experts.")
 #ifdef PPLX_CUDA_STAGES
       .def(
           "note_stages",
