@@ -96,13 +96,13 @@ void Failures::latch(PeerFailure failure) {
 
 void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience) {
   if (seen() != 0) raise(phase, step);
-  const bool late = waited >= patience;
-  if (!late && !someone_left_.load(std::memory_order_acquire)) return;
+  const bool late = waited >= patience, late_for_own = waited >= patience / 4 * deadlines::kOwnQuarters;
+  if (!late_for_own && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked
   const std::uint32_t rank = blocks_.config().rank;
   if (w.unwritten != Waiting::kNoBlock) {
-    if (!late) return;
+    if (!late_for_own) return;
     const Abort abort{AbortReason::Timeout, Phase::CombineSend, rank, rank, step};
     const bool by_expert = blocks_.config().layout == LayoutKind::Padded;
     throw PeerFailure(unwritten_text(abort, w.unwritten, static_cast<std::uint32_t>(w.seen), by_expert), abort.reason, rank, abort.phase, step);

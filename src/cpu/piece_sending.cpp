@@ -15,7 +15,8 @@ PieceSending::PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std:
 
 bool PieceSending::place_has_left(const Out& out, std::uint32_t piece) const {
   if (b_.mapped(out.peer)) return true;
-  if (piece < kPlaces) return b_.pieces_have_left(set_, op_, out.peer, out.before);
+  // Piece 0 has waited for all of the last step's. Its own leaving ends what the words say of those.
+  if (piece < kPlaces) return piece != 0 || b_.pieces_have_left(set_, op_, out.peer, out.before);
   return b_.pieces_left(step_, op_, out.peer) + kPlaces > piece;
 }
 

@@ -167,7 +167,7 @@ cudaError_t load_dispatch_many(const Config& c, bool hooks) {
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
   const Config& c = arguments.common.c;
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr, arguments.hooks.words != 0), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

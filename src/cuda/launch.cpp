@@ -117,7 +117,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
-  const auto launched = by_bulk ? launch_dispatch_many : a.recv && a.hooks.words != 0 ? launch_dispatch_hooks : launch_dispatch;
+  const auto launched = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
   check(launched(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if (!a.send) return 0;

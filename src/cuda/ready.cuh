@@ -36,7 +36,8 @@ static __device__ __noinline__ Verdict ask_for_rows(const Common& k, const RowsW
                                                     std::uint64_t begun, std::uint32_t step) {
   const bool ask_host = (turn & 255) == 255;
   if (stopped(k, ask_host)) return Verdict::Failed;
-  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1), now = nanoseconds();
+  const std::uint64_t quarters = deadlines::kOwnQuarters * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1);
+  const std::uint64_t limit = k.timeout_ns / 4 * quarters, now = nanoseconds();
   const bool late = now - begun > limit;
   if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - first < kBusyNs) return Verdict::Busy;
   if (!late) return Verdict::GoOn;

@@ -325,3 +325,84 @@ def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
 def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
     with Crew(2, BULK) as crew:
         crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)
+
+
+# ---- hooks: threads beside the kernels, which look at their words and raise others
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_hooks(crew: Crews, transport: str) -> None:
+    for number in range(8):
+        crew.run("emulated:call", module(), "hook_cases:hooked", case_of(40_000, number, crew.world_size, transport))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least", [1, 4])
+def test_hooks_of_bulk_copies(least: int) -> None:
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+        for number in range(8):
+            crew.run("emulated:call", module(), "hook_cases:hooked", case_of(41_000 + 1000 * least, number, 2, "mapped"))
+        for number, (wire, dtype, hidden, tokens) in enumerate([("native", "bfloat16", 8192, 30), ("mxfp8", "bfloat16", 64, 300)]):
+            case = Case(seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3)
+            crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=200)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (256, True)])
+def test_hooks_of_alignments(align: int, zero_pad: bool, bulk: bool) -> None:
+    case = Case(seed(), 2, num_experts=6, top_k=2, hidden=32, max_tokens=150, align=align, zero_pad=zero_pad)
+    with Crew(2, BULK if bulk else {}) as crew:
+        crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=120)
+        assert crew.run("emulated:call", module(), "hook_cases:plain", case) == crew.run("hook_cases:plain", case)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bulk", [False, True])
+def test_hooks_with_one_resident_thread_block(bulk: bool) -> None:
+    with Crew(2, {**(BULK if bulk else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(4):
+            crew.run("emulated:call", module(), "hook_cases:hooked", case_of(43_000, number, 2, "mapped"))
+
+
+def test_hooks_of_an_output_that_is_too_small() -> None:
+    with Crew(2) as crew:
+        for layout, rows in (("ragged", 200), ("padded", 20)):
+            case = Case(seed(), 2, num_experts=4, top_k=2, hidden=16, max_tokens=150, layout=layout, rows=rows)
+            crew.run("emulated:call", module(), "hook_cases:overflowing", case)
+
+
+@pytest.mark.parametrize("how", ["whole", "receives first"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_groups(crew: Crews, layout: str, how: str) -> None:
+    case = replace(case_of(44_000, 0, crew.world_size, "mapped"), layout=layout, in_flight=1, max_tokens=20)
+    plain = crew.run("hook_cases:plain", case)
+    for parts in (1, 3):
+        assert crew.run("emulated:call", module(), "hook_cases:groups", case, parts, how) == plain
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_that_never_comes(layout: str, bulk: bool) -> None:
+    case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
+    with Crew(3, BULK if bulk else {}) as crew:
+        results = crew.run("emulated:call", module(), "hook_cases:never_ready", case, 1, 1.0, timeout=60)
+    what = "local expert 0" if layout == "padded" else "block 0"
+    for rank, said in enumerate(results):
+        assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
+    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+
+
+def test_nobody_spins_for_ever() -> None:
+    with Crew(3) as crew:
+        crew.start("emulated:call", module(), "hook_cases:nobody_comes", Case(seed(), 3), 1.0)
+        said = crew.collect(60, [0, 2])
+        crew.tell(1)
+        crew.collect(60, [1])
+    assert all(s["raised"] and s["type"] == "StepTimeout" and s["peer"] == 1 for s in said), said
+
+
+def test_mistakes_with_hooks(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=2 * crew.world_size)
+    for said in crew.run("emulated:call", module(), "hook_cases:mistakes", case):
+        assert len(said) == 11 and "nothing" not in said, said

@@ -17,8 +17,11 @@ from rank_cases import Case, Failed, Runner, Step, must
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm.device.cuda import Cuda
 
 BETWEEN_LOOKS = 10e-6
+LONGEST = 30.0
+"""Seconds for a step's words."""
 
 
 class Beside:
@@ -94,7 +97,9 @@ class Expected:
         """Until all words are raised, in whatever order."""
         planned, arrived = self.d.planned.view(torch.int32).numpy(), self.d.arrived.view(torch.int32).numpy()
         left, planned_too = set(range(self.words)), False
+        deadline = time.monotonic() + LONGEST
         while left or not planned_too:
+            must(time.monotonic() < deadline, "never raised:", sorted(left), "planned", planned, "arrived", arrived)
             if not planned_too and planned[0] < 0:
                 planned_too = True
                 self.check_plan()
@@ -181,8 +186,9 @@ class HookedRunner(Runner):
             )
             return call(expert_out, d, **options, ready=ready, ready_value=value)
 
-        step = self.steps[n]
-        strided, step.strided[self.rank] = step.strided[self.rank], step.strided[self.rank] and self.case.layout != "padded"
+        # Rows that a kernel cannot read where they are would be copied before they are written: that is refused.
+        step, on_gpu = self.steps[n], isinstance(self.a2a._steps.device, Cuda)
+        strided, step.strided[self.rank] = step.strided[self.rank], step.strided[self.rank] and self.case.layout != "padded" and not on_gpu
         try:
             return super()._combine(late, n, d)
         finally:
@@ -324,22 +330,25 @@ def spin(d: pc.Dispatched) -> None:
 
 def overflowing(me: Any, case: Case) -> None:
     """Rows that have no place are not waited for."""
+
+    def noticed(call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        try:
+            call(*arguments, **options)
+        except pc.Error as error:
+            must("was too small" in str(error), str(error))
+
     with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
         runner = HookedRunner(me, case, a2a)
         for n in range(case.steps):
+            noticed(a2a.check)
             d = runner.dispatch_send(n)
             seen: list[int] = []
             expected = Expected(case, runner.steps[n], me.rank, d)
             watcher = Beside(lambda expected=expected, seen=seen: expected.watch(seen))  # type: ignore[misc]
-            a2a.dispatch_recv(d)
+            noticed(a2a.dispatch_recv, d)
             watcher.join()
             d.ready.view(torch.int32).fill_(1)
-            c = a2a.combine_send(torch.zeros(d.x.shape, dtype=rank_cases.DTYPES[case.dtype]), d, ready=d.ready)
-            a2a.combine_recv(c)
-            try:
-                a2a.check()
-            except pc.Error:
-                continue
+            noticed(a2a.combine, torch.zeros(d.x.shape, dtype=rank_cases.DTYPES[case.dtype]), d, ready=d.ready)
 
 
 def mistakes(me: Any, case: Case) -> list[str]:
