@@ -139,26 +139,26 @@ class ManyCombiner {
 
   __device__ void send_when_ready(const RowRuns& runs) {
     RowsWait rows;
-    SetAside aside;
-    const auto try_send = [&](std::uint32_t run) { return send_written_run(runs.at(run), rows); };
-    const auto send = [&](std::uint32_t run) {
-      if (run >= runs.all() || try_send(run)) return true;
-      aside.put(run);
-      return !aside.full() || aside.await(a_, step_, rows, false, try_send);
-    };
     s_.claimed.wait();
-    for (std::uint32_t run = 0; s_.mine && run < runs.all();) {
-      if (threadIdx.x % 32 == 0) run = atomicAdd(&s_.sent, 1u) * gridDim.x + blockIdx.x;
-      run = __shfl_sync(~0u, run, 0);
-      if (!send(run)) return;
-    }
-    if (!aside.await(a_, step_, rows, true, try_send)) return;
-    tell();
+    bool own = s_.mine;
+    std::uint32_t run = own ? 0 : kNone;  // of a share that was taken: the next one
     const std::uint32_t shares = min(gridDim.x, runs.all());
-    for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
-      for (std::uint32_t run = share; run < runs.all(); run += gridDim.x)
-        if (!send(run)) return;
-    if (aside.await(a_, step_, rows, true, try_send)) tell();
+    const auto next = [&] {
+      if (own) {
+        if (threadIdx.x % 32 == 0) run = atomicAdd(&s_.sent, 1u) * gridDim.x + blockIdx.x;
+        run = __shfl_sync(~0u, run, 0);
+        if (run < runs.all()) return run;
+        own = false;
+        run = kNone;
+      }
+      if (threadIdx.x >= 32) return kNone;
+      if (run >= runs.all()) run = take_another_share(k_, Op::Combine, step_, shares);
+      const std::uint32_t mine = run;
+      if (run != kNone) run += gridDim.x;
+      return mine;
+    };
+    const auto try_send = [&](std::uint32_t n) { return send_written_run(runs.at(n), rows); };
+    if (send_as_written(a_, step_, rows, next, try_send, [&] { tell(); })) tell();
   }
 
   // Unless some of its rows are not written yet.

@@ -50,45 +50,62 @@ class SetAside {
  public:
   __device__ bool empty() const { return !__any_sync(~0u, unit_ != kNone); }
   __device__ bool full() const { return __all_sync(~0u, unit_ != kNone); }
-  __device__ void put(std::uint32_t unit) {
-    const std::uint32_t free = __ballot_sync(~0u, unit_ == kNone);
-    if (threadIdx.x % 32 + 1 == static_cast<std::uint32_t>(__ffs(static_cast<int>(free)))) unit_ = unit;
+  // Returns its lane, a bit.
+  __device__ std::uint32_t put(std::uint32_t unit) {
+    const std::uint32_t free = __ballot_sync(~0u, unit_ == kNone), lane = free & ~(free - 1);
+    if ((lane >> threadIdx.x % 32 & 1) != 0) unit_ = unit;
+    return lane;
   }
-  // try_send(unit): whether it could be sent. Returns whether any could.
+  // Of these lanes. try_send(unit): whether it could be sent. Returns whether any could.
   template <typename Try>
-  __device__ bool look(const Try& try_send) {
+  __device__ bool look(std::uint32_t lanes, const Try& try_send) {
     bool any = false;
-    for (std::uint32_t there = __ballot_sync(~0u, unit_ != kNone); there != 0; there &= there - 1) {
-      const int of = __ffs(static_cast<int>(there)) - 1;
+    for (lanes &= __ballot_sync(~0u, unit_ != kNone); lanes != 0; lanes &= lanes - 1) {
+      const int of = __ffs(static_cast<int>(lanes)) - 1;
       if (!try_send(__shfl_sync(~0u, unit_, of))) continue;
       if (threadIdx.x % 32 == static_cast<std::uint32_t>(of)) unit_ = kNone;
       any = true;
     }
     return any;
   }
-  // Until some could be sent, with `all` until all were. False: something failed.
-  template <typename Try>
-  __device__ bool await(const CombineArguments& a, std::uint32_t step, const RowsWait& rows, bool all, const Try& try_send) {
-    const std::uint64_t first = nanoseconds();
-    std::uint64_t begun = first;
-    for (std::uint32_t i = 1; !empty(); ++i) {
-      if (look(try_send)) {
-        if (!all) return true;
-        begun = nanoseconds();
-      } else if (i % kLooksBetween == 0) {
-        std::uint32_t verdict = 0;
-        if (threadIdx.x % 32 == 0) verdict = static_cast<std::uint32_t>(ask_for_rows(a.common, rows, i / kLooksBetween, first, begun, step));
-        verdict = __shfl_sync(~0u, verdict, 0);
-        if (verdict == static_cast<std::uint32_t>(Verdict::Failed)) return false;
-        if (verdict == static_cast<std::uint32_t>(Verdict::Busy)) begun = nanoseconds();
-      }
-    }
-    return true;
-  }
 
  private:
   std::uint32_t unit_ = kNone;
 };
+
+// For a warp: sends all units that next() gives until it gives kNone, in the order in which their rows are written. idle() is called before
+// it waits. False: something failed.
+template <typename Next, typename Try, typename Idle>
+__device__ inline bool send_as_written(const CombineArguments& a, std::uint32_t step, const RowsWait& rows, const Next& next, const Try& try_send,
+                                       const Idle& idle) {
+  SetAside aside;
+  bool more = true;
+  std::uint64_t first = 0, begun = 0;
+  for (std::uint32_t looks = 0;;) {
+    std::uint32_t lanes = ~0u;
+    if (more && !aside.full()) {
+      const std::uint32_t unit = next();
+      more = unit != kNone;
+      if (more) lanes = aside.put(unit);
+    }
+    if (!more && aside.empty()) return true;
+    if (aside.look(lanes, try_send)) {
+      looks = 0;
+      continue;
+    }
+    if (lanes != ~0u) continue;
+    if (looks == 0) {
+      idle();
+      first = begun = nanoseconds();
+    }
+    if (++looks % kLooksBetween != 0) continue;
+    std::uint32_t verdict = 0;
+    if (threadIdx.x % 32 == 0) verdict = static_cast<std::uint32_t>(ask_for_rows(a.common, rows, looks / kLooksBetween, first, begun, step));
+    verdict = __shfl_sync(~0u, verdict, 0);
+    if (verdict == static_cast<std::uint32_t>(Verdict::Failed)) return false;
+    if (verdict == static_cast<std::uint32_t>(Verdict::Busy)) begun = nanoseconds();
+  }
+}
 
 // For each warp that sends, like send_combine().
 template <typename T, int kVectors>
@@ -97,7 +114,6 @@ __device__ inline void send_when_ready(const CombineArguments& a, std::uint32_t 
   const Common& k = a.common;
   if (a.uses_weights) send_all_weights(a, step);
   RowsWait rows;
-  SetAside aside;
   const auto try_send = [&](std::uint32_t unit) {
     if (unit < units.headers) {
       send_combine_header<false>(a, step, k.order[unit], s, units.runs);
@@ -113,23 +129,25 @@ __device__ inline void send_when_ready(const CombineArguments& a, std::uint32_t 
     send_strips<T, false, kVectors, true>(a, step, run, units, places, true, false, s);
     return true;
   };
-  const auto send = [&](std::uint32_t share, std::uint32_t nth) {
-    const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit >= units.all || try_send(unit)) return true;
-    aside.put(unit);
-    return !aside.full() || aside.await(a, step, rows, false, try_send);
-  };
   s.claimed.wait();
-  for (std::uint32_t nth = threadIdx.x / 32; s.mine && nth * gridDim.x < units.all;) {
-    if (!send(blockIdx.x, nth)) return;
-    if (threadIdx.x % 32 == 0) nth = senders + atomicAdd(&s.sent, 1u);
-    nth = __shfl_sync(~0u, nth, 0);
-  }
-  if (!aside.await(a, step, rows, true, try_send) || threadIdx.x >= 32) return;
-  for (std::uint32_t share; (share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all))) != kNone;)
-    for (std::uint32_t nth = 0; nth * gridDim.x < units.all; ++nth)
-      if (!send(share, nth)) return;
-  aside.await(a, step, rows, true, try_send);
+  // The block's own share, which its warps take in turn; then, for the first warp, those that nobody has begun.
+  bool own = s.mine;
+  std::uint32_t share = blockIdx.x, nth = own ? threadIdx.x / 32 : units.all;
+  const auto next = [&] {
+    for (;;) {
+      while (nth * gridDim.x < units.all) {
+        const std::uint32_t unit = unit_of_share(share, nth);
+        if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
+        nth = __shfl_sync(~0u, nth, 0);
+        if (unit < units.all) return unit;
+      }
+      own = false;
+      share = threadIdx.x < 32 ? take_another_share(k, Op::Combine, step, min(gridDim.x, units.all)) : kNone;
+      if (share == kNone) return kNone;
+      nth = 0;
+    }
+  };
+  send_as_written(a, step, rows, next, try_send, [] {});
 }
 
 }  // namespace pplx::cuda

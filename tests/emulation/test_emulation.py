@@ -406,3 +406,11 @@ def test_mistakes_with_hooks(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=2 * crew.world_size)
     for said in crew.run("emulated:call", module(), "hook_cases:mistakes", case):
         assert len(said) == 11 and "nothing" not in said, said
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
+    case = small_case(seed(), 2, in_flight, layout="padded")
+    with Crew(2, BULK if bulk else {}) as crew:
+        crew.run("emulated:call", module(), "hook_cases:replayed", case, 2, 10, timeout=120)

@@ -388,3 +388,50 @@ def mistakes(me: Any, case: Case) -> list[str]:
         refused(a2a.dispatch, x, ids, expert_groups=2)
         a2a.dispatch(x, ids).release()
     return said
+
+
+# ---- graphs ------------------------------------------------------------------------------------------------------------------------
+
+
+def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
+    """A captured step, in which another stream takes each group's rows when they are there, and makes the rows that combine waits for."""
+    import open_step_cases as steps
+    from gpu_cases import gpu_of
+
+    device, s, r = gpu_of(me), steps.streams, random.Random(f"replayed {case.seed}")
+    with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
+        main, other = s.new(), s.new()
+        x = torch.zeros(case.max_tokens, case.hidden, dtype=torch.float32, device=device)
+        ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)
+        with s.capture(main) as captured:
+            d = a2a.dispatch(x, ids, expert_groups=parts)
+            groups = [d.group(i) for i in range(parts)]
+            seen = [torch.empty(group.x.shape, dtype=x.dtype, device=device) for group in groups]
+            counts = torch.empty(d.counts.shape, dtype=torch.int32, device=device)
+            out, ones = torch.empty(d.x.shape, device=device), torch.ones(d.ready.shape, dtype=torch.int32, device=device)
+            with s.on(other):
+                for group, rows in zip(groups, seen, strict=True):
+                    group.wait()
+                    s.copy(rows, group.x)
+                s.copy(counts, d.counts)
+                s.copy(out, d.x)
+                s.copy(d.ready.view(torch.int32), ones)
+            y = a2a.combine(out, d, ready=d.ready)
+            assert isinstance(y, torch.Tensor)
+            s.wait(main, other)
+        for n in range(rounds):
+            inputs = steps.draw_inputs(case, r)
+            x.copy_(inputs.tokens[me.rank].x)
+            ids.copy_(inputs.tokens[me.rank].ids)
+            out.fill_(float("nan"))
+            s.after_copies(main)
+            s.replay(captured[0], main)
+            s.settle()
+            found = reference.segments(case.shape, inputs.tokens, me.rank)
+            must(counts.tolist() == [len(segment.token) for segment in found], "counts of replay", n)
+            rows = [row for part in seen for row in part]
+            for e, segment in enumerate(found):
+                for i, (source, token) in enumerate(zip(segment.source.tolist(), segment.token.tolist(), strict=True)):
+                    must(same_bits(rows[e][i].cpu(), inputs.tokens[source].x[token]), "a row of replay", n, "expert", e)
+            steps.check_combined(inputs, me.rank, y, f"replay {n}")
+        a2a.check()
