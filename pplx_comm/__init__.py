@@ -37,7 +37,8 @@ __all__ = [
 
 _HOMES = {
     "AllToAll": "all_to_all", "Communicator": "communicator", "Error": "errors", "PeerError": "errors", "StepTimeout": "errors",
-    "ExpertGroup": "hooks", "HOOK_ROWS": "hooks", "RAISED": "hooks", "Combining": "handles", "Dispatched": "handles", "Plan": "handles", "Compact": "layouts", "Padded": "layouts",
+    "ExpertGroup": "hooks", "HOOK_ROWS": "hooks", "RAISED": "hooks",
+    "Combining": "handles", "Dispatched": "handles", "Plan": "handles", "Compact": "layouts", "Padded": "layouts",
     "Ragged": "layouts", "Wire": "wire",
 }  # fmt: skip
 

@@ -100,7 +100,8 @@ class AllToAll:
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
-            num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
+            num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout, placement=placement,
+            first_step=self._first_step,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -227,10 +228,10 @@ class AllToAll:
             and returns unchanged to its token: combine then returns (y, [tokens, top_k]), with 0 for dropped choices.
         out: [tokens, hidden], the tensor to write.
         accumulate: adds to what out holds.
-        ready: with hooks=True: uint32 or int32 words, shaped like d.arrived, by which a kernel that is still running says that it has
-            written rows of expert_out (and tail): rows of a block of 128 (Padded: of an expert) are read once its word is at least
-            ready_value. d.ready has such words, 0 when the step begins; words of the caller's own must be 0 before that kernel
-            begins. The kernel stores rows, then raises with release semantics, by adding 1 per tile for instance. It was launched
+        ready: with hooks=True: uint32 or int32 words, shaped like d.arrived, by which a kernel that is still running says that it
+            has written rows of expert_out (and tail): rows of a block of 128 (Padded: of an expert) are read once its word is at
+            least ready_value. d.ready has such words, 0 when the step begins; words of the caller's own must be 0 before that
+            kernel begins. It stores rows, then adds to their word with release semantics, 1 per tile for instance. It was launched
             before, and waits for nothing of this combine. If a word is not raised in time, that is a StepTimeout of this rank.
         ready_value: from 1 on; tiles of a block if each adds 1.
         async_op: returns after the send half; .wait() returns the result.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Protocol
 
@@ -101,9 +102,9 @@ class Dispatched:
 
     @property
     def arrived(self) -> torch.Tensor:
-        """With hooks=True: uint32 [blocks of 128 rows of d.x], Padded: [local experts]. `RAISED` is set in a word once all rows of the
-        block (the expert) are there, at once where it has none. A kernel that waits for one loads it with acquire semantics and
-        compares; then it may read the block's rows, and counts, offsets and num_rows too. See docs/design.md, Hooks."""
+        """With hooks=True: uint32 [blocks of 128 rows of d.x], Padded: [local experts]. `RAISED` is set in a word once all rows of
+        the block (the expert) are there, at once where it has none. A kernel that waits for one loads it with acquire semantics
+        and compares; then it may read the block's rows, and counts, offsets and num_rows too. See docs/design.md, Hooks."""
         return self._hooks("arrived").arrived
 
     @property
@@ -117,8 +118,8 @@ class Dispatched:
         return self.hooks
 
     def watch(self) -> None:
-        """Makes the current stream wait until d's words are those of this dispatch: call it on the stream of a kernel that is to wait
-        for them, before its launch. It does not wait for the dispatch. On the CPU there is nothing to wait for."""
+        """Makes the current stream wait until d's words are those of this dispatch: call it on the stream of a kernel that is to
+        wait for them, before its launch. It does not wait for the dispatch. On the CPU there is nothing to wait for."""
         self._hooks("watch()")
         self.owner.watch(self)
 
@@ -127,8 +128,9 @@ class Dispatched:
         groups = self.expert_groups
         if not 0 <= number < groups:
             raise Error(f"d.group({number}): this dispatch has {groups} groups; dispatch(expert_groups=) says how many")
-        experts = len(self.counts)
-        return ExpertGroup(self, range(number * experts // groups, (number + 1) * experts // groups))
+        n = len(self.counts)
+        experts = range(number * n // groups, (number + 1) * n // groups)
+        return ExpertGroup(self, experts, functools.partial(self.owner.await_experts, self))
 
     def wait(self) -> Dispatched:
         """The receive half of an async dispatch. Any thread may call it, also again."""

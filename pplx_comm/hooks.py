@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 import pplx_comm._core as _core
-
-if TYPE_CHECKING:
-    from pplx_comm.handles import Dispatched
 
 RAISED: int = _core.RAISED
 """The top bit of a word of `d.planned` and `d.arrived`: once it is set, it stays."""
@@ -32,11 +30,21 @@ class Hooks:
         """CPU: all words were raised, because the receive half failed."""
 
 
+class Rows(Protocol):
+    """What a group shows of its dispatch."""
+
+    x: torch.Tensor
+    scale: torch.Tensor | None
+    counts: torch.Tensor
+    offsets: torch.Tensor | None
+
+
 class ExpertGroup:
     """Experts of a dispatch whose rows are there before those of later groups may be: see AllToAll.dispatch(expert_groups=)."""
 
-    def __init__(self, dispatched: Dispatched, experts: range) -> None:
+    def __init__(self, dispatched: Rows, experts: range, wait: Callable[[range], None]) -> None:
         self._dispatched = dispatched
+        self._wait = wait
         self.experts = experts
         """Local numbers."""
 
@@ -70,8 +78,8 @@ class ExpertGroup:
         return rows if self._dispatched.offsets is not None else rows[self._own]
 
     def wait(self) -> None:
-        """CUDA: what is launched behind it on the current stream has the group's rows, counts and offsets. It launches a warp that
-        waits for them, and returns. In a capture it is a node of the graph. CPU: returns when they are there. If no thread is in the
-        receive half, this one does all of it."""
+        """CUDA: what is launched behind it on the current stream has the group's rows, counts and offsets. It launches a warp
+        that waits for them, and returns. In a capture it is a node of the graph. CPU: returns when they are there. If no thread
+        is in the receive half, this one does all of it."""
         if len(self.experts) > 0:
-            self._dispatched.owner.await_experts(self._dispatched, self.experts)
+            self._wait(self.experts)

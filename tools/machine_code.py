@@ -83,13 +83,13 @@ class MayWait:
 
 MAY_WAIT = {
     "dispatch_kernel": (
-        MayWait("dispatch.cu", "read_step(a, s.send)", "the block meets to hear the step", apart=True),
-        MayWait("dispatch.cu", "find_open_step(a, step)", "a receive half votes on whether its step is open", apart=True),
+        MayWait("dispatch_kernel.cuh", "read_step(a, s.send)", "the block meets to hear the step", apart=True),
+        MayWait("dispatch_kernel.cuh", "find_open_step(a, step)", "a receive half votes on whether its step is open", apart=True),
     ),
     "combine_kernel": (
-        MayWait("combine.cu", "begin_combine(a, step, s)", "the block votes on whether its step is open, and on failures"),
-        MayWait("combine.cu", "load_first_places<kPlain>(a, places)", "issued before what the vote waits for", along=True),
-        MayWait("combine.cu", "load_token_row(a, ", "the same", along=True),
+        MayWait("combine_kernel.cuh", "begin_combine(a, step, s)", "the block votes on whether its step is open, and on failures"),
+        MayWait("combine_kernel.cuh", "load_first_places<kPlain>(a, places)", "issued before what the vote waits for", along=True),
+        MayWait("combine_kernel.cuh", "load_token_row(a, ", "the same", along=True),
     ),
 }
 """By kernel, all of its plain variants or one of them. An exception that nothing needs any more is an error, too."""

@@ -96,7 +96,8 @@ void Failures::latch(PeerFailure failure) {
 
 void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience) {
   if (seen() != 0) raise(phase, step);
-  const bool late = waited >= patience, late_for_own = waited >= patience / 4 * deadlines::kOwnQuarters;
+  const bool late = waited >= patience;
+  const bool late_for_own = waited >= patience / 4 * deadlines::kOwnQuarters;
   if (!late_for_own && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked

@@ -281,7 +281,7 @@ struct CombineArguments {
   ReadyRows ready;
 };
 
-// Of combine, what decode needs: see combine.cu.
+// Of combine, what decode needs: see combine_kernel.cuh.
 inline bool is_plain(const CombineArguments& a) {
   return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
 }

@@ -67,6 +67,14 @@ def test_soak_of_replicas(crew: Crew) -> None:
     assert crew.run("gpu_cases:soak", case, 5_000, timeout=600) == [0] * RANKS
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_hooks(crew: Crew, tokens: int, layout: str) -> None:
+    pytest.importorskip("triton")
+    case = small_case(seed(), RANKS, 1, layout=layout, hidden=1024, max_tokens=tokens, align=128)
+    crew.run("hook_kernels:beside", case, 300 if tokens == 16 else 50, timeout=300)
+
+
 @pytest.mark.parametrize("kind", ["ids", "accumulate"])
 def test_replicas_apart(crew: Crew, kind: str) -> None:
     for r in crew.run("gpu_cases:on_gpu", "failure_cases:replicas_apart", Case(seed(), RANKS, replicas=2), kind):

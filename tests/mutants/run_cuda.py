@@ -35,8 +35,11 @@ DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
 COMBINE_RECV = "src/cuda/combine_recv.cuh"
 SLICES = "src/cuda/slices.cuh"
 CLOSED = "src/cuda/closed.cuh"
-COMBINE = "src/cuda/combine.cu"
+COMBINE = "src/cuda/combine_kernel.cuh"
 EXCHANGE = "src/cuda/exchange.cpp"
+HOOKS = "src/cuda/hooks.cuh"
+READY = "src/cuda/ready.cuh"
+MANY_RECV = "src/cuda/many_recv.cuh"
 
 MUTANTS = [
     Mutant(
@@ -227,6 +230,58 @@ MUTANTS = [
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
+    ),
+    Mutant(
+        "a row is counted before it is placed",
+        DISPATCH_RECV,
+        """  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
+  if (nth == 0) place_words(a, r);
+  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+""",
+        """  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
+  if (nth == 0) place_words(a, r);
+""",
+        "a kernel that waits for a block reads rows that are not there",
+    ),
+    Mutant(
+        "a row counts twice",
+        HOOKS,
+        "hook_word_of(c, place), units);",
+        "hook_word_of(c, place), 2 * units);",
+        "a block is raised when half of its rows are there",
+    ),
+    Mutant(
+        "what is placed is counted without a release",
+        DEVICE,
+        "red.release.gpu.global.add.u32",
+        "red.relaxed.gpu.global.add.u32",
+        "the word overtakes the rows: they lie in other parts of the L2",
+    ),
+    Mutant(
+        "a bulk copy is counted while it is under way",
+        MANY_RECV,
+        """    bulk_await_stored<1>();
+    count(before_);
+    before_ = last_;
+""",
+        """    count(last_);
+""",
+        "a kernel that waits for a block of a large step reads rows that are not there",
+    ),
+    Mutant(
+        "a row is read before it is written",
+        READY,
+        "good = count >= a.ready.value;",
+        "good = true;",
+        "combine sends what expert_out had before",
+    ),
+    Mutant(
+        "rows that are written meanwhile come through the non-coherent path",
+        "src/cuda/sums.cuh",
+        "kFresh ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512)",
+        "load_input(row + begin + j * 512)",
+        "a cache that nobody invalidates answers with what expert_out had before",
     ),
 ]
 

@@ -118,6 +118,7 @@ def write_late(full: torch.Tensor, tail: tuple[torch.Tensor, torch.Tensor] | Non
     order = list(range(len(words)))
     r.shuffle(order)
     rows = out.view(-1, out.shape[-1]) if out.is_contiguous() else out
+    time.sleep(r.choice([0, 1e-3, 10e-3]))  # the combine may have begun, or not
     for word in order:
         part = slice(word * rows_of_word, (word + 1) * rows_of_word)
         for _ in range(value - 1):
@@ -134,7 +135,7 @@ def write_late(full: torch.Tensor, tail: tuple[torch.Tensor, torch.Tensor] | Non
             else:
                 late[part] = whole[part]
         words[word] += 1
-        time.sleep(r.choice([0, 0, 0, 200e-6]))
+        time.sleep(r.choice([0, 0, 200e-6, 3e-3]))
 
 
 class HookedRunner(Runner):
@@ -181,14 +182,13 @@ class HookedRunner(Runner):
             ready = d.ready if r.random() < 0.5 else torch.zeros(d.ready.shape, dtype=torch.int32)
             rows_of_word = d.x.shape[1] if self.case.layout == "padded" else pc.HOOK_ROWS
             seed = r.random()
-            producers.append(
-                Beside(lambda: write_late(full, tail, expert_out, ready, rows_of_word, value, random.Random(seed)))
-            )
+            producers.append(Beside(lambda: write_late(full, tail, expert_out, ready, rows_of_word, value, random.Random(seed))))
             return call(expert_out, d, **options, ready=ready, ready_value=value)
 
         # Rows that a kernel cannot read where they are would be copied before they are written: that is refused.
         step, on_gpu = self.steps[n], isinstance(self.a2a._steps.device, Cuda)
-        strided, step.strided[self.rank] = step.strided[self.rank], step.strided[self.rank] and self.case.layout != "padded" and not on_gpu
+        strided = step.strided[self.rank]
+        step.strided[self.rank] = strided and self.case.layout != "padded" and not on_gpu
         try:
             return super()._combine(late, n, d)
         finally:
@@ -199,7 +199,6 @@ class HookedRunner(Runner):
 
 def hooked(me: Any, case: Case) -> str:
     """All of a case with threads beside it, every result compared: the same bits as without."""
-    case = replace(case, steps=case.steps)
     try:
         with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
             digest = HookedRunner(me, case, a2a).run()
@@ -323,8 +322,9 @@ def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
 
 
 def spin(d: pc.Dispatched) -> None:
-    words = d.hooks.words.view(torch.int32).numpy() if d.hooks is not None else []
+    words, deadline = d.planned.view(torch.int32).numpy(), time.monotonic() + LONGEST
     while not words[0] < 0:
+        must(time.monotonic() < deadline, "the words of a dispatch that failed are not raised")
         time.sleep(BETWEEN_LOOKS)
 
 
@@ -399,16 +399,20 @@ def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
     from gpu_cases import gpu_of
 
     device, s, r = gpu_of(me), steps.streams, random.Random(f"replayed {case.seed}")
-    with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
+    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True) as a2a:
         main, other = s.new(), s.new()
         x = torch.zeros(case.max_tokens, case.hidden, dtype=torch.float32, device=device)
         ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)
+        # An eager step tells how large everything is. What the other stream works on is not made in the capture.
+        before = a2a.dispatch(x, ids, expert_groups=parts)
+        seen = [torch.empty(before.group(i).x.shape, dtype=x.dtype, device=device) for i in range(parts)]
+        counts = torch.empty(before.counts.shape, dtype=torch.int32, device=device)
+        out, ones = torch.empty(before.x.shape, device=device), torch.ones(before.ready.shape, dtype=torch.int32, device=device)
+        before.release()
+        s.settle()
         with s.capture(main) as captured:
             d = a2a.dispatch(x, ids, expert_groups=parts)
             groups = [d.group(i) for i in range(parts)]
-            seen = [torch.empty(group.x.shape, dtype=x.dtype, device=device) for group in groups]
-            counts = torch.empty(d.counts.shape, dtype=torch.int32, device=device)
-            out, ones = torch.empty(d.x.shape, device=device), torch.ones(d.ready.shape, dtype=torch.int32, device=device)
             with s.on(other):
                 for group, rows in zip(groups, seen, strict=True):
                     group.wait()
