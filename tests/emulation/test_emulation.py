@@ -305,6 +305,15 @@ def test_bulk_copies_of_any_bits(wire: str) -> None:
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1]
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_bulk_copies_among_replays(in_flight: int) -> None:
     with Crew(2, BULK) as crew:
