@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
     if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain, kReceived>(a, step, sums_own, s);
+    receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

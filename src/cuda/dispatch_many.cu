@@ -22,7 +22,7 @@ struct ManyMemory {
 
   constexpr explicit ManyMemory(const Config& c)
       : counts(4 * chunk_columns(c)),
-        places(2 * counts),
+        places(counts + counting_bytes(c)),
         workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
         bytes(workers + kWorkers * kWorkerBytes) {}
 };
@@ -131,7 +131,7 @@ Kernel kernel_of(const Config& c, bool given_scales) {
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
   return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         4 * chunk_columns(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+         counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 
 cudaError_t load_dispatch_many(const Config& c) {

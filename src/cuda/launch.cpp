@@ -154,7 +154,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const bool many = is_plain(a) && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
   a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  a.sums_own = is_plain(a) && a.send && a.recv && !a.release;
+  a.sums_own = is_plain(a) && (by_bulk || a.sent.vectors == kSentVectors) && a.send && a.recv && !a.release;
   here.follow(stream, a.send);
   check(by_bulk ? launch_combine_many(a, common_.combine_blocks, stream) : launch_combine(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {

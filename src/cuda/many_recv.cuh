@@ -55,7 +55,7 @@ class ManyReceiver {
     return receive_run(run.source, run.first, run.rows, part);
   }
 
-  __device__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
+  __device__ __noinline__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
     const std::uint32_t begin = (s_.rows_begin[source] + first) * k_.parts;
     for (std::uint32_t unit = begin; unit < begin + n * k_.parts; ++unit)
       if (!receive_part<true>(a_, step_, unit, s_, e_)) return false;

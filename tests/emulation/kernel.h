@@ -91,6 +91,7 @@ struct Copy {
   Thread* thread;                    // of a store
   unsigned group;
   std::vector<char> read;            // once it was read
+  unsigned rests = 0;                // turns that it lets pass
 };
 void copy(Copy copy);
 void await_groups(unsigned but, bool stored);
