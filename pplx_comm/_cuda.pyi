@@ -118,6 +118,12 @@ class Exchange:
         Whether the proxy raises its words in GPU memory.
         """
     @property
+    def bulk_combines(self) -> int:
+        ...
+    @property
+    def bulk_dispatches(self) -> int:
+        ...
+    @property
     def generation(self) -> int:
         ...
     @property

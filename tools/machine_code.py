@@ -96,7 +96,7 @@ MAY_WAIT = {
         MayWait("dispatch.cu", "find_open_step(a, step)", "a receive half votes on whether its step is open", apart=True),
     ),
     "combine_kernel": (
-        MayWait("combine.cu", "begin_combine(a, step, kCombineWarps, s)", "the block votes on whether its step is open, and on failures"),
+        MayWait("combine.cu", "begin_combine(a, step", "the block votes on whether its step is open, and on failures"),
         MayWait("combine.cu", "load_first_places<kPlain>(a, places)", "issued before what the vote waits for", along=True),
         MayWait("combine.cu", "load_token_row(a, ", "the same", along=True),
     ),

@@ -290,9 +290,16 @@ def test_bulk_copies_of_many_chunks() -> None:
     counts: list[list[list[int]]] = []
     with Crew(2, BULK) as crew:
         for number, (wire, dtype, hidden, tokens) in enumerate(
-            [("native", "bfloat16", 8192, 30), ("fp8", "bfloat16", 8192, 40), ("fp8_ue8m0", "float32", 2304, 70), ("mxfp8", "bfloat16", 64, 300)]
+            [
+                ("native", "bfloat16", 8192, 30),
+                ("fp8", "bfloat16", 8192, 40),
+                ("fp8_ue8m0", "float32", 2304, 70),
+                ("mxfp8", "bfloat16", 64, 300),
+            ]
         ):
-            case = Case(seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3)
+            case = Case(
+                seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3
+            )
             counts.append(crew.run("emulated:by_bulk", module(), case, timeout=200))
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 

@@ -312,7 +312,9 @@ def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
     return torch.cat([torch.arange(begin, begin + int(n)) for begin, n in zip(begins, d.counts, strict=False)])
 
 
-def both_devices(me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None) -> None:
+def both_devices(
+    me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None
+) -> None:
     """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for.
 
     tokens_of: how many tokens each step has; else max_tokens first, and then any number.
