@@ -65,7 +65,8 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
 }
 
 template <typename Mode>
-__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, char* memory, std::uint32_t* sums, std::uint32_t* counts) {
+__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
+                                          std::uint32_t* sums, std::uint32_t* counts) {
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
   if (is_planner()) claim_set(a, s.plan);
@@ -79,7 +80,7 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   if (is_planner()) {
     plan_chunks(a, s.plan, sums, counts);
   } else if (warp < senders) {
-    ManySender<Mode> sender(a, s.plan, s.rows_at, warp, senders, memory, s.loaded[warp]);
+    ManySender<Mode> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
     sender.send();
     return sender.parities();
   }
@@ -99,17 +100,17 @@ __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(a, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (a.send) {
     if (is_planner()) begin_plan(a, s.plan);
     __syncthreads();
     step = s.plan.step;
-    parities = send_many<Mode>(a, s, memory, words, words + chunk_columns(k.c));
+    parities = send_many<Mode>(a, s, experts, memory, words, words + chunk_columns(k.c));
   } else if (!find_open_step(a, step)) {
     return;
   }
   if (a.recv) {
-    const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
     if (warp == kWorkers + 1) count_rows(a, step, s.receive);
     if (warp == kWorkers + 2) place_rows<true>(a, step, s.receive, experts);
     if (is_worker()) ManyReceiver(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();

@@ -2,8 +2,8 @@
 // blocks share the work: a chunk's choices are counted by expert, and its rows by rank, by one warp for all, and what comes before a chunk
 // is a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does a planner that has
-// nothing more to plan, for peers want to hear of all. Chunks are sent in the order in
+// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner
+// once its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in
 // which planners, a warp of each thread block, claim them.
 #pragma once
 
@@ -308,6 +308,11 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   }
 }
 
+// Workers of this block may wait for peers, and they for the counts of all chunks.
+__device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, std::uint32_t* counts) {
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
+}
+
 // For a planner whose block has added up what comes before its first chunk. counts: shared memory of its own.
 __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
   const Common& k = a.common;
@@ -334,13 +339,12 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std:
     }
     __syncwarp();
     if (lane == 0) turns_arrive(s.planned + n % 2);
-    if (ends) break;
+    if (n == 0 && a.ids != nullptr) count_all(a, step, counts);
+    if (ends) return;
     summed = chunk + 1;
     if (lane == 0) chunk = atomicAdd(a.chunk_counts.next, 1u);
     chunk = __shfl_sync(~0u, chunk, 0);
   }
-  // This block may wait for peers next, who wait for the counts of all.
-  for (std::uint32_t first = 0; first < a.chunks && a.ids != nullptr; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
 }
 
 // The planner's first part: the step, the block's first chunk, and whether this launch may write.

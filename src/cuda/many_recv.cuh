@@ -27,7 +27,8 @@ class ManyReceiver {
   __device__ void receive() {
     s_.rows_known.wait();
     if (!s_.good) return;
-    const RowRuns runs(k_, s_.rows_begin, k_.living, kRowsOfRun);
+    const std::uint32_t sources = k_.living - (a_.send ? 1 : 0);  // senders have placed this rank's own rows
+    const RowRuns runs(k_, s_.rows_begin, sources, kRowsOfRun);
     const std::uint32_t units = runs.all() * parts_;
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {

@@ -1,8 +1,9 @@
 // What a worker of a dispatch of many tokens sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
 // asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
-// have arrival words, those of a few tokens behind one fence.
+// have arrival words, those of a few tokens behind one fence. Where this launch receives, too, rows of this rank go to their places at once.
 #pragma once
 
+#include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "many_plan.cuh"
 
@@ -67,10 +68,10 @@ struct UntoldRows {
 template <typename Mode>
 class ManySender {
  public:
-  // number: among the block's `senders`. memory: its own, kSenderBytes.
-  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, char* const* rows_at, std::uint32_t number, std::uint32_t senders, char* memory,
-                        std::uint64_t* loaded)
-      : a_(a), k_(a.common), plan_(plan), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
+  // number: among the block's `senders`. memory: its own, kSenderBytes. receive, experts: of the launch, if it receives.
+  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+                        std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
+      : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
         bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
   __device__ void send() {
@@ -138,17 +139,20 @@ class ManySender {
       entry = chunk.row[at];
     }
     t.rank = t.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(t.id));
-    char* const row = entry == kNone ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
+    const bool is_own = a_.recv && entry != kNone && entry >> 20 == k_.c.rank;
+    char* const row = entry == kNone || is_own ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
+    const OwnRow mine = own_row(t, own, entry, __ballot_sync(~0u, is_own));
     for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
       while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
       }
       await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
-      send_tile(row, at);
+      send_tile(row, mine, at);
       ++used_;
     }
     const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
     write_routes(own, t, entry, row, rows);
-    if (a_.scales != nullptr) write_scales(own, row, rows);
+    if (a_.scales != nullptr) write_scales(own, row, rows, mine);
+    if (mine.is) place_words(a_, mine.row);
     if (a_.ids != nullptr) keep(own, t, entry);
     untold_.add(row);
     if (untold_.tokens <= kTokensToldTogether) return;
@@ -156,12 +160,49 @@ class ManySender {
     untold_.tell(k_, plan_.step, 1);
   }
 
-  // Each lane with a row stores to it.
-  __device__ void send_tile(char* row, std::uint32_t at) {
+  // A token's row that stays here, and the lanes whose places get a copy of it.
+  struct OwnRow {
+    ArrivedRow row;
+    bool is = false;
+    std::uint32_t copies = 0;
+    char *to = nullptr, *scales = nullptr;  // of this lane's copy
+  };
+
+  // It has a route as all rows have. Where it goes is known when all ranks' counts have come, soon after the launch has begun.
+  __device__ OwnRow own_row(const PlannedToken<true>& t, std::uint32_t own, std::uint32_t entry, std::uint32_t lanes) {
+    OwnRow mine;
+    if (lanes == 0) return mine;
+    receive_.rows_known.wait();
+    receive_.placed.wait();
+    if (!receive_.good || !receive_.placed_all) return mine;
+    mine.row.source = k_.c.rank;
+    mine.row.at = receive_.rows_begin[k_.c.rank] + (__shfl_sync(~0u, entry, __ffs(static_cast<int>(lanes)) - 1) & 0xfffffu);
+    const bool here = t.id >= 0 && t.rank == k_.c.rank;
+    const std::uint32_t place = here ? route_place(static_cast<std::uint32_t>(t.id) - first_expert_of(k_, k_.c.rank), t.index) : kNowhere;
+    mine.is = read_route(a_, plan_.step, make_uint4(place, __float_as_uint(t.weight), own, 0), experts_, mine.row);
+    if (!mine.is) return mine;
+    mine.copies = copies_of(k_, mine.row);
+    if ((mine.copies >> threadIdx.x % 32 & 1) == 0) return mine;
+    mine.to = a_.out.x + std::uint64_t{mine.row.place} * k_.payload_bytes;
+    if (quantised(k_.c.wire)) mine.scales = scale_place(a_, mine.row.place, mine.row.expert);
+    return mine;
+  }
+
+  // Sixteen bytes of scales, of which the row's have `nth` before them, to each copy of an own row. Each lane may have some.
+  __device__ void place_own_scales(const OwnRow& mine, bool has, const uint4& piece, std::uint32_t nth) const {
+    for (std::uint32_t copies = mine.copies; copies != 0; copies &= copies - 1) {
+      char* const to = of_lane(mine.scales, __ffs(static_cast<int>(copies)) - 1);
+      if (has) place_scale(a_, to, piece, nth);
+    }
+  }
+
+  // Each lane with a row, or a copy of the own one, stores to it.
+  __device__ void send_tile(char* row, const OwnRow& mine, std::uint32_t at) {
     const std::uint32_t bytes = min(bytes_ - at, kTileBytes);
     linger(k_, at);
     if constexpr (!Tile<Mode>::kQuantises) {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
+      if (mine.to != nullptr) bulk_store(mine.to + at, in(used_), bytes);
       bulk_end_group();
       bulk_await_read<1>();  // the tile before this one: its place is asked for next
       __syncwarp();
@@ -190,19 +231,27 @@ class ManySender {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);
         bulk_store(row + k_.dispatch.scales_at + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
       }
+      if (mine.to != nullptr) {
+        bulk_store(mine.to + first, to, elements);
+        if (k_.scales_in_pieces) bulk_store(mine.scales + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
+      }
       bulk_end_group();
+      if (k_.scales_in_pieces) return;
+      const bool has = lane * 512 < elements;
+      place_own_scales(mine, has, has ? *reinterpret_cast<const uint4*>(to + Q::kElements + 16 * lane) : make_uint4(0, 0, 0, 0), first / 512 + lane);
     }
   }
 
   __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
     for (std::uint32_t i = 0; i < rows; ++i) {
-      char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
+      char* const to = of_lane(row, static_cast<int>(i));
+      if (to == nullptr) continue;
       write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
     }
   }
 
   // Those that the caller gave.
-  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
+  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows, const OwnRow& mine) const {
     const std::uint32_t words = scale_words(k_.c);
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
@@ -210,10 +259,12 @@ class ManySender {
 #pragma unroll
       for (std::uint32_t j = 0; j < 4; ++j)
         if (4 * at + j < words) word[j] = given_scales(a_, own, 4 * at + j);
+      const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
       for (std::uint32_t i = 0; i < rows; ++i) {
-        char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
-        if (at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, make_uint4(word[0], word[1], word[2], word[3]));
+        char* const to = of_lane(row, static_cast<int>(i));
+        if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);
       }
+      place_own_scales(mine, at < k_.scale_pieces, piece, at);
     }
   }
 
@@ -242,6 +293,8 @@ class ManySender {
   const DispatchArguments& a_;
   const Common& k_;
   ManyPlan& plan_;
+  ReceiveShared& receive_;
+  const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   const std::uint32_t number_, senders_;
   char* const memory_;
