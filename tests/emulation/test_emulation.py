@@ -312,12 +312,20 @@ def test_bulk_copies_of_any_bits(wire: str) -> None:
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
+def test_long_rows_of_many_from_ranks_with_few() -> None:
+    """A rank with few tokens returns rows with arrival words, too, when it got many."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
+        for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
+            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=4608, max_tokens=24, crowd=crowd, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
     """As on the CPU device, in the same memory."""
     with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
-        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1]
+        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
         crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
 
 
