@@ -72,9 +72,12 @@ BOUNDS: dict[str, Sizes] = {
     "dispatch_many_kernel<Quantised<2> >": Sizes(210944, 128, 224, 16, 16),
     "dispatch_many_kernel<Quantised<4> >": Sizes(209920, 128, 224, 16, 16),
     "dispatch_many_kernel<AsIs>": Sizes(201728, 128, 240, 24, 24),
-    "combine_many_kernel<Float32>": Sizes(97280, 138, 112, 0, 0),
-    "combine_many_kernel<Float16>": Sizes(110592, 168, 112, 0, 0),
-    "combine_many_kernel<BFloat16>": Sizes(110592, 168, 112, 0, 0),
+    "combine_many_kernel<Float32, true>": Sizes(97280, 138, 112, 0, 0),
+    "combine_many_kernel<Float16, true>": Sizes(110592, 168, 112, 0, 0),
+    "combine_many_kernel<BFloat16, true>": Sizes(110592, 168, 112, 0, 0),
+    "combine_many_kernel<Float32, false>": Sizes(135168, 122, 144, 0, 0),
+    "combine_many_kernel<Float16, false>": Sizes(147456, 168, 144, 0, 0),
+    "combine_many_kernel<BFloat16, false>": Sizes(147456, 168, 144, 0, 0),
 }
 
 

@@ -150,7 +150,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
   a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
   const ReceivedStrips long_strips(common_.row_bytes, kReceivedVectorsOfMany);
-  const bool by_bulk = is_plain(a) && !a.release && a.own >= common_.word_rows;
+  const bool by_bulk = !a.release && a.own >= common_.word_rows;
   const bool many = is_plain(a) && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
   a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;

@@ -89,7 +89,8 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
   return inputs;
 }
 
-template <typename T>
+// kPlain: no tails, and no weights of combine's own.
+template <typename T, bool kPlain>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -100,8 +101,9 @@ class ManyCombiner {
       : a_(a), k_(a.common), step_(step), s_(s), out_(memory + kSumTiles * kSumTileBytes), tiles_(memory, loaded),
         sums_own_(a.sums_own) {}
 
-  // The block's own share of the runs of rows, and for the first warp those that nobody has begun.
-  __device__ void send() {
+  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  __device__ void send(std::uint32_t senders) {
+    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), kRowsOfSentRun);
     std::uint32_t nth = 0;
     s_.claimed.wait();
@@ -135,12 +137,18 @@ class ManyCombiner {
     const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
     char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
     Places places;
-    places.load<true>(a_, s_.rows_begin[run.source] + run.first);
+    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       places.check(a_);
+      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
       const Inputs inputs = inputs_of(a_, places);
-      if (i + 1 < run.rows) places.load<true>(a_, s_.rows_begin[run.source] + run.first + i + 1);
-      send_row(inputs, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);
+      char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
+      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      send_row(inputs, row, by_word);
+      if (kPlain || !a_.has_tail || by_word) continue;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
     }
     if (!by_word) return;
     tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
@@ -222,7 +230,7 @@ class ManyCombiner {
     if (__any_sync(~0u, entry != kNone && !is_own && !by_word)) return receive_strips(token, entry);
     const std::uint32_t own = __ballot_sync(~0u, is_own);
     Places places;
-    if (own != 0) {
+    if (kPlain && own != 0) {
       const std::uint32_t number = __shfl_sync(~0u, entry, __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
       places.load<true>(a_, s_.rows_begin[k_.c.rank] + number);
       places.check(a_);
@@ -235,7 +243,7 @@ class ManyCombiner {
     add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
     if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
     note(k_, Stage::Added);
-    return true;
+    return kPlain || !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
   // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
@@ -286,7 +294,7 @@ class ManyCombiner {
   __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
     const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
     for (std::uint32_t i = 0; i < strips; ++i)
-      if (!receive_strip<T, false, true, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
+      if (!receive_strip<T, false, kPlain, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
     return true;
   }
 
