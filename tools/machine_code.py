@@ -3,8 +3,8 @@
 Compiles the kernels of src/cuda for sm_90a, with the options of cmake/cuda.cmake and the compiler of
 tools/cuda_compiler.txt, and disassembles them. No GPU is needed, nor a CUDA toolkit. The rules are tables in this file:
 
-  loads   In plain kernels no load from global memory, and no atomic operation that returns something, is waited for before the
-          thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
+  loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
+          before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
   sizes   Code, registers, stack and spills are at most what BOUNDS says.
 
 What is waited for is told by the scoreboards: hardware waits for a load at the next instruction whose mask has the scoreboard that
@@ -177,7 +177,7 @@ class Kernel:
 
     @property
     def is_plain(self) -> bool:
-        return ", true" in self.name
+        return ", true" in self.name and "_many_" not in self.name
 
 
 def readable(demangled: str) -> str:
