@@ -181,7 +181,8 @@ class Arguments:
             error = str(reason)
         return Request(
             config, self._compared(config, where, settings, error), self.transport,
-            self.provider or settings.provider, self.node_size, 100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
+            self.provider or settings.provider, self.node_size,
+            100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
             num_sms=self.num_sms or 0, placement=self.placement or settings.placement, settings=settings,
         )  # fmt: skip
 
