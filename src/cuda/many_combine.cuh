@@ -104,7 +104,8 @@ class ManyCombiner {
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
   __device__ void send(std::uint32_t senders) {
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
-    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), kRowsOfSentRun);
+    const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), together);
     std::uint32_t nth = 0;
     s_.claimed.wait();
     while (s_.mine) {

@@ -31,12 +31,12 @@ inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut 
 
 // Rows whose peers have yet to be told.
 struct UntoldRows {
-  char* row[kTokensToldTogether + 1];  // of this lane's rank, by token, or null
+  char* row[kMostToldTogether + 1];  // of this lane's rank, by token, or null
   std::uint32_t tokens = 0;
 
   __device__ void add(char* its_row) {
 #pragma unroll
-    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i)
+    for (std::uint32_t i = 0; i <= kMostToldTogether; ++i)
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
@@ -45,7 +45,7 @@ struct UntoldRows {
     __syncwarp();
     __threadfence_system();
 #pragma unroll
-    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i) {
+    for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
       linger(k, std::uint64_t{step} << 32 | i);
       store_relaxed(row[i] + k.dispatch.arrival_at, arrival_word(k.generation, step));
@@ -59,7 +59,7 @@ struct UntoldRows {
   // The last one becomes the first.
   __device__ void add_first(std::uint32_t last) {
 #pragma unroll
-    for (std::uint32_t i = 1; i <= kTokensToldTogether; ++i)
+    for (std::uint32_t i = 1; i <= kMostToldTogether; ++i)
       if (i == last) row[0] = row[i];
   }
 };
@@ -72,7 +72,7 @@ class ManySender {
   __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                         std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
-        bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
+        together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
   __device__ void send() {
     for (std::uint32_t n = 0;; ++n) {
@@ -155,7 +155,7 @@ class ManySender {
     if (mine.is) place_words(a_, mine.row);
     if (a_.ids != nullptr) keep(own, t, entry);
     untold_.add(row);
-    if (untold_.tokens <= kTokensToldTogether) return;
+    if (untold_.tokens <= together_) return;
     await_earlier_tokens();
     untold_.tell(k_, plan_.step, 1);
   }
@@ -299,6 +299,7 @@ class ManySender {
   const std::uint32_t number_, senders_;
   char* const memory_;
   std::uint64_t* const loaded_;
+  const std::uint32_t together_;  // tokens that are told of together
   const std::uint32_t bytes_;  // of a token
   std::uint32_t asked_ = 0, used_ = 0;  // tiles
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
