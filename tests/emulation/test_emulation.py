@@ -281,8 +281,11 @@ def test_bulk_copies(world: int, least: int) -> None:
 def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""
     with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
-        for number in range(4):
+        for number in range(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
+        for tokens in (3, 60):
+            case = Case(seed() + tokens, 2, num_experts=8, top_k=2, hidden=64, max_tokens=tokens, crowd="full", steps=6)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
 def test_bulk_copies_of_many_chunks() -> None:
