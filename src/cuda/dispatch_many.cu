@@ -51,6 +51,7 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
     for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
   if (threadIdx.x % 32 == 0 && is_planner())
     for (std::uint32_t i = 0; i < 2; ++i) {
+      turns_init(s.plan.known + i, 1);
       turns_init(s.plan.planned + i, 1);
       turns_init(s.plan.used + i, a.recv ? kSendingWorkers : kWorkers);
     }
@@ -71,16 +72,24 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
   if (is_planner()) claim_set(a, s.plan);
   if (!is_planner() && !is_worker()) return 0;
+  // Tiles come while chunks are counted, where there is room for both.
+  ManySender<Mode> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp % kWorkers]);
+  const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
+  if (room && warp < senders) sender.ask_early();
   s.plan.claimed.wait();
-  if (!s.plan.taken) return 0;
-  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(memory));
+  if (!s.plan.taken) {
+    if (warp < senders) sender.drop();
+    return sender.parities();
+  }
+  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
+  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(counting));
   if (threadIdx.x < k.c.world)
     s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+  fence_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
   if (is_planner()) {
     plan_chunks(a, s.plan, sums, counts);
   } else if (warp < senders) {
-    ManySender<Mode> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
     sender.send();
     return sender.parities();
   }

@@ -16,11 +16,15 @@ namespace pplx::cuda {
 
 // A chunk whose tokens have their places, for the workers that send them.
 struct PlannedChunk {
-  std::uint32_t first, tokens;  // no tokens: there is no other chunk
   std::int32_t id[kMostChoicesOfChunk];
   std::uint32_t index[kMostChoicesOfChunk];  // as in PlanView
   std::uint32_t row[kMostChoicesOfChunk];  // token_rows, as there
   float weight[kMostChoicesOfChunk];
+};
+
+// Whose tokens they are is known before their places: they are asked for at once.
+struct ChunkBounds {
+  std::uint32_t first, tokens;  // no tokens: there is no other chunk
 };
 
 struct ManyPlan {
@@ -29,7 +33,8 @@ struct ManyPlan {
   std::uint32_t first_chunk;  // that this thread block sends
   bool taken;  // the set's memory is this step's
   Gate claimed;  // taken
-  std::uint64_t planned[2], used[2];  // turns of the chunks
+  std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
+  ChunkBounds bounds[2];
   PlannedChunk chunks[2];
 };
 
@@ -282,10 +287,6 @@ __device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& p
 __device__ inline void place_chunk(const DispatchArguments& a, std::uint32_t number, const LoadedChunk& loaded, std::uint32_t* sums,
                                    std::int32_t* ids, PlannedChunk& chunk) {
   const ChunkPass pass(a, number);
-  if (threadIdx.x % 32 == 0) {
-    chunk.first = pass.first;
-    chunk.tokens = pass.tokens;
-  }
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {
     if (!pass.has(a, i)) continue;
@@ -313,6 +314,13 @@ __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step,
   for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
 }
 
+// By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
+__device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
+  const std::uint32_t first = chunk * a.tokens_per_chunk;
+  s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
+  turns_arrive(s.known + n % 2);
+}
+
 // For a planner whose block has added up what comes before its first chunk. counts: shared memory of its own.
 __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
   const Common& k = a.common;
@@ -324,12 +332,9 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std:
     if (!ends) loaded.load(a, chunk);
     if (!ends && a.ids != nullptr) sum_chunks(a, step, summed, chunk, 1, sums, counts);
     if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
-    PlannedChunk& planned = s.chunks[n % 2];
-    if (ends) {
-      if (lane == 0) planned.tokens = 0;
-    } else {
-      place_chunk(a, chunk, loaded, sums, reinterpret_cast<std::int32_t*>(counts + chunk_columns(k.c)), planned);
-    }
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, chunk);
+    auto* const ids = reinterpret_cast<std::int32_t*>(counts + chunk_columns(k.c));
+    if (!ends) place_chunk(a, chunk, loaded, sums, ids, s.chunks[n % 2]);
     if (chunk == 0) {
       if (lane == 0) {
         *a.received.step = step;  // the step's other phases read it there
@@ -344,6 +349,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std:
     summed = chunk + 1;
     if (lane == 0) chunk = atomicAdd(a.chunk_counts.next, 1u);
     chunk = __shfl_sync(~0u, chunk, 0);
+    if (n == 0 && lane == 0) tell_bounds(a, s, 1, chunk);
   }
 }
 
@@ -360,6 +366,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   if (lane != 0) return;
   s.step = step_of(word);
   s.first_chunk = first;
+  tell_bounds(a, s, 0, first);
   pass_step(k);
 }
 

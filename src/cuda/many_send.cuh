@@ -74,12 +74,22 @@ class ManySender {
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
         together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
+  // Asks for the first tiles, before anything is planned.
+  __device__ void ask_early() {
+    while (asked_ < Tile<Mode>::kAhead && ask()) {
+    }
+  }
+  // In place of send(): what was asked for comes to memory that is used again.
+  __device__ void drop() {
+    for (; used_ < asked_; ++used_) await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
+  }
+
   __device__ void send() {
     for (std::uint32_t n = 0;; ++n) {
       await_turn(plan_.planned + n % 2, n / 2);
       const PlannedChunk& chunk = plan_.chunks[n % 2];
-      const std::uint32_t tokens = chunk.tokens;
-      for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, token);
+      const std::uint32_t first = plan_.bounds[n % 2].first, tokens = plan_.bounds[n % 2].tokens;
+      for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, first, token);
       __syncwarp();
       if (tokens == 0) break;
       if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
@@ -102,14 +112,14 @@ class ManySender {
   __device__ bool ask() {
     for (;;) {
       if (!knows_) {
-        if (!__all_sync(~0u, turn_is_over(plan_.planned + chunk_ % 2, chunk_ / 2 & 1))) return false;
+        if (!__all_sync(~0u, turn_is_over(plan_.known + chunk_ % 2, chunk_ / 2 & 1))) return false;
         knows_ = true;
         token_ = number_;
         at_ = 0;
       }
-      const PlannedChunk& chunk = plan_.chunks[chunk_ % 2];
-      if (chunk.tokens == 0) return false;
-      if (token_ < chunk.tokens) break;
+      const std::uint32_t tokens = plan_.bounds[chunk_ % 2].tokens;
+      if (tokens == 0) return false;
+      if (token_ < tokens) break;
       knows_ = false;
       ++chunk_;
     }
@@ -117,7 +127,7 @@ class ManySender {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
       turns_expect(turns, bytes);
-      bulk_load(in(asked_), a_.x + (plan_.chunks[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
+      bulk_load(in(asked_), a_.x + (plan_.bounds[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
     }
     ++asked_;
     at_ += kTileBytes;
@@ -127,8 +137,9 @@ class ManySender {
     return true;
   }
 
-  __device__ void send_token(const PlannedChunk& chunk, std::uint32_t token) {
-    const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = chunk.first + token;
+  // The nth of the chunk that begins with token `first`.
+  __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
     PlannedToken<true> t;
     std::uint32_t entry = kNone;
     if (lane < top_k) {
