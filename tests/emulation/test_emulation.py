@@ -316,10 +316,10 @@ def test_bulk_copies_of_any_bits(wire: str) -> None:
 
 
 def test_long_rows_of_many_from_ranks_with_few() -> None:
-    """A rank with few tokens returns rows with arrival words, too, when it got many."""
+    """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
     with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
         for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
-            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=4608, max_tokens=24, crowd=crowd, steps=4)
+            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
