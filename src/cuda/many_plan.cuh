@@ -2,9 +2,9 @@
 // blocks share the work: a chunk's choices are counted by expert, and its rows by rank, by one warp for all, and what comes before a chunk
 // is a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner
-// once its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in
-// which planners, a warp of each thread block, claim them.
+// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
+// its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in which planners, a warp of each thread block,
+// claim them.
 #pragma once
 
 #include "claims.cuh"
