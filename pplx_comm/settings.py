@@ -179,7 +179,8 @@ class Settings:
     )  # fmt: skip
     bulk_tokens: int = _variable(
         "PPLX_COMM_BULK_TOKENS", _whole(1), "a positive integer",
-        "Inside a node, dispatches of at least so many tokens go by bulk copies", value=0, default="as tuned for GPU and shape",
+        "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
+        default="768",
     )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",

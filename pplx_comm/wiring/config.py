@@ -181,7 +181,8 @@ class Arguments:
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
-            config, self._compared(config, where, error), self.transport, self.provider or settings.provider, self.node_size,
+            config, self._compared(config, where, settings, error), self.transport,
+            self.provider or settings.provider, self.node_size,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
         )  # fmt: skip
@@ -213,7 +214,7 @@ class Arguments:
         if self.num_sms is not None:
             integer("num_sms", self.num_sms, 1, 1 << 20)
 
-    def _compared(self, config: _core.Config, where: torch.device, error: str | None) -> dict[str, Any]:
+    def _compared(self, config: _core.Config, where: torch.device, settings: Settings, error: str | None) -> dict[str, Any]:
         """What must be equal on all ranks, as JSON carries it."""
         wire = repr(self.wire) if error and not isinstance(self.wire, Wire) else Wire.of(self.wire).value
         compared = {
@@ -222,7 +223,7 @@ class Arguments:
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
             "node_size": self.node_size,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes, "timeout": self.timeout,
-            "scale_layout": self.scale_layout, "first_step": config.first_step,
+            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
         }  # fmt: skip
         return {
             name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()

@@ -56,7 +56,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     }
   }
   if (a.recv) {
-    receive_combine<T, kPlain, kReceived>(a, step, sums_own, s);
+    receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

@@ -271,7 +271,7 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
 }
 
 // For each warp. sums_own: this rank's rows of its own tokens were not sent.
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kPlain, bool kSumsOwn, int kVectors>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, bool sums_own, CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && k.remote != 0) receive_remote_headers(a, step);
@@ -280,7 +280,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     return;
   }
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
-  const std::uint32_t own_rows = sums_own ? s.rows_begin[k.c.rank] : kNone;
+  const std::uint32_t own_rows = kSumsOwn && sums_own ? s.rows_begin[k.c.rank] : kNone;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {

@@ -335,10 +335,11 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
 }
 
 // Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
-static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step) {
+// By `warps` warps of the block, of which this is number `warp`.
+static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t warp, std::uint32_t warps) {
   const Common& k = a.common;
   const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
-  for (std::uint32_t i = threadIdx.x / 32; i < all; i += kCombineWarps) {
+  for (std::uint32_t i = warp; i < all; i += warps) {
     bool mine = false;
     if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
     if (!__any_sync(~0u, mine)) continue;
@@ -375,7 +376,7 @@ template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {
   const Common& k = a.common;
-  if (!kPlain && a.uses_weights) send_all_weights(a, step);
+  if (!kPlain && a.uses_weights) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small;
 #pragma unroll 1

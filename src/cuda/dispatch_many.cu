@@ -22,7 +22,7 @@ struct ManyMemory {
 
   constexpr explicit ManyMemory(const Config& c)
       : counts(4 * chunk_columns(c)),
-        places(2 * counts),
+        places(counts + counting_bytes(c)),
         workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
         bytes(workers + kWorkers * kWorkerBytes) {}
 };
@@ -51,6 +51,7 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
     for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
   if (threadIdx.x % 32 == 0 && is_planner())
     for (std::uint32_t i = 0; i < 2; ++i) {
+      turns_init(s.plan.known + i, 1);
       turns_init(s.plan.planned + i, 1);
       turns_init(s.plan.used + i, a.recv ? kSendingWorkers : kWorkers);
     }
@@ -64,22 +65,31 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
   sum_chunks(a, s.step, worker, min(s.first_chunk, a.chunks), kWorkers, sums, counts);
 }
 
-template <typename Mode>
-__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, char* memory, std::uint32_t* sums, std::uint32_t* counts) {
+template <typename Mode, bool kHooks>
+__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
+                                          std::uint32_t* sums, std::uint32_t* counts) {
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
   if (is_planner()) claim_set(a, s.plan);
   if (!is_planner() && !is_worker()) return 0;
+  // Tiles come while chunks are counted, where there is room for both.
+  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp % kWorkers]);
+  const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
+  if (room && warp < senders) sender.ask_early();
   s.plan.claimed.wait();
-  if (!s.plan.taken) return 0;
-  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(memory));
+  if (!s.plan.taken) {
+    if (warp < senders) sender.drop();
+    return sender.parities();
+  }
+  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
+  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(counting));
   if (threadIdx.x < k.c.world)
     s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+  fence_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
   if (is_planner()) {
     plan_chunks(a, s.plan, sums, counts);
   } else if (warp < senders) {
-    ManySender<Mode> sender(a, s.plan, s.rows_at, warp, senders, memory, s.loaded[warp]);
     sender.send();
     return sender.parities();
   }
@@ -100,18 +110,18 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(a, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (a.send) {
     if (is_planner()) begin_plan(a, s.plan);
     __syncthreads();
     step = s.plan.step;
-    parities = send_many<Mode>(a, s, memory, words, words + chunk_columns(k.c));
+    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, words + chunk_columns(k.c));
   } else if (!find_open_step(a, step)) {
     if (kHooks) raise_after_failure(a);
     return;
   }
   if (a.recv) {
-    const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
     if (warp == kWorkers + 1) count_rows(a, step, s.receive);
     if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
     if (is_worker()) ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
@@ -147,7 +157,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
   return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         4 * chunk_columns(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+         counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }

@@ -90,8 +90,8 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
   return inputs;
 }
 
-// kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kReady>
+// kPlain: no tails, and no weights of combine's own. kReady: rows are read when the caller's kernel says that they are written.
+template <typename T, bool kPlain, bool kReady>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -102,9 +102,11 @@ class ManyCombiner {
       : a_(a), k_(a.common), step_(step), s_(s), out_(memory + kSumTiles * kSumTileBytes), tiles_(memory, loaded),
         sums_own_(a.sums_own) {}
 
-  // The block's own share of the runs of rows, and for the first warp those that nobody has begun.
-  __device__ void send() {
-    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), kRowsOfSentRun);
+  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  __device__ void send(std::uint32_t senders) {
+    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), together);
     if constexpr (kReady) {
       send_when_ready(runs);
       return;
@@ -165,7 +167,7 @@ class ManyCombiner {
   __device__ bool send_written_run(const RowRun& run, RowsWait& rows) {
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       Places places;
-      places.load<true>(a_, s_.rows_begin[run.source] + run.first + i);
+      places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i);
       places.check(a_);
       if (!rows.are_written(a_, places)) return false;
     }
@@ -179,12 +181,18 @@ class ManyCombiner {
     const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
     char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
     Places places;
-    places.load<true>(a_, s_.rows_begin[run.source] + run.first);
+    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       places.check(a_);
+      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
       const Inputs inputs = inputs_of(a_, places);
-      if (i + 1 < run.rows) places.load<true>(a_, s_.rows_begin[run.source] + run.first + i + 1);
-      send_row(inputs, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);
+      char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
+      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      send_row(inputs, row, by_word);
+      if (kPlain || !a_.has_tail || by_word) continue;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
     }
     if (!by_word) return;
     tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
@@ -266,7 +274,7 @@ class ManyCombiner {
     if (__any_sync(~0u, entry != kNone && !is_own && !by_word)) return receive_strips(token, entry);
     const std::uint32_t own = __ballot_sync(~0u, is_own);
     Places places;
-    if (own != 0) {
+    if (kPlain && own != 0) {
       const std::uint32_t number = __shfl_sync(~0u, entry, __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
       places.load<true>(a_, s_.rows_begin[k_.c.rank] + number);
       places.check(a_);
@@ -279,7 +287,7 @@ class ManyCombiner {
     add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
     if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
     note(k_, Stage::Added);
-    return true;
+    return kPlain || !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
   // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
@@ -330,7 +338,7 @@ class ManyCombiner {
   __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
     const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
     for (std::uint32_t i = 0; i < strips; ++i)
-      if (!receive_strip<T, false, true, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
+      if (!receive_strip<T, false, kPlain, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
     return true;
   }
 

@@ -2,9 +2,9 @@
 // blocks share the work: a chunk's choices are counted by expert, and its rows by rank, by one warp for all, and what comes before a chunk
 // is a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does a planner that has
-// nothing more to plan, for peers want to hear of all. Chunks are sent in the order in
-// which planners, a warp of each thread block, claim them.
+// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
+// its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in which planners, a warp of each thread block,
+// claim them.
 #pragma once
 
 #include "claims.cuh"
@@ -16,11 +16,15 @@ namespace pplx::cuda {
 
 // A chunk whose tokens have their places, for the workers that send them.
 struct PlannedChunk {
-  std::uint32_t first, tokens;  // no tokens: there is no other chunk
   std::int32_t id[kMostChoicesOfChunk];
   std::uint32_t index[kMostChoicesOfChunk];  // as in PlanView
   std::uint32_t row[kMostChoicesOfChunk];  // token_rows, as there
   float weight[kMostChoicesOfChunk];
+};
+
+// Whose tokens they are is known before their places: they are asked for at once.
+struct ChunkBounds {
+  std::uint32_t first, tokens;  // no tokens: there is no other chunk
 };
 
 struct ManyPlan {
@@ -29,7 +33,8 @@ struct ManyPlan {
   std::uint32_t first_chunk;  // that this thread block sends
   bool taken;  // the set's memory is this step's
   Gate claimed;  // taken
-  std::uint64_t planned[2], used[2];  // turns of the chunks
+  std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
+  ChunkBounds bounds[2];
   PlannedChunk chunks[2];
 };
 
@@ -57,6 +62,7 @@ struct ChunkPass {
   __device__ std::uint32_t at(const DispatchArguments& a, std::uint32_t nth) const {
     return (nth * at_once + token) * a.common.c.top_k + choice;
   }
+  // Of all passes at once.
   __device__ void load_ids(const DispatchArguments& a, RawId (&ids)[kMost]) const {
 #pragma unroll
     for (std::uint32_t i = 0; i < kMost; ++i) {
@@ -64,7 +70,17 @@ struct ChunkPass {
       if (has(a, i)) ids[i] = load_raw_id(a, std::uint64_t{first} * a.common.c.top_k + at(a, i));
     }
   }
+  // To shared memory, where a loop that is not unrolled finds them: of each pass, 32.
+  __device__ void keep_ids(const DispatchArguments& a, const RawId (&ids)[kMost], bool report, std::int32_t* kept) const {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kMost; ++i) {
+      if (report && has(a, i) && is_bad(a, ids[i])) a.common.report->notices.bad_ids = 1;
+      kept[32 * i + threadIdx.x % 32] = valid_id<false>(a, ids[i]);
+    }
+  }
 };
+// What a warp counts a chunk in: its columns, and ids.
+constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + kMostChoicesOfChunk); }
 
 // Of equal keys of a warp, those of lower lanes. A lane without a key has none.
 __device__ inline std::uint32_t same_before(bool has_key, std::uint32_t key, std::uint32_t& same) {
@@ -105,20 +121,20 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   note(k, Stage::Counted);
 }
 
-// By one warp. counts: shared memory of its own for a chunk's columns.
+// By one warp. counts: shared memory of its own, counting_bytes().
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t chunk, std::uint32_t* counts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
   const ChunkPass pass(a, chunk);
   RawId ids[ChunkPass::kMost];
   pass.load_ids(a, ids);
+  auto* const kept = reinterpret_cast<std::int32_t*>(counts + columns);
+  pass.keep_ids(a, ids, true, kept);
   for (std::uint32_t i = lane; i < columns; i += 32) counts[i] = 0;
   __syncwarp();
-#pragma unroll
-  for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {
-    if (i * pass.at_once >= pass.tokens) break;
-    if (pass.has(a, i) && is_bad(a, ids[i])) k.report->notices.bad_ids = 1;
-    const std::int32_t id = valid_id<false>(a, ids[i]);
+#pragma unroll 1
+  for (std::uint32_t i = 0; i * pass.at_once < pass.tokens; ++i) {
+    const std::int32_t id = kept[32 * i + lane];
     const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
     std::uint32_t same;
     const bool again = same_before(id >= 0, rank << 16 | pass.token, same) != 0;
@@ -178,7 +194,7 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
 }
 
 // By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
-__device__ inline void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
+static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                   std::uint32_t stride, std::uint32_t* sums, std::uint32_t* counts) {
   constexpr std::uint32_t kAtOnce = 8;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(a.common.c), pieces = columns / 8;
@@ -242,11 +258,10 @@ struct LoadedChunk {
 };
 
 // Which choices of a pass come before which, of an expert and of a rank: `sums` has what comes before the pass, and then after it.
-__device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& pass, std::uint32_t nth, const LoadedChunk& loaded,
-                                  const RawId& raw, std::uint32_t* sums, PlannedChunk& chunk) {
+__device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& pass, std::uint32_t nth, std::int32_t id, std::uint32_t* sums,
+                                  PlannedChunk& chunk) {
   const Common& k = a.common;
   const bool has = pass.has(a, nth);
-  const std::int32_t id = has ? valid_id<false>(a, raw) : -1;
   const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
   std::uint32_t same, same_row, same_rank;
   const std::uint32_t before = same_before(id >= 0, static_cast<std::uint32_t>(id), same);
@@ -268,32 +283,42 @@ __device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& p
   if (new_row) chunk.row[of_token + __popcll(ranks & ((1ull << rank) - 1))] = rank << 20 | row;
 }
 
+// ids: shared memory of its own for a chunk's.
 __device__ inline void place_chunk(const DispatchArguments& a, std::uint32_t number, const LoadedChunk& loaded, std::uint32_t* sums,
-                                   PlannedChunk& chunk) {
+                                   std::int32_t* ids, PlannedChunk& chunk) {
   const ChunkPass pass(a, number);
-  if (threadIdx.x % 32 == 0) {
-    chunk.first = pass.first;
-    chunk.tokens = pass.tokens;
-  }
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {
-    if (i * pass.at_once >= pass.tokens) break;
-    const bool has = pass.has(a, i);
+    if (!pass.has(a, i)) continue;
     const std::uint32_t at = pass.at(a, i);
-    if (a.ids != nullptr) {
-      place_pass(a, pass, i, loaded, loaded.ids[i], sums, chunk);
-    } else if (has) {
-      chunk.id[at] = static_cast<std::int32_t>(loaded.ids[i].low);
-      chunk.index[at] = loaded.index[i];
-      chunk.row[at] = loaded.row[i];
-    }
-    if (has) chunk.weight[at] = loaded.weights[i];
+    chunk.weight[at] = loaded.weights[i];
+    if (a.ids != nullptr) continue;
+    chunk.id[at] = static_cast<std::int32_t>(loaded.ids[i].low);
+    chunk.index[at] = loaded.index[i];
+    chunk.row[at] = loaded.row[i];
   }
+  if (a.ids == nullptr) return;
+  pass.keep_ids(a, loaded.ids, false, ids);
+  __syncwarp();
+#pragma unroll 1
+  for (std::uint32_t i = 0; i * pass.at_once < pass.tokens; ++i) place_pass(a, pass, i, ids[32 * i + threadIdx.x % 32], sums, chunk);
 }
 
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   while (!turn_is_over(turns, nth & 1)) {
   }
+}
+
+// Workers of this block may wait for peers, and they for the counts of all chunks.
+__device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, std::uint32_t* counts) {
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
+}
+
+// By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
+__device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
+  const std::uint32_t first = chunk * a.tokens_per_chunk;
+  s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
+  turns_arrive(s.known + n % 2);
 }
 
 // For a planner whose block has added up what comes before its first chunk. counts: shared memory of its own.
@@ -307,12 +332,9 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std:
     if (!ends) loaded.load(a, chunk);
     if (!ends && a.ids != nullptr) sum_chunks(a, step, summed, chunk, 1, sums, counts);
     if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
-    PlannedChunk& planned = s.chunks[n % 2];
-    if (ends) {
-      if (lane == 0) planned.tokens = 0;
-    } else {
-      place_chunk(a, chunk, loaded, sums, planned);
-    }
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, chunk);
+    auto* const ids = reinterpret_cast<std::int32_t*>(counts + chunk_columns(k.c));
+    if (!ends) place_chunk(a, chunk, loaded, sums, ids, s.chunks[n % 2]);
     if (chunk == 0) {
       if (lane == 0) {
         *a.received.step = step;  // the step's other phases read it there
@@ -322,13 +344,13 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std:
     }
     __syncwarp();
     if (lane == 0) turns_arrive(s.planned + n % 2);
-    if (ends) break;
+    if (n == 0 && a.ids != nullptr) count_all(a, step, counts);
+    if (ends) return;
     summed = chunk + 1;
     if (lane == 0) chunk = atomicAdd(a.chunk_counts.next, 1u);
     chunk = __shfl_sync(~0u, chunk, 0);
+    if (n == 0 && lane == 0) tell_bounds(a, s, 1, chunk);
   }
-  // This block may wait for peers next, who wait for the counts of all.
-  for (std::uint32_t first = 0; first < a.chunks && a.ids != nullptr; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
 }
 
 // The planner's first part: the step, the block's first chunk, and whether this launch may write.
@@ -344,6 +366,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   if (lane != 0) return;
   s.step = step_of(word);
   s.first_chunk = first;
+  tell_bounds(a, s, 0, first);
   pass_step(k);
 }
 

@@ -28,7 +28,8 @@ class ManyReceiver {
   __device__ void receive() {
     s_.rows_known.wait();
     if (!s_.good) return;
-    const RowRuns runs(k_, s_.rows_begin, k_.living, kRowsOfRun);
+    const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
+    const RowRuns runs(k_, s_.rows_begin, sources, kRowsOfRun);
     const std::uint32_t units = runs.all() * parts_;
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
@@ -56,7 +57,7 @@ class ManyReceiver {
     return receive_run(run.source, run.first, run.rows, part);
   }
 
-  __device__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
+  __device__ __noinline__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
     const std::uint32_t begin = (s_.rows_begin[source] + first) * k_.parts;
     for (std::uint32_t unit = begin; unit < begin + n * k_.parts; ++unit)
       if (!receive_part<true, kHooks>(a_, step_, unit, s_, e_)) return false;

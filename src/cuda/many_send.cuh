@@ -1,8 +1,9 @@
 // What a worker of a dispatch of many tokens sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
 // asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
-// have arrival words, those of a few tokens behind one fence.
+// have arrival words, those of a few tokens behind one fence. Where this launch receives, too, rows of this rank go to their places at once.
 #pragma once
 
+#include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "many_plan.cuh"
 
@@ -30,12 +31,12 @@ inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut 
 
 // Rows whose peers have yet to be told.
 struct UntoldRows {
-  char* row[kTokensToldTogether + 1];  // of this lane's rank, by token, or null
+  char* row[kMostToldTogether + 1];  // of this lane's rank, by token, or null
   std::uint32_t tokens = 0;
 
   __device__ void add(char* its_row) {
 #pragma unroll
-    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i)
+    for (std::uint32_t i = 0; i <= kMostToldTogether; ++i)
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
@@ -44,7 +45,7 @@ struct UntoldRows {
     __syncwarp();
     __threadfence_system();
 #pragma unroll
-    for (std::uint32_t i = 0; i <= kTokensToldTogether; ++i) {
+    for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
       linger(k, std::uint64_t{step} << 32 | i);
       store_relaxed(row[i] + k.dispatch.arrival_at, arrival_word(k.generation, step));
@@ -58,27 +59,38 @@ struct UntoldRows {
   // The last one becomes the first.
   __device__ void add_first(std::uint32_t last) {
 #pragma unroll
-    for (std::uint32_t i = 1; i <= kTokensToldTogether; ++i)
+    for (std::uint32_t i = 1; i <= kMostToldTogether; ++i)
       if (i == last) row[0] = row[i];
   }
 };
 
 // A worker that sends.
-template <typename Mode>
+// kHooks: this rank's own rows go the way of all others, since who receives counts them.
+template <typename Mode, bool kHooks>
 class ManySender {
  public:
-  // number: among the block's `senders`. memory: its own, kSenderBytes.
-  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, char* const* rows_at, std::uint32_t number, std::uint32_t senders, char* memory,
-                        std::uint64_t* loaded)
-      : a_(a), k_(a.common), plan_(plan), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
-        bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
+  // number: among the block's `senders`. memory: its own, kSenderBytes. receive, experts: of the launch, if it receives.
+  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+                        std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
+      : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
+        together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
+
+  // Asks for the first tiles, before anything is planned.
+  __device__ void ask_early() {
+    while (asked_ < Tile<Mode>::kAhead && ask()) {
+    }
+  }
+  // In place of send(): what was asked for comes to memory that is used again.
+  __device__ void drop() {
+    for (; used_ < asked_; ++used_) await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
+  }
 
   __device__ void send() {
     for (std::uint32_t n = 0;; ++n) {
       await_turn(plan_.planned + n % 2, n / 2);
       const PlannedChunk& chunk = plan_.chunks[n % 2];
-      const std::uint32_t tokens = chunk.tokens;
-      for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, token);
+      const std::uint32_t first = plan_.bounds[n % 2].first, tokens = plan_.bounds[n % 2].tokens;
+      for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, first, token);
       __syncwarp();
       if (tokens == 0) break;
       if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
@@ -101,14 +113,14 @@ class ManySender {
   __device__ bool ask() {
     for (;;) {
       if (!knows_) {
-        if (!__all_sync(~0u, turn_is_over(plan_.planned + chunk_ % 2, chunk_ / 2 & 1))) return false;
+        if (!__all_sync(~0u, turn_is_over(plan_.known + chunk_ % 2, chunk_ / 2 & 1))) return false;
         knows_ = true;
         token_ = number_;
         at_ = 0;
       }
-      const PlannedChunk& chunk = plan_.chunks[chunk_ % 2];
-      if (chunk.tokens == 0) return false;
-      if (token_ < chunk.tokens) break;
+      const std::uint32_t tokens = plan_.bounds[chunk_ % 2].tokens;
+      if (tokens == 0) return false;
+      if (token_ < tokens) break;
       knows_ = false;
       ++chunk_;
     }
@@ -116,7 +128,7 @@ class ManySender {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
       turns_expect(turns, bytes);
-      bulk_load(in(asked_), a_.x + (plan_.chunks[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
+      bulk_load(in(asked_), a_.x + (plan_.bounds[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
     }
     ++asked_;
     at_ += kTileBytes;
@@ -126,8 +138,9 @@ class ManySender {
     return true;
   }
 
-  __device__ void send_token(const PlannedChunk& chunk, std::uint32_t token) {
-    const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = chunk.first + token;
+  // The nth of the chunk that begins with token `first`.
+  __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
     PlannedToken<true> t;
     std::uint32_t entry = kNone;
     if (lane < top_k) {
@@ -138,30 +151,70 @@ class ManySender {
       entry = chunk.row[at];
     }
     t.rank = t.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(t.id));
-    char* const row = entry == kNone ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
+    const bool is_own = !kHooks && a_.recv && entry != kNone && entry >> 20 == k_.c.rank;
+    char* const row = entry == kNone || is_own ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
+    const OwnRow mine = own_row(t, own, entry, __ballot_sync(~0u, is_own));
     for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
       while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
       }
       await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
-      send_tile(row, at);
+      send_tile(row, mine, at);
       ++used_;
     }
     const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
     write_routes(own, t, entry, row, rows);
-    if (a_.scales != nullptr) write_scales(own, row, rows);
+    if (a_.scales != nullptr) write_scales(own, row, rows, mine);
+    if (mine.is) place_words(a_, mine.row);
     if (a_.ids != nullptr) keep(own, t, entry);
     untold_.add(row);
-    if (untold_.tokens <= kTokensToldTogether) return;
+    if (untold_.tokens <= together_) return;
     await_earlier_tokens();
     untold_.tell(k_, plan_.step, 1);
   }
 
-  // Each lane with a row stores to it.
-  __device__ void send_tile(char* row, std::uint32_t at) {
+  // A token's row that stays here, and the lanes whose places get a copy of it.
+  struct OwnRow {
+    ArrivedRow row;
+    bool is = false;
+    std::uint32_t copies = 0;
+    char *to = nullptr, *scales = nullptr;  // of this lane's copy
+  };
+
+  // It has a route as all rows have. Where it goes is known when all ranks' counts have come, soon after the launch has begun.
+  __device__ OwnRow own_row(const PlannedToken<true>& t, std::uint32_t own, std::uint32_t entry, std::uint32_t lanes) {
+    OwnRow mine;
+    if (lanes == 0) return mine;
+    receive_.rows_known.wait();
+    receive_.placed.wait();
+    if (!receive_.good || !receive_.placed_all) return mine;
+    mine.row.source = k_.c.rank;
+    mine.row.at = receive_.rows_begin[k_.c.rank] + (__shfl_sync(~0u, entry, __ffs(static_cast<int>(lanes)) - 1) & 0xfffffu);
+    const bool here = t.id >= 0 && t.rank == k_.c.rank;
+    const std::uint32_t place = here ? route_place(static_cast<std::uint32_t>(t.id) - first_expert_of(k_, k_.c.rank), t.index) : kNowhere;
+    mine.is = read_route(a_, plan_.step, make_uint4(place, __float_as_uint(t.weight), own, 0), experts_, mine.row);
+    if (!mine.is) return mine;
+    mine.copies = copies_of(k_, mine.row);
+    if ((mine.copies >> threadIdx.x % 32 & 1) == 0) return mine;
+    mine.to = a_.out.x + std::uint64_t{mine.row.place} * k_.payload_bytes;
+    if (quantised(k_.c.wire)) mine.scales = scale_place(a_, mine.row.place, mine.row.expert);
+    return mine;
+  }
+
+  // Sixteen bytes of scales, of which the row's have `nth` before them, to each copy of an own row. Each lane may have some.
+  __device__ void place_own_scales(const OwnRow& mine, bool has, const uint4& piece, std::uint32_t nth) const {
+    for (std::uint32_t copies = mine.copies; copies != 0; copies &= copies - 1) {
+      char* const to = of_lane(mine.scales, __ffs(static_cast<int>(copies)) - 1);
+      if (has) place_scale(a_, to, piece, nth);
+    }
+  }
+
+  // Each lane with a row, or a copy of the own one, stores to it.
+  __device__ void send_tile(char* row, const OwnRow& mine, std::uint32_t at) {
     const std::uint32_t bytes = min(bytes_ - at, kTileBytes);
     linger(k_, at);
     if constexpr (!Tile<Mode>::kQuantises) {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
+      if (mine.to != nullptr) bulk_store(mine.to + at, in(used_), bytes);
       bulk_end_group();
       bulk_await_read<1>();  // the tile before this one: its place is asked for next
       __syncwarp();
@@ -190,19 +243,27 @@ class ManySender {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);
         bulk_store(row + k_.dispatch.scales_at + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
       }
+      if (mine.to != nullptr) {
+        bulk_store(mine.to + first, to, elements);
+        if (k_.scales_in_pieces) bulk_store(mine.scales + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
+      }
       bulk_end_group();
+      if (k_.scales_in_pieces) return;
+      const bool has = lane * 512 < elements;
+      place_own_scales(mine, has, has ? *reinterpret_cast<const uint4*>(to + Q::kElements + 16 * lane) : make_uint4(0, 0, 0, 0), first / 512 + lane);
     }
   }
 
   __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
     for (std::uint32_t i = 0; i < rows; ++i) {
-      char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
+      char* const to = of_lane(row, static_cast<int>(i));
+      if (to == nullptr) continue;
       write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
     }
   }
 
   // Those that the caller gave.
-  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
+  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows, const OwnRow& mine) const {
     const std::uint32_t words = scale_words(k_.c);
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
@@ -210,10 +271,12 @@ class ManySender {
 #pragma unroll
       for (std::uint32_t j = 0; j < 4; ++j)
         if (4 * at + j < words) word[j] = given_scales(a_, own, 4 * at + j);
+      const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
       for (std::uint32_t i = 0; i < rows; ++i) {
-        char* const to = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(i)));
-        if (at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, make_uint4(word[0], word[1], word[2], word[3]));
+        char* const to = of_lane(row, static_cast<int>(i));
+        if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);
       }
+      place_own_scales(mine, at < k_.scale_pieces, piece, at);
     }
   }
 
@@ -242,10 +305,13 @@ class ManySender {
   const DispatchArguments& a_;
   const Common& k_;
   ManyPlan& plan_;
+  ReceiveShared& receive_;
+  const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   const std::uint32_t number_, senders_;
   char* const memory_;
   std::uint64_t* const loaded_;
+  const std::uint32_t together_;  // tokens that are told of together
   const std::uint32_t bytes_;  // of a token
   std::uint32_t asked_ = 0, used_ = 0;  // tiles
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next

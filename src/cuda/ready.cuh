@@ -112,7 +112,7 @@ template <typename T, int kVectors>
 __device__ inline void send_when_ready(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                        CombineShared& s) {
   const Common& k = a.common;
-  if (a.uses_weights) send_all_weights(a, step);
+  if (a.uses_weights) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
   RowsWait rows;
   const auto try_send = [&](std::uint32_t unit) {
     if (unit < units.headers) {

@@ -50,17 +50,24 @@ constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_
   return chunk;
 }
 
-// Rows of one source that a worker waits for together, and rows of its own that it tells the peers of with one fence.
-inline constexpr std::uint32_t kRowsOfRun = 8, kTokensToldTogether = 4;
+// Rows of one source that a worker waits for together.
+inline constexpr std::uint32_t kRowsOfRun = 8;
+
+// Tokens, or rows of a combine, that a warp tells peers of with one fence: at most so many, and a fourth of what each sender has, so that
+// peers have something to receive from early on.
+inline constexpr std::uint32_t kMostToldTogether = 4;
+constexpr std::uint32_t told_together(std::uint32_t all, std::uint32_t senders) {
+  const std::uint32_t fourth = all / (4 * senders);
+  return fourth < 1 ? 1 : fourth < kMostToldTogether ? fourth : kMostToldTogether;
+}
 
 // ---- combine ----
 
 inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
-// Of many tokens, by bulk copies: workers of a thread block, those of them that send first, and rows that they tell a peer of with one fence.
+// Of many tokens, by bulk copies: workers of a thread block, and those of them that send first.
 inline constexpr std::uint32_t kCombiners = 11, kSendingCombiners = 5;
-inline constexpr std::uint32_t kRowsOfSentRun = 4;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

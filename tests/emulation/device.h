@@ -108,9 +108,9 @@ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   return false;
 }
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
-  emulation::copy({shared, from, bytes, turns, nullptr, 0, {}});
+  emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
 }
-inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) { emulation::copy({to, shared, bytes, nullptr, &emulation::here(), 0, {}}); }
+inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) { emulation::copy({to, shared, bytes, nullptr, &emulation::here(), 0, {}, 0}); }
 inline void bulk_end_group() { ++emulation::here().groups; }
 template <std::uint32_t kBut>
 void bulk_await_read() {

@@ -91,6 +91,7 @@ struct Copy {
   Thread* thread;                    // of a store
   unsigned group;
   std::vector<char> read;            // once it was read
+  unsigned rests = 0;                // turns that it lets pass
 };
 void copy(Copy copy);
 void await_groups(unsigned but, bool stored);
@@ -185,7 +186,10 @@ inline bool __syncthreads_or(bool any) { return !emulation::barrier_sync(0, bloc
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 inline void __threadfence() {}
-inline void __nanosleep(unsigned) { emulation::yield(); }
+// All other threads have their turns meanwhile.
+inline void __nanosleep(unsigned nanoseconds) {
+  for (unsigned turns = 1 + nanoseconds / 1024; turns > 0; --turns) emulation::yield();
+}
 
 // ---- memory ----
 

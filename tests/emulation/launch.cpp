@@ -79,6 +79,10 @@ void advance_copies() {
   if (copies.empty()) return;
   const std::size_t which = next_random() % copies.size();
   Copy& c = copies[which];
+  if (c.rests > 0) {
+    --c.rests;
+    return;
+  }
   if (c.read.empty()) {
     c.read.assign(static_cast<const char*>(c.from), static_cast<const char*>(c.from) + c.bytes);
     return;
@@ -215,6 +219,8 @@ void copy(Copy c) {
     if (at % 16 != 0) std::abort();   // as a GPU would
   if (c.bytes == 0) std::abort();
   if (c.thread != nullptr) c.group = c.thread->groups;
+  // Some take far longer than the others.
+  if (next_random() % 16 == 0) c.rests = next_random() % 256;
   copies.push_back(std::move(c));
   maybe_yield();
 }

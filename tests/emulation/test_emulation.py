@@ -281,8 +281,11 @@ def test_bulk_copies(world: int, least: int) -> None:
 def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""
     with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
-        for number in range(4):
+        for number in range(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
+        for tokens in (3, 60):
+            case = Case(seed() + tokens, 2, num_experts=8, top_k=2, hidden=64, max_tokens=tokens, crowd="full", steps=6)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
 def test_bulk_copies_of_many_chunks() -> None:
@@ -310,6 +313,23 @@ def test_bulk_copies_of_any_bits(wire: str) -> None:
     with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
+def test_long_rows_of_many_from_ranks_with_few() -> None:
+    """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
+        for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
+            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
