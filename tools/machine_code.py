@@ -72,12 +72,18 @@ BOUNDS: dict[str, Sizes] = {
     "dispatch_many_kernel<Quantised<2> >": Sizes(215040, 128, 256, 44, 40),
     "dispatch_many_kernel<Quantised<4> >": Sizes(215040, 128, 256, 44, 40),
     "dispatch_many_kernel<AsIs>": Sizes(205824, 128, 240, 28, 28),
+    "dispatch_many_hooks_kernel<Quantised<2> >": Sizes(223232, 128, 224, 44, 40),
+    "dispatch_many_hooks_kernel<Quantised<4> >": Sizes(223232, 128, 224, 44, 40),
+    "dispatch_many_hooks_kernel<AsIs>": Sizes(214016, 128, 208, 28, 28),
     "combine_many_kernel<Float32, true>": Sizes(97280, 138, 112, 0, 0),
     "combine_many_kernel<Float16, true>": Sizes(111616, 168, 128, 16, 16),
     "combine_many_kernel<BFloat16, true>": Sizes(111616, 168, 112, 0, 0),
     "combine_many_kernel<Float32, false>": Sizes(135168, 122, 144, 0, 0),
     "combine_many_kernel<Float16, false>": Sizes(147456, 168, 144, 0, 0),
     "combine_many_kernel<BFloat16, false>": Sizes(147456, 168, 144, 0, 0),
+    "combine_many_ready_kernel<Float32>": Sizes(123904, 124, 160, 0, 0),
+    "combine_many_ready_kernel<Float16>": Sizes(134144, 168, 160, 0, 0),
+    "combine_many_ready_kernel<BFloat16>": Sizes(134144, 168, 160, 0, 0),
 }
 
 
