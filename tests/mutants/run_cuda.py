@@ -40,6 +40,8 @@ EXCHANGE = "src/cuda/exchange.cpp"
 HOOKS = "src/cuda/hooks.cuh"
 READY = "src/cuda/ready.cuh"
 MANY_RECV = "src/cuda/many_recv.cuh"
+MANY_SEND = "src/cuda/many_send.cuh"
+MANY_COMBINE = "src/cuda/many_combine.cuh"
 
 MUTANTS = [
     Mutant(
@@ -153,9 +155,9 @@ MUTANTS = [
     Mutant(
         "a place is made blank before its row is read",
         COMBINE_RECV,
-        "        strips.missing |= 1u << (i * kReceivedVectors + j);\n",
+        "        strips.missing |= 1u << (i * kVectors + j);\n",
         """      {
-        strips.missing |= 1u << (i * kReceivedVectors + j);
+        strips.missing |= 1u << (i * kVectors + j);
         make_blank(strips.row[i] + strips.begin + j * 512);
       }
 """,
@@ -164,9 +166,10 @@ MUTANTS = [
     Mutant(
         "what has come is read again",
         COMBINE_RECV,
-        "      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
-        """      if (strips.row[i] != nullptr) {
-        for (int j = 0; j < kReceivedVectors; ++j)
+        "      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
+        """      if (here) sums.add_row(strips.v[i], 1.0f);
+      if (strips.row[i] != nullptr) {
+        for (int j = 0; j < kVectors; ++j)
           if (strips.has(j)) {
             make_blank(strips.row[i] + begin + j * 512);
             strips.v[i][j] = load_piece(strips.row[i] + begin + j * 512);
@@ -179,9 +182,37 @@ MUTANTS = [
     Mutant(
         "only the first piece of a lane is waited for",
         COMBINE_RECV,
-        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));",
-        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kReceivedVectors + j));",
+        "if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
+        "if ((bits >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
         "the other pieces of its strip travel on their own, and may come later",
+    ),
+    Mutant(
+        "a tile's place is written while it is read",
+        MANY_SEND,
+        "      bulk_await_read<kTilesOut - 1>();\n",
+        "",
+        "codes of another tile go to the peer",
+    ),
+    Mutant(
+        "words of rows before their tiles",
+        MANY_SEND,
+        "    await_earlier_tokens();\n    untold_.tell(k_, plan_.step, 1);\n",
+        "    untold_.tell(k_, plan_.step, 0);\n",
+        "bulk stores are no thread's: no fence waits for them",
+    ),
+    Mutant(
+        "a run of sums is told of before it is stored",
+        MANY_COMBINE,
+        "    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n    if (to_tell_ != 0)",
+        "    if (to_tell_ != 0)",
+        "the same, for the last rows of a worker",
+    ),
+    Mutant(
+        "large rows leave no blanks",
+        MANY_COMBINE,
+        "    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);\n",
+        "",
+        "a later step of few tokens takes them for its own",
     ),
     Mutant(
         "places are not blank at first",
@@ -222,11 +253,11 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kPlain>(a, step, s);
+    receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kPlain>(a, step, s);
+        """  if (a.recv) receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
