@@ -73,7 +73,6 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
 
 using Kernel = void (*)(CombineArguments);
 
-
 template <bool kPlain, int kVectors>
 Kernel kernel_of(Dtype dtype) {
   switch (dtype) {
