@@ -96,7 +96,6 @@ class MayWait:
     reason: str
     apart: bool = False  # the warps that do this do nothing else before the barrier
     along: bool = False  # nothing touches what they load; only where something else is waited for that has the same scoreboard
-    trips: int = 1  # of memory, one after the other
 
 
 MAY_WAIT = {
@@ -267,9 +266,8 @@ def check_loads(kernel: Kernel, rules: dict[str, tuple[MayWait, ...]], used: set
             + "".join(f"\n      {wait.load}\n        {place(wait.load)}" for wait in waits)
         )
     for name, trips in followed.trips.items():
-        most = max((what.trips for what in may_wait if (what.text if what.apart else "") == name), default=0)
-        if trips > max(most, 1):
-            wrong.append(f"`{name or 'all warps'}`: {trips} round trips of memory one after the other, {max(most, 1)} at most")
+        if trips > 1:
+            wrong.append(f"`{name or 'all warps'}`: {trips} round trips of memory one after the other, 1 at most")
     return wrong
 
 

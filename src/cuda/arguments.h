@@ -281,7 +281,7 @@ struct CombineArguments {
   ReadyRows ready;
 };
 
-// Of combine, what decode needs: see combine_kernel.cuh.
+// Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.
 inline bool is_plain(const CombineArguments& a) {
   return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
 }

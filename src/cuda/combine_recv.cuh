@@ -74,7 +74,7 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   std::uint32_t value = 0;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, rank, i);
-    const auto* its_row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+    const auto* its_row = of_lane(row, static_cast<int>(i));
     if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
@@ -149,7 +149,7 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
   for (int i = 0; i < strips.kRows; ++i) {
     strips.row[i] = nullptr;
     if (first + i >= n || first + i == own) continue;
-    strips.row[i] = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), first + i));
+    strips.row[i] = of_lane(row, static_cast<int>(first + i));
     const std::uint32_t source = kPlain && !kWords ? 0 : __shfl_sync(~0u, rank, first + i);
     if (!kPlain && is_remote(k, source)) {
       if (!block_is_there(k, step, source)) return false;

@@ -435,10 +435,6 @@ struct ArrivedPart {
   }
 };
 
-__device__ inline char* of_lane(char* at, int lane) {
-  return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(at), lane));
-}
-
 // To every place of the row: each lane finds out where its choice's copy goes.
 __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;

@@ -311,7 +311,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     t.find_rows(k, s.rows_at);
 #pragma unroll 1
     for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-      // What comes next is loaded while this is stored.
+      // The next piece of this token, or the next token, is loaded while this piece is stored.
       const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
       Payload<Mode> next;
       if (!last)

@@ -713,10 +713,7 @@ def overflow(me: Any, case: Case) -> int:
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         for n in range(case.steps):
-            d = runner.dispatch(n)
-            c = runner.combine_send(n, d)
-            if c is not None:
-                runner.combine_recv(n, c)
+            runner.combine(n, runner.dispatch(n))
             small = [rank for rank in range(me.world_size) if reference.overflows(case.shape, runner.steps[n].tokens, rank)]
             if not small:
                 a2a.check()
@@ -809,6 +806,7 @@ class Good:
         return d
 
     def combine(self, d: pc.Dispatched) -> None:
+        assert not self.runner.steps[self.n].released
         self.runner.combine(self.n, d)
         self.n += 1
 
