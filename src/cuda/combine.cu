@@ -4,30 +4,28 @@
 namespace pplx::cuda {
 namespace {
 
-template <typename T, bool kPlain, int kSent, int kReceived>
+template <typename T, bool kPlain, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kPlain, kSent, kReceived, false>(a);
+  run_combine<T, kPlain, kSent, false>(a);
 }
 
-template <bool kPlain, int kSent, int kReceived>
+template <bool kPlain, int kSent>
 Kernel kernel_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return combine_kernel<BFloat16, kPlain, kSent, kReceived>;
+      return combine_kernel<BFloat16, kPlain, kSent>;
     case Dtype::Float16:
-      return combine_kernel<Float16, kPlain, kSent, kReceived>;
+      return combine_kernel<Float16, kPlain, kSent>;
     case Dtype::Float32:
-      return combine_kernel<Float32, kPlain, kSent, kReceived>;
+      return combine_kernel<Float32, kPlain, kSent>;
   }
   return nullptr;
 }
 
 Kernel kernel_of(const CombineArguments& a) {
   const Dtype dtype = a.common.c.dtype;
-  if (!is_plain(a)) return kernel_of<false, kSentVectors, kReceivedVectors>(dtype);
-  if (a.sent.vectors == kSentVectorsOfFew) return kernel_of<true, kSentVectorsOfFew, kReceivedVectors>(dtype);
-  return a.received_in.vectors == kReceivedVectors ? kernel_of<true, kSentVectors, kReceivedVectors>(dtype)
-                                                   : kernel_of<true, kSentVectors, kReceivedVectorsOfMany>(dtype);
+  if (!is_plain(a)) return kernel_of<false, kSentVectors>(dtype);
+  return a.sent.vectors == kSentVectors ? kernel_of<true, kSentVectors>(dtype) : kernel_of<true, kSentVectorsOfFew>(dtype);
 }
 
 }  // namespace
@@ -37,8 +35,7 @@ cudaError_t load_dispatch(const Config& c);
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
   for (const Kernel kernel :
-       {kernel_of<false, kSentVectors, kReceivedVectors>(c.dtype), kernel_of<true, kSentVectors, kReceivedVectors>(c.dtype),
-        kernel_of<true, kSentVectorsOfFew, kReceivedVectors>(c.dtype), kernel_of<true, kSentVectors, kReceivedVectorsOfMany>(c.dtype)}) {
+       {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype), kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
     if (error != cudaSuccess) return error;
   }

@@ -26,9 +26,9 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
 }
 
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
-// kSent, kReceived: vectors of a lane, in a strip that is sent or received.
+// kSent: vectors of a lane, in a strip that is sent.
 // kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kPlain, int kSent, int kReceived, bool kReady>
+template <typename T, bool kPlain, int kSent, bool kReady>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
@@ -37,14 +37,12 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   Places places;
   if (!kReady && a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
-  bool sums_own = false;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
-    sums_own = units.sums_own;
     const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
@@ -56,7 +54,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     }
   }
   if (a.recv) {
-    receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
+    receive_combine<T, kPlain>(a, step, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

@@ -6,7 +6,7 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_ready_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine<T, false, kSentVectors, kReceivedVectors, true>(a);
+  run_combine<T, false, kSentVectors, true>(a);
 }
 
 Kernel kernel_of(Dtype dtype) {

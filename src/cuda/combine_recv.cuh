@@ -84,11 +84,10 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
 
 // A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
 // was read; a remote peer's rows are there when its block is.
-template <int kVectors>
 struct ArrivingStrips {
-  static constexpr int kRows = kVectors > 2 ? 2 : 4;
+  static constexpr int kRows = 4;
   std::uint32_t begin, end;  // begin: this lane's
-  uint4 v[kRows][kVectors];
+  uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
   std::uint32_t there = 0;  // those of remote blocks, and with an arrival word: a bit each
   std::uint32_t stays = 0;  // those whose places nobody needs to find blank
@@ -102,13 +101,13 @@ struct ArrivingStrips {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        if ((bits >> (i * kVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));
     return (missing & bits) == 0;
   }
   __device__ void make_places_blank() const {
@@ -116,7 +115,7 @@ struct ArrivingStrips {
     for (int i = 0; i < kRows; ++i) {
       if (row[i] == nullptr || (stays >> i & 1) != 0) continue;
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j)
+      for (int j = 0; j < kReceivedVectors; ++j)
         if (has(j)) make_blank(row[i] + begin + j * 512);
     }
   }
@@ -140,9 +139,9 @@ __device__ inline bool row_is_there(const Common& k, std::uint32_t step, std::ui
 
 // The rows first, first + 1 ... of a token's n, but for the one that is summed here. Each of the first n lanes has a row and its rank.
 // False: they will not come.
-template <bool kPlain, bool kWords, int kVectors>
+template <bool kPlain, bool kWords>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
-                                    std::uint32_t entry, std::uint32_t own, ArrivingStrips<kVectors>& strips) {
+                                    std::uint32_t entry, std::uint32_t own, ArrivingStrips& strips) {
   const Common& k = a.common;
   const std::uint32_t rank = entry >> 20;
 #pragma unroll
@@ -162,36 +161,37 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
       if ((__shfl_sync(~0u, entry, first + i) & 0xfffffu) >= k.word_rows) strips.stays |= 1u << i;
     }
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
+    for (int j = 0; j < kReceivedVectors; ++j) {
       if (!strips.has(j)) continue;
       if ((strips.there >> i & 1) != 0)
         strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
       else
-        strips.missing |= 1u << (i * kVectors + j);
+        strips.missing |= 1u << (i * kReceivedVectors + j);
     }
   }
   const auto waits_for = [&] {
     const std::uint32_t all = __reduce_or_sync(~0u, strips.missing);
-    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kVectors);
+    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kReceivedVectors);
   };
   return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
 // What a peer would have sent of one of this rank's own rows: rounded as there.
-template <typename T, int kVectors>
-__device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, std::uint32_t begin, std::uint32_t end, uint4 (&v)[kVectors]) {
+template <typename T>
+__device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, std::uint32_t begin, std::uint32_t end,
+                                   uint4 (&v)[kReceivedVectors]) {
   Places places;
   places.load<true>(a, at);
-  Sums<T, kVectors> sums;
+  Sums<T, kReceivedVectors> sums;
   sum_row<false>(a, places, places.check(a), begin, end, sums);
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
+  for (int j = 0; j < kReceivedVectors; ++j) v[j] = T::pack(sums.sum[j]);
 }
 
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. own_rows: where this rank's own are among all that it has received,
 // if they are summed here, or kNone. kGives: replicas get it, too. kWords: some rows may have arrival
 // words. False: its rows will not come.
-template <typename T, bool kGives, bool kPlain, bool kWords, int kVectors>
+template <typename T, bool kGives, bool kPlain, bool kWords>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry,
                                      std::uint32_t own_rows) {
   const Common& k = a.common;
@@ -199,29 +199,29 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
   if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
-  const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
   std::uint32_t summed = kNone;  // which of the rows
-  uint4 own_row[kVectors];
-  if (kPlain && own_rows != kNone) {
+  uint4 own_row[kReceivedVectors];
+  if (kPlain && kWords && own_rows != kNone) {
     const std::uint32_t lane = __ballot_sync(~0u, entry != kNone && rank == k.c.rank);
     if (lane != 0) {
       summed = __ffs(static_cast<int>(lane)) - 1;
       sum_own_row<T>(a, own_rows + (__shfl_sync(~0u, entry, static_cast<int>(summed)) & 0xfffffu), begin, end, own_row);
     }
   }
-  Sums<T, kVectors> sums;
+  Sums<T, kReceivedVectors> sums;
   if (a.accumulate) sums.load(y, begin, end);
-  for (std::uint32_t first = 0; first < n; first += ArrivingStrips<kVectors>::kRows) {
-    ArrivingStrips<kVectors> strips(begin, end);
+  for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
+    ArrivingStrips strips(begin, end);
     if (!await_strips<kPlain, kWords>(a, step, first, n, row, entry, summed, strips)) return false;
     note(k, Stage::Came);
 #pragma unroll
     for (int i = 0; i < strips.kRows; ++i) {
-      const bool here = kPlain && first + i == summed;
+      const bool here = kPlain && kWords && first + i == summed;
 #pragma unroll
-      for (int j = 0; kPlain && j < kVectors; ++j)
+      for (int j = 0; kPlain && kWords && j < kReceivedVectors; ++j)
         if (here) strips.v[i][j] = own_row[j];
       if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
     }
@@ -243,7 +243,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
       send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, true, false, true, kReceivedVectors>(a, step, unit - others, load_token_row(a, unit - others), kNone))
+    else if (!receive_strip<T, true, false, true>(a, step, unit - others, load_token_row(a, unit - others), kNone))
       return false;
     unit = next;
   }
@@ -270,9 +270,9 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
     if (threadIdx.x % 32 == 0 && (kPlain || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
 }
 
-// For each warp. sums_own: this rank's rows of its own tokens were not sent.
-template <typename T, bool kPlain, bool kSumsOwn, int kVectors>
-__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, bool sums_own, CombineShared& s) {
+// For each warp.
+template <typename T, bool kPlain>
+__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && k.remote != 0) receive_remote_headers(a, step);
   if (!kPlain && k.slice.of > 1) {
@@ -280,12 +280,11 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     return;
   }
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
-  const std::uint32_t own_rows = kSumsOwn && sums_own ? s.rows_begin[k.c.rank] : kNone;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kPlain, !kPlain, kVectors>(a, step, unit, entry, own_rows)) return;
+      if (!receive_strip<T, false, kPlain, !kPlain>(a, step, unit, entry, kNone)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);

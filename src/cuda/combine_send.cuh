@@ -97,8 +97,6 @@ struct CombineUnits {
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
   std::uint32_t common = 0;  // rows that every source has; in large steps
-  std::uint32_t sources = 0;  // whose rows are sent: the first ones of the order
-  bool sums_own = false;  // whoever receives a token sums this rank's own row of it
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
@@ -113,9 +111,7 @@ struct CombineUnits {
       runs = small ? a.sent.strips : a.sent.runs;
     }
     headers = k.living;
-    sums_own = a.sums_own && !small;
-    sources = k.living - (sums_own ? 1 : 0);
-    all = headers + (rows - (sums_own ? s.rows_begin[k.c.rank + 1] - s.rows_begin[k.c.rank] : 0)) * runs;
+    all = headers + rows * runs;
     if (!small) common = common_rows(k, s);
   }
  private:
@@ -129,7 +125,7 @@ struct CombineUnits {
   __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
     for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
-      if ((k.dead >> r & 1) == 0 && !(sums_own && r == k.c.rank)) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
     return least;
@@ -156,12 +152,12 @@ struct RowOfUnit {
       return;
     }
     const std::uint32_t common = units.common;
-    if (n < common * units.sources) {
-      row = n / units.sources;
-      source = k.order[n % units.sources];
+    if (n < common * k.living) {
+      row = n / k.living;
+      source = k.order[n % k.living];
       return;
     }
-    n -= common * units.sources;
+    n -= common * k.living;
     for (std::uint32_t i = 0;; ++i) {
       source = k.order[i];
       const std::uint32_t more = s.rows_begin[source + 1] - s.rows_begin[source] - common;
@@ -360,17 +356,6 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
 }
 
-// What a warp loads of its next unit of a large step before it sums the one before. False: nothing.
-template <bool kPlain>
-__device__ inline bool load_next_places(const CombineArguments& a, std::uint32_t unit, const CombineUnits& units, const CombineShared& s,
-                                        Places& places) {
-  if (units.small || unit < units.headers || unit >= units.all) return false;
-  const std::uint32_t run = unit - units.headers;
-  const RowOfUnit of(a.common, s, units, units.runs == 1 ? run : a.sent.by_runs.divide(run));
-  places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
-  return true;
-}
-
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
 template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
@@ -380,22 +365,18 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small;
 #pragma unroll 1
-  for (;;) {
+  for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
     if (nth * gridDim.x >= units.all) {
       if (threadIdx.x >= 32) return;
       share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
       if (share == kNone) return;
-      own = loaded = false;
+      own = false;
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
+    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
     if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
-    Places next;
-    const bool next_loaded = load_next_places<kPlain>(a, unit_of_share(share, nth), units, s, next);
-    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
-    places = next;
-    loaded = next_loaded;
   }
 }
 

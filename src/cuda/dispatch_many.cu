@@ -59,6 +59,7 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
 
 // A worker's part of counting, and of adding up what comes before the block's first chunk.
 __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
+  const Spends counts_them(a.common, Span::Counting);
   const std::uint32_t worker = threadIdx.x / 32;
   for (std::uint32_t c = worker * gridDim.x + blockIdx.x; c < a.chunks; c += kWorkers * gridDim.x)
     if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, counts);
@@ -88,6 +89,7 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   fence_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
   if (is_planner()) {
+    const Spends plans(k, Span::Planning);
     plan_chunks(a, s.plan, sums, counts);
   } else if (warp < senders) {
     sender.send();

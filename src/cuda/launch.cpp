@@ -176,12 +176,10 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
   a.sent = is_plain(a) && a.ready.words == nullptr && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
-  const ReceivedStrips long_strips(common_.row_bytes, kReceivedVectorsOfMany);
   const bool by_bulk = !a.release && a.own >= common_.word_rows, waits = a.ready.words != nullptr;
-  const bool many = is_plain(a) && !waits && !by_bulk && a.sent.vectors == kSentVectors && receives_many(a.tokens, long_strips.strips, common_.combine_blocks);
-  a.received_in = many ? long_strips : ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  a.sums_own = is_plain(a) && !waits && (by_bulk || a.sent.vectors == kSentVectors) && a.send && a.recv && !a.release;
+  a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv;
   here.follow(stream, a.send);
   const auto launched = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
   check(launched(a, common_.combine_blocks, stream), "launching combine");

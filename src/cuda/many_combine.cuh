@@ -104,6 +104,7 @@ class ManyCombiner {
 
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
   __device__ void send(std::uint32_t senders) {
+    const Spends all(k_, Span::SendingSums);
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), together);
@@ -126,6 +127,7 @@ class ManyCombiner {
   }
 
   __device__ void receive() {
+    const Spends all(k_, Span::ReceivingSums);
     for (std::uint32_t nth = 0;;) {
       if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
       nth = __shfl_sync(~0u, nth, 0);
@@ -218,15 +220,23 @@ class ManyCombiner {
   __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
     cursor.ask(tiles_);
     uint4 v[kVectors];
-    tiles_.take(bytes, v);
+    {
+      const Spends waits(k_, Span::AwaitingInputs);
+      tiles_.take(bytes, v);
+    }
+    const Spends adds(k_, Span::AddingUp);
     sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
   }
 
   // The first lane stores, so it alone waits.
   __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
     char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
-    if (threadIdx.x % 32 == 0) bulk_await_read<kSumTilesOut - 1>();
-    __syncwarp();
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOfSum);
+      if (threadIdx.x % 32 == 0) bulk_await_read<kSumTilesOut - 1>();
+      __syncwarp();
+    }
+    const Spends stores(k_, Span::StoringSums);
     sums.store(from, threadIdx.x % 32 * 16, bytes);
     fence_copies();
     __syncwarp();
@@ -238,6 +248,7 @@ class ManyCombiner {
   // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
   __device__ void tell_of_last_run(std::uint32_t tiles) {
     if (to_tell_ == 0) return;
+    const Spends tells(k_, Span::TellingOfSums);
     if (threadIdx.x % 32 == 0) {
       if (tiles >= 8)
         bulk_await_stored<8>();
@@ -281,7 +292,10 @@ class ManyCombiner {
     }
     char* row = nullptr;
     if (by_word) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
-    if (!all_of_warp(!by_word || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      if (!all_of_warp(!by_word || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    }
     note(k_, Stage::Came);
     fence_copies();
     add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
@@ -338,7 +352,7 @@ class ManyCombiner {
   __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
     const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
     for (std::uint32_t i = 0; i < strips; ++i)
-      if (!receive_strip<T, false, kPlain, true, kReceivedVectors>(a_, step_, token * strips + i, entry, own_rows)) return false;
+      if (!receive_strip<T, false, kPlain, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
     return true;
   }
 

@@ -28,6 +28,7 @@ class ManyReceiver {
   __device__ void receive() {
     s_.rows_known.wait();
     if (!s_.good) return;
+    const Spends all(k_, Span::Receiving);
     const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
     const RowRuns runs(k_, s_.rows_begin, sources, kRowsOfRun);
     const std::uint32_t units = runs.all() * parts_;
@@ -78,9 +79,12 @@ class ManyReceiver {
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
     char* const rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(first);
-    const bool good = lane >= n || wait<Match::Exact>(k_, rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at,
-                                                      Phase::DispatchRecv, step_, source);
-    if (!all_of_warp(good)) return false;
+    {
+      const Spends waits(k_, Span::AwaitingRow);
+      const bool good = lane >= n || wait<Match::Exact>(k_, rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at,
+                                                        Phase::DispatchRecv, step_, source);
+      if (!all_of_warp(good)) return false;
+    }
     note(k_, Stage::RowThere);
     const std::uint32_t begin = part * part_bytes_, bytes = min(part_bytes_, k_.payload_bytes - begin);
     fence_copies();
@@ -90,7 +94,10 @@ class ManyReceiver {
     bool placed = s_.placed_all;
     for (std::uint32_t i = 0; i < n; ++i) {
       const std::uint32_t turn = i % kRowsIn;
-      await_turn(loaded_ + turn, parities_ >> turn);
+      {
+        const Spends waits(k_, Span::AwaitingLoad);
+        await_turn(loaded_ + turn, parities_ >> turn);
+      }
       parities_ ^= 1u << turn;
       char* const row = rows + std::uint64_t{i} * row_bytes;
       placed = placed && place_row(source, first + i, part, begin, bytes, in(i), row);
@@ -123,6 +130,7 @@ class ManyReceiver {
 
   // All that was stored has been read.
   __device__ void await_places() const {
+    const Spends waits(k_, Span::AwaitingPlaceIn);
     bulk_await_read<0>();
     __syncwarp();
   }
@@ -130,6 +138,7 @@ class ManyReceiver {
   // A part of a row that is in shared memory, to each of its places.
   __device__ bool place_row(std::uint32_t source, std::uint32_t number, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes,
                             const char* from, char* row) {
+    const Spends places(k_, Span::Placing);
     const std::uint32_t lane = threadIdx.x % 32;
     const char* const end = from + kRowPartBytes;
     ArrivedRow r;

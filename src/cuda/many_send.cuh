@@ -86,8 +86,12 @@ class ManySender {
   }
 
   __device__ void send() {
+    const Spends all(k_, Span::Sending);
     for (std::uint32_t n = 0;; ++n) {
-      await_turn(plan_.planned + n % 2, n / 2);
+      {
+        const Spends waits(k_, Span::AwaitingPlan);
+        await_turn(plan_.planned + n % 2, n / 2);
+      }
       const PlannedChunk& chunk = plan_.chunks[n % 2];
       const std::uint32_t first = plan_.bounds[n % 2].first, tokens = plan_.bounds[n % 2].tokens;
       for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, first, token);
@@ -157,17 +161,24 @@ class ManySender {
     for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
       while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
       }
-      await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
+      {
+        const Spends waits(k_, Span::AwaitingTile);
+        await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
+      }
       send_tile(row, mine, at);
       ++used_;
     }
-    const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
-    write_routes(own, t, entry, row, rows);
-    if (a_.scales != nullptr) write_scales(own, row, rows, mine);
-    if (mine.is) place_words(a_, mine.row);
-    if (a_.ids != nullptr) keep(own, t, entry);
-    untold_.add(row);
+    {
+      const Spends routes(k_, Span::WritingRoutes);
+      const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
+      write_routes(own, t, entry, row, rows);
+      if (a_.scales != nullptr) write_scales(own, row, rows, mine);
+      if (mine.is) place_words(a_, mine.row);
+      if (a_.ids != nullptr) keep(own, t, entry);
+      untold_.add(row);
+    }
     if (untold_.tokens <= together_) return;
+    const Spends tells(k_, Span::Telling);
     await_earlier_tokens();
     untold_.tell(k_, plan_.step, 1);
   }
@@ -184,6 +195,7 @@ class ManySender {
   __device__ OwnRow own_row(const PlannedToken<true>& t, std::uint32_t own, std::uint32_t entry, std::uint32_t lanes) {
     OwnRow mine;
     if (lanes == 0) return mine;
+    const Spends waits(k_, Span::AwaitingPlacesOfOwn);
     receive_.rows_known.wait();
     receive_.placed.wait();
     if (!receive_.good || !receive_.placed_all) return mine;
@@ -223,8 +235,12 @@ class ManySender {
       constexpr std::uint32_t kElementBytes = kTileBytes / Q::kElements;
       const std::uint32_t lane = threadIdx.x % 32, elements = bytes / kElementBytes, first = at / kElementBytes;
       char* const to = out(used_);
-      bulk_await_read<kTilesOut - 1>();
-      __syncwarp();
+      {
+        const Spends waits(k_, Span::AwaitingPlaceOut);
+        bulk_await_read<kTilesOut - 1>();
+        __syncwarp();
+      }
+      const Spends quantises(k_, Span::Quantising);
 #pragma unroll 1
       for (std::uint32_t pass = 0; pass * 512 < elements; ++pass) {
         Payload<Mode> payload;

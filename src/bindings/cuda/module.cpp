@@ -263,6 +263,7 @@ void bind(py::module_& m) {
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
 #ifdef PPLX_CUDA_STAGES
   m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));
+  m.attr("spans") = std::vector<std::string>(std::begin(kSpans), std::end(kSpans));
   m.attr("warps_of_block") = kMostWarps;
 #endif
   bind_structs(m);
