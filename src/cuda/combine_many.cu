@@ -39,6 +39,7 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
+  Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
   if (combines && threadIdx.x % 32 == 0)
@@ -57,6 +58,7 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);
+  Spends::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 

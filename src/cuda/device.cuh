@@ -185,8 +185,10 @@ template <std::uint32_t kBut>
 __device__ inline void bulk_await_stored() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
 }
-// Between what threads store or have acquired, and copies of it.
-__device__ inline void fence_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Between what threads have stored in shared memory, and copies of it. Unlike the next one it waits for no store to any other memory.
+__device__ inline void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between what threads have acquired, and copies of it.
+__device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 #else
 
@@ -202,6 +204,7 @@ template <std::uint32_t kBut>
 __device__ inline void bulk_await_read() {}
 template <std::uint32_t kBut>
 __device__ inline void bulk_await_stored() {}
+__device__ inline void fence_shared_copies() {}
 __device__ inline void fence_copies() {}
 
 #endif

@@ -59,10 +59,13 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
 
 // A worker's part of counting, and of adding up what comes before the block's first chunk.
 __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
-  const Spends counts_them(a.common, Span::Counting);
   const std::uint32_t worker = threadIdx.x / 32;
-  for (std::uint32_t c = worker * gridDim.x + blockIdx.x; c < a.chunks; c += kWorkers * gridDim.x)
-    if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, counts);
+  {
+    const Spends spends(a.common, Span::Counting);
+    for (std::uint32_t c = worker * gridDim.x + blockIdx.x; c < a.chunks; c += kWorkers * gridDim.x)
+      if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, counts);
+  }
+  const Spends spends(a.common, Span::Summing);
   sum_chunks(a, s.step, worker, min(s.first_chunk, a.chunks), kWorkers, sums, counts);
 }
 
@@ -77,7 +80,10 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp % kWorkers]);
   const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
   if (room && warp < senders) sender.ask_early();
-  s.plan.claimed.wait();
+  {
+    const Spends waits(k, Span::AwaitingClaims);
+    s.plan.claimed.wait();
+  }
   if (!s.plan.taken) {
     if (warp < senders) sender.drop();
     return sender.parities();
@@ -86,7 +92,7 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(counting));
   if (threadIdx.x < k.c.world)
     s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
-  fence_copies();  // where chunks were counted, tiles come
+  fence_shared_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
   if (is_planner()) {
     const Spends plans(k, Span::Planning);
@@ -106,6 +112,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::DispatchBegins);
+  Spends::begin();
   const ManyMemory at(k.c);
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
@@ -115,8 +122,11 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (a.send) {
-    if (is_planner()) begin_plan(a, s.plan);
-    __syncthreads();
+    {
+      const Spends begins(k, Span::Beginning);
+      if (is_planner()) begin_plan(a, s.plan);
+      __syncthreads();
+    }
     step = s.plan.step;
     parities = send_many<Mode, kHooks>(a, s, experts, memory, words, words + chunk_columns(k.c));
   } else if (!find_open_step(a, step)) {
@@ -131,6 +141,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   }
   if (a.send) leave_plan(a, s.last);
   note(k, Stage::DispatchEnds);
+  Spends::end(k);
   stamp(k, Op::Dispatch, step, begun);
 }
 

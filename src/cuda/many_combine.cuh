@@ -238,7 +238,7 @@ class ManyCombiner {
     }
     const Spends stores(k_, Span::StoringSums);
     sums.store(from, threadIdx.x % 32 * 16, bytes);
-    fence_copies();
+    fence_shared_copies();
     __syncwarp();
     if (threadIdx.x % 32 != 0) return;
     bulk_store(to, from, bytes);

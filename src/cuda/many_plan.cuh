@@ -126,14 +126,18 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
   const ChunkPass pass(a, chunk);
-  RawId ids[ChunkPass::kMost];
-  pass.load_ids(a, ids);
   auto* const kept = reinterpret_cast<std::int32_t*>(counts + columns);
-  pass.keep_ids(a, ids, true, kept);
+  {
+    const Spends spends(k, Span::LoadingIds);
+    RawId ids[ChunkPass::kMost];
+    pass.load_ids(a, ids);
+    pass.keep_ids(a, ids, true, kept);
+  }
   for (std::uint32_t i = lane; i < columns; i += 32) counts[i] = 0;
   __syncwarp();
 #pragma unroll 1
   for (std::uint32_t i = 0; i * pass.at_once < pass.tokens; ++i) {
+    const Spends spends(k, Span::CountingIds);
     const std::int32_t id = kept[32 * i + lane];
     const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
     std::uint32_t same;
@@ -143,6 +147,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     if (!again) atomicAdd(counts + k.c.num_experts + rank, 1u);
   }
   __syncwarp();
+  const Spends spends(k, Span::PublishingCounts);
   auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{chunk} * columns);
   for (std::uint32_t i = lane; i < columns / 8; i += 32) {
     std::uint32_t pair[4];
@@ -199,7 +204,10 @@ static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::
   constexpr std::uint32_t kAtOnce = 8;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32 * stride) {
-    await_chunks(a, step, first, end, stride, counts);
+    {
+      const Spends spends(a.common, Span::AwaitingChunks);
+      await_chunks(a, step, first, end, stride, counts);
+    }
     const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
 #pragma unroll 1
     for (std::uint32_t piece = lane; piece < pieces; piece += 32) {
@@ -286,6 +294,7 @@ __device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& p
 // ids: shared memory of its own for a chunk's.
 __device__ inline void place_chunk(const DispatchArguments& a, std::uint32_t number, const LoadedChunk& loaded, std::uint32_t* sums,
                                    std::int32_t* ids, PlannedChunk& chunk) {
+  const Spends spends(a.common, Span::PlacingChunks);
   const ChunkPass pass(a, number);
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {

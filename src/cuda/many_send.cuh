@@ -253,7 +253,7 @@ class ManySender {
         store16(to + pass * 512 + lane * 16, payload.row.codes);
         if (lane == 0) store16(to + Q::kElements + 16 * pass, payload.row.scales);
       }
-      fence_copies();
+      fence_shared_copies();
       __syncwarp();
       if (row != nullptr) {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);

@@ -52,7 +52,15 @@ enum class Span {
   Placing,
   AwaitingPlaceIn,
   Planning,
+  Beginning,
+  AwaitingClaims,
   Counting,
+  LoadingIds,
+  CountingIds,
+  PublishingCounts,
+  Summing,
+  AwaitingChunks,
+  PlacingChunks,
   SendingSums,
   AwaitingInputs,
   AddingUp,
@@ -66,7 +74,8 @@ enum class Span {
 inline constexpr const char* kSpans[] = {
     "dispatch sends",  "awaits its plan", "awaits a tile",    "awaits a place for a tile", "quantises and stores", "awaits own places",
     "writes routes",   "tells",           "dispatch receives", "awaits rows",              "awaits a load",        "places",
-    "awaits a place for a row", "plans",  "counts chunks",    "combine sends",             "awaits inputs",        "adds up",
+    "awaits a place for a row", "plans",  "begins", "awaits the set", "counts chunks", "loads ids", "counts ids", "publishes counts", "sums chunks", "awaits chunks", "places a chunk",
+    "combine sends",             "awaits inputs",        "adds up",
     "awaits a place for a sum", "stores sums", "tells of sums", "combine receives",         "awaits sums",
 };
 static_assert(sizeof kSpans / sizeof *kSpans == static_cast<int>(Span::AwaitingSums) + 1, "a name each");
