@@ -99,6 +99,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
     common_.blocks = host_->blocks_at();
   }
   common_.remote = memory_.remote;
+#ifdef PPLX_CARRIER
+  const Symmetric& symmetric = memory_.symmetric;
+  if (symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
+  common_.blocks = symmetric.base;
+  common_.near = symmetric.near & memory_.remote;
+  std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
+#endif
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
@@ -119,6 +126,10 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
+#ifdef PPLX_CARRIER
+  check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
+  rebase();
+#endif
   listen();
 }
 
@@ -146,6 +157,9 @@ Exchange::~Exchange() {
   memory_.own.reset();
   host_.reset();
   cudaFree(controls_);
+#ifdef PPLX_CARRIER
+  cudaFree(common_.puts);
+#endif
   cudaFreeHost(common_.report);
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();

@@ -24,6 +24,16 @@ namespace pplx::cuda {
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
+#ifdef PPLX_CARRIER
+// Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
+struct Symmetric {
+  char* base = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t near = 0;               // remote peers that this GPU's stores reach, a bit each
+  std::vector<std::uint32_t> pes;       // by rank, as the carrier numbers them
+};
+#endif
+
 class Exchange {
  public:
   struct Memory {
@@ -33,6 +43,9 @@ class Exchange {
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
+#ifdef PPLX_CARRIER
+    Symmetric symmetric;                                // for the remote peers
+#endif
   };
 
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms);
@@ -57,6 +70,13 @@ class Exchange {
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
+#ifdef PPLX_CARRIER
+  // Between generations, when no kernel is at work: how many puts this rank has posted in the old one, by peer; how many have landed,
+  // by source; and once these are as many, counts begin anew from where the signals are.
+  std::vector<std::uint64_t> posted() const;
+  std::vector<std::uint64_t> landed() const;
+  void rebase();
+#endif
   void raise_failure();
   void raise_notice() { raise_notices(common_.report->notices, common_.c); }
   // Of eager calls; captures run nothing, and replays are not seen by the host.
@@ -83,6 +103,10 @@ class Exchange {
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   Control* controls_ = nullptr;  // by generation, in turn
+#ifdef PPLX_CARRIER
+  std::unique_ptr<PutCounts> read_puts() const;
+  std::vector<std::uint64_t> read_signals() const;
+#endif
   FirstFailure first_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;

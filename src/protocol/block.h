@@ -36,7 +36,8 @@ struct BlockHeader {
   std::uint32_t source = 0;
   std::uint32_t tokens = 0;        // dispatch: what replicas must have in common, with the digest
   std::uint64_t ids_digest = 0;
-  std::uint32_t reserved[8] = {};
+  std::uint64_t row_puts = 0;      // of a carrier that kernels drive: see signals.h
+  std::uint32_t reserved[6] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

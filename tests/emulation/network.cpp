@@ -1,0 +1,164 @@
+#include "emulation/network.h"
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Piece {
+  std::uint64_t at, bytes;
+};
+struct Flight {
+  Put put;
+  char *to, *signal;            // in the peer's memory
+  std::vector<Piece> pieces;    // yet to be delivered, in this order from the end
+  Clock::time_point due;        // of what comes next
+  bool landed = false;
+};
+
+class Network {
+ public:
+  static Network& instance() {
+    static Network* const network = new Network;   // its thread outlives main()
+    return *network;
+  }
+
+  void open_window(const char* own, std::uint32_t peer, char* theirs) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    windows_[{own, peer}] = theirs;
+  }
+
+  // Whoever owns the memory ends: nothing of it may be read or written any more. What is on its way still lands, if peers live.
+  void close_windows(const char* own) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_own = [&](const Flight& f) { return f.put.own == own; };
+    changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), is_own); });
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
+    windows_.erase(windows_.lower_bound({own, 0}), windows_.upper_bound({own, ~0u}));
+  }
+
+  void post(const Put& put) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto window = windows_.find({put.own, put.peer});
+    if (window == windows_.end()) refuse("a put to a rank that is not reached", put);
+    for (const Flight& f : flights_)
+      if (f.put.own == put.own && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
+        refuse("a put from where an earlier one has not left", put);
+    Flight flight{put, window->second + (put.to - put.own), window->second + (put.signal - put.own), pieces_of(put.bytes), {}};
+    flight.due = Clock::now() + delay();
+    flights_.push_back(std::move(flight));
+    changed_.notify_one();
+  }
+
+  bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::none_of(flights_.begin(), flights_.end(), [&](const Flight& f) {
+      return f.put.own == own && f.put.peer == peer && f.put.context == context;
+    });
+  }
+
+ private:
+  Network() {
+    const char* const seed = std::getenv("PPLX_SEED");
+    random_.seed(seed == nullptr ? 1 : std::strtoul(seed, nullptr, 0));
+    std::thread([this] { serve(); }).detach();
+  }
+
+  [[noreturn]] static void refuse(const char* what, const Put& put) {
+    std::fprintf(stderr, "%s: peer %u, context %u, %llu bytes\n", what, put.peer, put.context,
+                 static_cast<unsigned long long>(put.bytes));
+    std::abort();
+  }
+
+  // Mostly soon, sometimes after much else.
+  std::chrono::microseconds delay() { return std::chrono::microseconds(random_() % 8 == 0 ? random_() % 3000 : random_() % 60); }
+
+  // As many as five, cut anywhere, shuffled.
+  std::vector<Piece> pieces_of(std::uint64_t bytes) {
+    std::vector<std::uint64_t> cuts{0, bytes};
+    for (auto n = random_() % 5; n > 0 && bytes > 0; --n) cuts.push_back(random_() % bytes);
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<Piece> pieces;
+    for (std::size_t i = 0; i + 1 < cuts.size(); ++i)
+      if (cuts[i] < cuts[i + 1]) pieces.push_back({cuts[i], cuts[i + 1] - cuts[i]});
+    std::shuffle(pieces.begin(), pieces.end(), random_);
+    return pieces;
+  }
+
+  // What is due of a flight. True: it has left.
+  bool go_on(Flight& flight) {
+    if (!flight.pieces.empty()) {
+      const Piece piece = flight.pieces.back();
+      flight.pieces.pop_back();
+      std::memcpy(flight.to + piece.at, flight.put.from + piece.at, piece.bytes);
+    } else if (!flight.landed) {
+      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), 1, __ATOMIC_RELEASE);
+      flight.landed = true;
+    } else {
+      return true;
+    }
+    flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
+    return false;
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !flights_.empty(); });
+      const Clock::time_point now = Clock::now();
+      std::vector<std::size_t> due;
+      for (std::size_t i = 0; i < flights_.size(); ++i)
+        if (flights_[i].due <= now) due.push_back(i);
+      if (!due.empty()) {
+        const std::size_t i = due[random_() % due.size()];
+        if (go_on(flights_[i])) {
+          flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
+          changed_.notify_all();
+        }
+        continue;
+      }
+      const auto next = std::min_element(flights_.begin(), flights_.end(), [](const Flight& a, const Flight& b) { return a.due < b.due; });
+      changed_.wait_until(lock, Clock::time_point(next->due));
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::pair<const char*, std::uint32_t>, char*> windows_;
+  std::vector<Flight> flights_;
+  std::minstd_rand random_;
+};
+
+}  // namespace
+
+void post(const Put& put) { Network::instance().post(put); }
+bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) { return Network::instance().has_left(own, peer, context); }
+
+}  // namespace emulation
+
+namespace pplx::cuda {
+void bind_carrier(pybind11::module_&) {}  // emulated.py has the host side
+}  // namespace pplx::cuda
+
+extern "C" {
+__attribute__((visibility("default"))) void pplx_emulation_open_window(const char* own, std::uint32_t peer, char* theirs) {
+  emulation::Network::instance().open_window(own, peer, theirs);
+}
+__attribute__((visibility("default"))) void pplx_emulation_close_windows(const char* own) {
+  emulation::Network::instance().close_windows(own);
+}
+}
