@@ -86,6 +86,7 @@ class AllToAll:
         timeout: float = 100.0,
         scale_layout: str = "row",
         placement: str | None = None,
+        symmetric_memory: torch.Tensor | None = None,
     ) -> None:
         self._comm = comm
         arguments = Arguments(
@@ -93,6 +94,7 @@ class AllToAll:
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms,
             timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
+            symmetric_memory=symmetric_memory,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -109,9 +111,11 @@ class AllToAll:
         session, config = self._steps.session, self._steps.session.config
         w = session.wiring
         groups = [f"{len(w.peers.mapped)} mapped"] if w.peers.mapped else []
-        if w.peers.remote and w.carrier:
+        if w.peers.remote and (w.segment or w.carrier):
             groups.append(
-                f"{len(w.peers.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")
+                f"{len(w.peers.remote)} by NVSHMEM, {len(w.segment.near)} of them reached by stores"
+                if w.segment
+                else f"{len(w.peers.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")
             )
         log.info(
             "AllToAll %d: %d ranks, peers of rank 0: %s; %d experts, top-%d, hidden %d, %s, wire %s, %s; "

@@ -13,7 +13,6 @@ from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
-from pplx_comm.gpus import built
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.wiring.record import CLOSED
@@ -100,7 +99,7 @@ class Cuda:
         self._hidden, self._dtype = session.hidden, session.dtype
         self._device = session.device
         config = session.config
-        module = built()
+        module = session.wiring.kernels
         layout: _core.OutputLayout = module.output_layout(config)
         self.parts = parts_of(layout)
         self._weights = "topk_weights" if "topk_weights" in self.parts else "weights"

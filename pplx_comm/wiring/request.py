@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.settings import Settings
@@ -27,6 +29,12 @@ class Request:
     num_sms: int = 0  # 0: all
     placement: str = "auto"  # of remote peers' blocks: see wiring/placement.py
     settings: Settings = field(default_factory=Settings)
+    symmetric_memory: torch.Tensor | None = None  # transport="nvshmem": the caller's, in place of our own
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels drive the carrier to remote peers themselves."""
+        return self.transport == "nvshmem"
 
     @property
     def patience(self) -> float:

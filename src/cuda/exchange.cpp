@@ -101,7 +101,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.remote = memory_.remote;
 #ifdef PPLX_CARRIER
   const Symmetric& symmetric = memory_.symmetric;
-  if (symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
+  if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
   common_.blocks = symmetric.base;
   common_.near = symmetric.near & memory_.remote;
   std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
@@ -127,8 +127,10 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
         "cudaHostAlloc");
   *common_.report = Report{};
 #ifdef PPLX_CARRIER
-  check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
-  rebase();
+  if (symmetric.base != nullptr) {  // else there is nobody to put anything to
+    check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
+    rebase();
+  }
 #endif
   listen();
 }

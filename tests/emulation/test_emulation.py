@@ -89,6 +89,20 @@ def test_random_shapes_in_a_chaos(transport: str) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
 
+# ---- a carrier that kernels drive, with a stand-in for its five calls that delays and reorders
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("near", ["none", "all", "odd"])
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
+def test_random_shapes_by_kernels(transport: str, near: str) -> None:
+    """near: the peers that get row after row, by warps; the others get whole blocks."""
+    for world in (2, 4):
+        with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+            for number in range(5):
+                crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
