@@ -23,7 +23,6 @@ import torch
 
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
-from pplx_comm.gpus import cuda_module
 from pplx_comm.machine import rdma_devices
 from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks
 
@@ -72,8 +71,10 @@ def kernels() -> Any:
 
 def usable_kernels() -> Any:
     """kernels(), or an Error where NVSHMEM would end the process for want of a GPU."""
-    cuda_module()
-    return kernels()
+    module = kernels()
+    if module.device_count() == 0:
+        raise Error("device='cuda': this process sees no GPU")
+    return module
 
 
 @dataclass

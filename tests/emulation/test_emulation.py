@@ -74,7 +74,7 @@ def test_more_units_than_warps() -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     """The others find no room on the GPU before it has ended: it sends their shares."""
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
@@ -183,7 +183,7 @@ def test_cut_link(how: str) -> None:
             assert (" on " if how == "kill" else " over ") in r["message"], r
 
 
-@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
 def test_reset(transport: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
@@ -208,7 +208,7 @@ def run_refused(crew: Crews, name: str, *args: Any, sentence: str = STILL_OPEN) 
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_eager_steps_among_replays(crew: Crews, transport: str, in_flight: int) -> None:
     case = small_case(seed(), crew.world_size, in_flight, transport=transport)
     crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
@@ -226,7 +226,7 @@ def test_a_capture_takes_no_step(crew: Crews, in_flight: int) -> None:
     crew.run("emulated:call", module(), "open_step_cases:a_capture_between", case)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize(
     ("kind", "in_flight", "alone"),
     [("eager", 2, None), ("replay", 1, None), ("replay", 2, None), ("replay", 1, 1), ("replay", 2, 1), ("dispatch only", 2, None)],
@@ -251,15 +251,16 @@ def test_a_replay_beside_the_combine_whose_memory_it_takes(crew: Crews, in_fligh
     assert outcomes == [outcomes[0]] * crew.world_size, outcomes
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_ids_that_only_the_device_sees(crew: Crews, transport: str) -> None:
     crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), crew.world_size, 2, transport=transport), 1)
 
 
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 @pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
-def test_ranks_that_end_a_step_differently(kind: str) -> None:
+def test_ranks_that_end_a_step_differently(kind: str, transport: str) -> None:
     with Crew(3) as crew:
-        results = crew.run("emulated:call", module(), "failure_cases:mismatch", Case(81, 3), kind)
+        results = crew.run("emulated:call", module(), "failure_cases:mismatch", Case(81, 3, transport=transport), kind)
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
         assert any(kind.removeprefix("no_") in r["message"] for r in results), results
