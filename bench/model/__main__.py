@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.model import plot, published, report
 from bench.model.fabrics import FABRICS
 from bench.model.kernels import given
-from bench.model.predict import garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
+from bench.model.predict import beside, garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
 from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
@@ -71,6 +71,7 @@ def main() -> int:
         "beyond": list(validation(published.BEYOND, options.seed)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
     }
+    gpus = list(beside(published.BY_GPUS, options.kernels, options.seed)) if "cx7" in fabrics and 128 in options.tokens else []
     asked = {}
     for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks)):
         name, ranks, tokens = point
@@ -90,6 +91,7 @@ def main() -> int:
             predicted=predicted,
             replayed=replayed,
             sensitivity=asked,
+            gpus=gpus,
             **checks,
         )
     )

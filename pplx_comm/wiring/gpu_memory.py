@@ -106,7 +106,7 @@ def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.
     memory = kernels.SharedMemory(gpu, config.shared_bytes, what)
     with torch.cuda.device(gpu):  # which need not be the current one; only it can write there
         kernels.leave_blank(config, memory)
-    return memory  # type: ignore[no-any-return]
+    return memory
 
 
 def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
@@ -114,9 +114,7 @@ def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
     return {"nbytes": memory.nbytes, "ipc": None if memory.has_descriptor else memory.ipc_handle().hex()}
 
 
-def _open_all(
-    control: ControlPlane, kernels: Any, fds: list[int], gpu: int, descriptions: dict[int, dict[str, Any]]
-) -> Opened:
+def _open_all(control: ControlPlane, kernels: Any, fds: list[int], gpu: int, descriptions: dict[int, dict[str, Any]]) -> Opened:
     received = control.share_fds(fds, "AllToAll: memory")
     opened = Opened()
     with contextlib.ExitStack() as held:
@@ -130,8 +128,8 @@ def _open_all(
 def open_heap(gpu: int, description: dict[str, Any], fds: Sequence[int], kernels: Any = None) -> _cuda.SharedMemory:
     heap = (kernels or cuda_module()).SharedMemory
     if description["ipc"] is not None:
-        return heap.from_ipc(gpu, bytes.fromhex(description["ipc"]), description["nbytes"])  # type: ignore[no-any-return]
-    return heap.from_descriptor(gpu, fds[0], description["nbytes"])  # type: ignore[no-any-return]
+        return heap.from_ipc(gpu, bytes.fromhex(description["ipc"]), description["nbytes"])
+    return heap.from_descriptor(gpu, fds[0], description["nbytes"])
 
 
 def close_all(fds: Sequence[int]) -> None:

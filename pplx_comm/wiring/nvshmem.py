@@ -1,8 +1,8 @@
 """NVSHMEM in this process: its module, its start, and symmetric memory for AllToAlls. See docs/carriers.md.
 
-NVSHMEM is one for a process, ends the process where it dislikes what it finds, and waits for ever for a rank that has died. So it is
-tried in a process of its own first, its collective calls run in a thread that is left behind when time is over, and nothing of it is
-ever given back: what an AllToAll had, a later one takes.
+NVSHMEM is one for a process, ends the process where it dislikes what it finds, and waits for ever for a rank that has died.
+So it is tried in a process of its own first, its collective calls run in a thread that is left behind when time is over, and
+nothing of it is ever given back: what an AllToAll had, a later one takes.
 """
 
 from __future__ import annotations
@@ -152,9 +152,7 @@ class Library:
         if self.probed[gpu] is not None:
             raise Error(f"transport='nvshmem': NVSHMEM does not start on this host: {self.probed[gpu]}")
 
-    def _begin(
-        self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, timeout: float
-    ) -> None:
+    def _begin(self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, timeout: float) -> None:
         """Collective. The PEs are the living ranks, in their order."""
         alive = [rank for rank, answer in enumerate(answers) if answer is not None]
         attempts = Attempts()
@@ -182,8 +180,8 @@ class Library:
         else:
             if len(alive) < alive[0]["pe"][1]:
                 raise Error(
-                    f"transport='nvshmem': this NVSHMEM has {alive[0]['pe'][1]} PEs and {len(alive)} ranks are here, so no symmetric "
-                    f"memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
+                    f"transport='nvshmem': this NVSHMEM has {alive[0]['pe'][1]} PEs and {len(alive)} ranks are here, so no "
+                    f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
                     "(nvshmem.core.tensor) and pass them as symmetric_memory="
                 )
             number = len(self.made)
@@ -242,8 +240,8 @@ def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
 def too_small(nbytes: int) -> str:
     size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
     return (
-        f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes of this "
-        f"AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + _OWN_BYTES} more than what it has, before NVSHMEM starts"
+        f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes "
+        f"of this AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + _OWN_BYTES} more than it is, before NVSHMEM starts"
     )
 
 
@@ -332,7 +330,7 @@ def missing_for_ibgda(sysfs: Path = Path("/sys")) -> list[str]:
     by_gpu = "PeerMappingOverride=1" in options.replace(" ", "")
     if not by_gpu and not _has_gdrcopy():
         lacks.append(
-            "the GPU may not ring the NIC's doorbell (driver option NVreg_RegistryDwords=\"PeerMappingOverride=1;\" with "
+            'the GPU may not ring the NIC\'s doorbell (driver option NVreg_RegistryDwords="PeerMappingOverride=1;" with '
             "NVreg_EnableStreamMemOPs=1) and there is no GDRCopy: NVSHMEM takes its CPU-assisted mode, a host thread rings it"
         )
     return lacks

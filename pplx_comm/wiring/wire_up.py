@@ -81,8 +81,8 @@ def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: l
 
 
 def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Answers) -> None:
-    """Collective: what the survivors have put in the old generation lands; then all count anew. A put that came later would be taken
-    for one of the new generation."""
+    """Collective: what the survivors have put in the old generation lands; then all count anew. A put that came later would be
+    taken for one of the new generation."""
     attempts = Attempts()
     expected = {r: answer["posted"][control.rank] for r, answer in enumerate(answers) if answer is not None and r != control.rank}
     end = time.monotonic() + request.patience

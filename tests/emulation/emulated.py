@@ -160,6 +160,13 @@ def use(module: str) -> None:
     streams = EmulatedStreams(library)
     [carrier] = Path(module).parent.glob("_nvshmem*.so")
     carried, carrier_library = gpu_cases.load_module("pplx_comm._nvshmem", str(carrier)), ctypes.CDLL(str(carrier))
+    rebase = carried.Exchange.rebase
+
+    def rebased(core: Any) -> None:
+        carrier_library.pplx_emulation_forget_landed()
+        rebase(core)
+
+    carried.Exchange.rebase = rebased
     setattr(nvshmem, "kernels", lambda: carried)  # noqa: B010
     setattr(nvshmem, "library", StandIn(carrier_library))  # noqa: B010
 

@@ -25,9 +25,10 @@ struct Piece {
 struct Flight {
   Put put;
   char *to, *signal;            // in the peer's memory
-  std::vector<Piece> pieces;    // yet to be delivered, in this order from the end
+  std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
   Clock::time_point due;        // of what comes next
   bool landed = false;
+  unsigned asks = 0;            // how often somebody must still ask before it has left
 };
 
 class Network {
@@ -46,7 +47,8 @@ class Network {
   void close_windows(const char* own) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_own = [&](const Flight& f) { return f.put.own == own; };
-    changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), is_own); });
+    const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed; };
+    changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), flies); });
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
     windows_.erase(windows_.lower_bound({own, 0}), windows_.upper_bound({own, ~0u}));
   }
@@ -60,15 +62,31 @@ class Network {
         refuse("a put from where an earlier one has not left", put);
     Flight flight{put, window->second + (put.to - put.own), window->second + (put.signal - put.own), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
+    flight.asks = static_cast<unsigned>(random_() % 4);
     flights_.push_back(std::move(flight));
     changed_.notify_one();
   }
 
+  // A reset has seen that all has landed.
+  void forget_landed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), [](const Flight& f) { return f.landed; }), flights_.end());
+  }
+
   bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return std::none_of(flights_.begin(), flights_.end(), [&](const Flight& f) {
-      return f.put.own == own && f.put.peer == peer && f.put.context == context;
-    });
+    bool all = true;
+    for (std::size_t i = flights_.size(); i-- > 0;) {
+      Flight& f = flights_[i];
+      if (f.put.own != own || f.put.peer != peer || f.put.context != context) continue;
+      if (f.landed && f.asks == 0) {
+        flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
+        continue;
+      }
+      if (f.landed) --f.asks;
+      all = false;
+    }
+    return all;
   }
 
  private:
@@ -96,43 +114,40 @@ class Network {
     for (std::size_t i = 0; i + 1 < cuts.size(); ++i)
       if (cuts[i] < cuts[i + 1]) pieces.push_back({cuts[i], cuts[i + 1] - cuts[i]});
     std::shuffle(pieces.begin(), pieces.end(), random_);
+    pieces.insert(pieces.begin(), Piece{0, 0});  // the signal, when all else is there
     return pieces;
   }
 
-  // What is due of a flight. True: it has left.
-  bool go_on(Flight& flight) {
-    if (!flight.pieces.empty()) {
-      const Piece piece = flight.pieces.back();
-      flight.pieces.pop_back();
+  // What is due of a flight.
+  void go_on(Flight& flight) {
+    const Piece piece = flight.pieces.back();
+    flight.pieces.pop_back();
+    if (piece.bytes > 0)
       std::memcpy(flight.to + piece.at, flight.put.from + piece.at, piece.bytes);
-    } else if (!flight.landed) {
+    else
       __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), 1, __ATOMIC_RELEASE);
-      flight.landed = true;
-    } else {
-      return true;
-    }
+    flight.landed = flight.pieces.empty();
+    if (flight.landed) changed_.notify_all();
     flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
-    return false;
   }
 
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [this] { return !flights_.empty(); });
       const Clock::time_point now = Clock::now();
       std::vector<std::size_t> due;
-      for (std::size_t i = 0; i < flights_.size(); ++i)
+      Clock::time_point next = Clock::time_point::max();
+      for (std::size_t i = 0; i < flights_.size(); ++i) {
+        if (flights_[i].landed) continue;
+        next = std::min(next, flights_[i].due);
         if (flights_[i].due <= now) due.push_back(i);
-      if (!due.empty()) {
-        const std::size_t i = due[random_() % due.size()];
-        if (go_on(flights_[i])) {
-          flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
-          changed_.notify_all();
-        }
-        continue;
       }
-      const auto next = std::min_element(flights_.begin(), flights_.end(), [](const Flight& a, const Flight& b) { return a.due < b.due; });
-      changed_.wait_until(lock, Clock::time_point(next->due));
+      if (!due.empty())
+        go_on(flights_[due[random_() % due.size()]]);
+      else if (next == Clock::time_point::max())
+        changed_.wait(lock);
+      else
+        changed_.wait_until(lock, next);
     }
   }
 
@@ -158,6 +173,7 @@ extern "C" {
 __attribute__((visibility("default"))) void pplx_emulation_open_window(const char* own, std::uint32_t peer, char* theirs) {
   emulation::Network::instance().open_window(own, peer, theirs);
 }
+__attribute__((visibility("default"))) void pplx_emulation_forget_landed() { emulation::Network::instance().forget_landed(); }
 __attribute__((visibility("default"))) void pplx_emulation_close_windows(const char* own) {
   emulation::Network::instance().close_windows(own);
 }

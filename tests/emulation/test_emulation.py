@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emul
 
 @functools.cache
 def module() -> str:
-    [built] = (build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation").glob("_cuda*.so")
+    # A folder with mutants, else what is built.
+    folder = os.environ.get("PPLX_TEST_EMULATION") or build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation"
+    [built] = Path(folder).glob("_cuda*.so")
     return str(built)
 
 
