@@ -62,6 +62,7 @@ class Network {
         refuse("a put from where an earlier one has not left", put);
     Flight flight{put, window->second + (put.to - put.own), window->second + (put.signal - put.own), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
+    if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
     flight.asks = static_cast<unsigned>(random_() % 4);
     flights_.push_back(std::move(flight));
     changed_.notify_one();
@@ -93,6 +94,7 @@ class Network {
   Network() {
     const char* const seed = std::getenv("PPLX_SEED");
     random_.seed(seed == nullptr ? 1 : std::strtoul(seed, nullptr, 0));
+    if (const char* late = std::getenv("PPLX_EMULATION_LATE")) std::sscanf(late, "%u@%u", &late_ms_, &late_put_);
     std::thread([this] { serve(); }).detach();
   }
 
@@ -156,6 +158,7 @@ class Network {
   std::map<std::pair<const char*, std::uint32_t>, char*> windows_;
   std::vector<Flight> flights_;
   std::minstd_rand random_;
+  unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
 };
 
 }  // namespace

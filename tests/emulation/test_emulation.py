@@ -105,6 +105,15 @@ def test_random_shapes_by_kernels(transport: str, near: str) -> None:
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
 
 
+@pytest.mark.parametrize("near", ["none", "all"])
+def test_a_put_that_lands_after_its_generation(near: str) -> None:
+    """A step gives up on a put that comes later than the reset: it must not count in the new generation, nor lie in its blocks."""
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": "2500@100"}) as crew:
+        for r in crew.run("emulated:call", module(), "chaos_cases:until_failure", case, 1.0, again=True, timeout=60):
+            assert r.get("is_peer") and r["is_timeout"], r
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
