@@ -36,6 +36,9 @@ target_compile_definitions(_nvshmem PRIVATE "PPLX_CARRIER=\"nvshmem/carrier.cuh\
 # Functions that are not inlined know nothing of the kernels that call them: those of dispatch leave each thread 96 registers. A kernel
 # that says how many threads it has is not bound by this.
 target_compile_options(_nvshmem PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--maxrregcount=96>)
+if(PPLX_CUDA_STAGES)
+  target_compile_definitions(_nvshmem PRIVATE PPLX_CUDA_STAGES=1)
+endif()
 if(PPLX_CUDA_FUZZ)
   target_compile_definitions(_nvshmem PRIVATE PPLX_CUDA_FUZZ=1)
 endif()

@@ -114,7 +114,10 @@ class Size:
         for transport in self._options.transports:
             remote = remote_ranks(world, transport)
             try:
-                if any(world.gather(len(remote), "remote ranks")):
+                across = any(world.gather(len(remote), "remote ranks"))
+                if across and transport.transport == "nvshmem":
+                    points.append(self._by_kernels(transport, points))
+                elif across:
                     points.append(self._across(transport, remote, points))
                 else:
                     points.append(self._inside(transport))
@@ -154,6 +157,25 @@ class Size:
             point.floor_parts[phase] = parts
             point.floor[phase] = total(list(parts.values()))
         point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _by_kernels(self, transport: Transport, points: list[Point]) -> Point:
+        """Kernels that post. Its floor is that of the same bytes by bare stores where mapped memory reaches all ranks: over P2P
+        what it takes beyond `mapped` is the carrier's own."""
+        world, point = self._world, Point(transport.name, self._shape.tokens)
+        a2a = world.all_or_none(lambda: self.open(world.comm, transport), f"transport {transport.name}")
+        with a2a:
+            if self._options.check:
+                self._check(a2a)
+            self._kernels(a2a, point)
+            self._eager(a2a, point)
+        point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
+        inside = next((p for p in points if p.transport == MAPPED and p.off is None), None)
+        if inside is None:
+            point.floor_off = "mapped's needs --transport mapped before it, and all ranks on one node"
+            return point
+        point.floor = inside.floor
+        point.beside = {phase: inside.phases[phase] for phase in (*PHASES, "round trip")}
         return point
 
     def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:

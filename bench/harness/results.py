@@ -26,6 +26,8 @@ class Point:
     """Which copy was the fastest, by phase."""
     floor_off: str | None = None
     bytes_per_rank: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, Figure] = field(default_factory=dict)
+    """What transport mapped took in the same run, by phase, where kernels post to a network themselves."""
 
     def ratio(self, phase: str) -> float | None:
         return self.phases[phase].p50 / self.floor[phase].p50 if phase in self.floor else None

@@ -235,8 +235,8 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def build_module(sources: Path, build: Path, architectures: str = "native") -> Path:
-    """pplx_comm._cuda of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
+def build_module(sources: Path, build: Path, architectures: str = "native", target: str = "_cuda") -> Path:
+    """pplx_comm._cuda, or ._nvshmem, of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
     options = {
         "PPLX_CUDA": "ON",
         "PPLX_CUDA_FUZZ": "ON",
@@ -254,9 +254,9 @@ def build_module(sources: Path, build: Path, architectures: str = "native") -> P
         *generator,
         *(f"-D{name}={value}" for name, value in options.items()),
     ]
-    for command in (configure, ["cmake", "--build", str(build), "--target", "_cuda", "-j", "4"]):
+    for command in (configure, ["cmake", "--build", str(build), "--target", target, "-j", "4"]):
         subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    (module,) = build.glob("_cuda*.so")
+    (module,) = build.glob(f"{target}*.so")
     return module
 
 
