@@ -105,6 +105,20 @@ def test_random_shapes_by_kernels(transport: str, near: str) -> None:
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
 
 
+def test_several_all_to_alls_by_kernels(crew: Crews) -> None:
+    """Of one Communicator, in steps that interleave, each of its own shape, among such of mapped memory and a proxy."""
+    transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]
+    cases = [replace(case_of(27_000, i, crew.world_size, t), in_flight=1, steps=4) for i, t in enumerate(transports)]
+    crew.run("emulated:call", module(), "rank_cases:interleaved", cases)
+
+
+def test_across_the_wrap_of_steps_by_kernels(crew: Crews) -> None:
+    """A turn follows from a step's number, of which only the low bits are a set's own."""
+    for in_flight, first in ((4, 2**32 - 5), (8, 2**32 - 9), (2, 2**31 - 5)):
+        case = Case(seed(), crew.world_size, first_step=first, in_flight=in_flight, steps=24, crowd="uneven", transport="nvshmem")
+        crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 @pytest.mark.parametrize("near", ["none", "all"])
 def test_a_put_that_lands_after_its_generation(near: str) -> None:
     """A step gives up on a put that comes later than the reset: it must not count in the new generation, nor lie in its blocks."""
@@ -164,10 +178,11 @@ def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
             assert crew.run("emulated:gdrcopy_is_used", module(), case) == [used, used]
 
 
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_rank_that_is_busy(busy: bool) -> None:
+def test_a_rank_that_is_busy(busy: bool, transport: str) -> None:
     with Crew(2) as crew:
-        crew.start("emulated:call", module(), "busy_cases:late_step", "mapped", 1, busy, device="cuda")
+        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda")
         crew.heard(1, "busy")
         crew.heard(0, "waits")
         crew.tell(1)
