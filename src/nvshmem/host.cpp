@@ -9,7 +9,6 @@
 #include <string>
 
 #include "../cuda/error.h"
-#include "../host/failure.h"
 
 namespace py = pybind11;
 
