@@ -21,6 +21,8 @@ from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
 REPLAYED = (16, 32, 64, 128)
+BY_GPU = ("cx7",)
+"""Where GPUs can post to the NIC themselves, with transport="nvshmem"."""
 SENSITIVITY = ("efa-p5en", 64, 128)
 MANY_RANKS = ("efa-p5en", 1024, 128)
 
@@ -61,6 +63,9 @@ def main() -> int:
                 at = time.monotonic()
                 s = shape(ranks, tokens)
                 predicted[name, ranks, tokens] = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed)
+                if name in BY_GPU:
+                    by_gpu = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed, by_gpu=True)
+                    predicted[f"{name}, by GPUs", ranks, tokens] = by_gpu
                 if ranks in REPLAYED:
                     replayed[name, ranks, tokens] = garden(FABRICS[name], s, seed=options.seed)
                 print(f"{name} EP{ranks} {tokens} tokens: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
