@@ -35,6 +35,9 @@ _GRANULE = 2 << 20
 _OWN_BYTES = 64 << 20
 """What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
 
+_QUEUE = 640
+"""Requests of a peer's queue that have not been answered, of eight AllToAlls with eight steps in flight; and room."""
+
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
     " k.init(gpu, k.unique_id(), 0, 1); sys.exit(0 if k.allocate(gpu, 4096) else 3)"
@@ -84,7 +87,7 @@ class Segment:
     address: int
     nbytes: int
     pes: list[int]  # by rank; of the dead and of those left out anything
-    near: list[int]  # ranks that this GPU's stores reach
+    near: list[int]  # ranks that get their rows one by one, by stores: all, or none
     number: int | None = None  # of those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
     """True: nothing is on its way any more, so that another AllToAll may have it."""
@@ -113,6 +116,7 @@ class Library:
         """Collective over the living. nbytes: what this rank needs; all get as much as the largest."""
         attempts = Attempts()
         module = attempts.run(usable_kernels)
+        attempts.run(_check_queue)
         begun = attempts.run(lambda: bool(module.is_initialized()))  # type: ignore[union-attr]
         if begun is False:
             attempts.run(lambda: self._probe(gpu))
@@ -136,13 +140,12 @@ class Library:
         assert pe is not None
         pes = _by_rank(answers)
         segment = self._given(given, pes) if given is not None else self._take(control, module, gpu, needed, answers, pes, timeout)
-        reached = attempts.run(lambda: [
-            rank for rank, answer in enumerate(answers)
-            if answer is not None and rank != control.rank and module.is_near(segment.address, pes[rank])
-        ])  # fmt: skip
-        answers = agree(control, "AllToAll: symmetric memory", {"error": attempts.error, "near": reached}, timeout)
-        # Both ends of a pair must call each other near.
-        segment.near = [rank for rank in reached or [] if control.rank in answers[rank]["near"]]  # type: ignore[index]
+        # Beside PEs that are not reached by stores NVSHMEM adds to signals by the NIC everywhere, and its queue has no room for one
+        # of each row.
+        reached = attempts.run(lambda: all(module.is_near(segment.address, other) for other in range(pe[1])))
+        answers = agree(control, "AllToAll: symmetric memory", {"error": attempts.error, "reached": reached}, timeout)
+        if all(answer is None or answer["reached"] for answer in answers):
+            segment.near = [rank for rank, answer in enumerate(answers) if answer is not None and rank != control.rank]
         return segment
 
     def _probe(self, gpu: int) -> None:
@@ -301,6 +304,12 @@ def _by_rank(answers: Answers) -> list[int]:
     if len(set(living)) != len(living):
         raise Error(f"transport='nvshmem': ranks have the same PE (by rank: {pes}); each needs an NVSHMEM of its own")
     return [max(pe, 0) for pe in pes]
+
+
+def _check_queue() -> None:
+    depth = os.environ.get("NVSHMEM_QP_DEPTH", "")
+    if depth.isdecimal() and int(depth) < _QUEUE:
+        raise Error(f"transport='nvshmem': NVSHMEM_QP_DEPTH={depth} must be at least {_QUEUE}: a put would wait inside NVSHMEM")
 
 
 def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:

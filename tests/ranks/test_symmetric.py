@@ -122,13 +122,22 @@ def test_begun_by_another_library() -> None:
     assert sorted(world.calls) == [("attach", rank) for rank in range(3)]
 
 
-def test_near_is_near_from_both_sides() -> None:
+def test_nobody_is_near_where_a_pe_is_far() -> None:
+    """Also one that is not of these ranks: NVSHMEM then adds to all signals by the NIC."""
+
     def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
         if control.rank == 0:
-            module.unreached = {1}
-        return one(control, library, module).near
+            module.unreached = {7}
+        memory = Given(8 * MIB)
+        return library.segment(control, 0, 5 * MIB, memory, 5.0).near  # type: ignore[arg-type]
 
-    assert on_ranks(World([0, 1, 2]), call) == [[2], [2], [0, 1]]
+    assert on_ranks(World([0, 1, 2], begun=True, n_pes=8), call) == [[], [], []]
+
+
+def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "512")
+    for error in on_ranks(World([0, 1]), one):
+        assert "NVSHMEM_QP_DEPTH=512" in str(error) and "640" in str(error), error
 
 
 def test_memory_is_taken_again_if_nothing_failed() -> None:
@@ -152,27 +161,28 @@ def test_a_part_of_a_larger_job() -> None:
         assert "8 PEs" in str(error) and "2 ranks" in str(error)
 
 
+class Given:
+    """A tensor on a GPU, as far as anybody looks."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def numel(self) -> int:
+        return self.nbytes
+
+    def element_size(self) -> int:
+        return 1
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return 4096
+
+
 def test_memory_that_the_caller_has() -> None:
-    class Given:
-        """A tensor on a GPU, as far as anybody looks."""
-
-        device = torch.device("cuda", 0)
-
-        def __init__(self, nbytes: int) -> None:
-            self.nbytes = nbytes
-
-        def numel(self) -> int:
-            return self.nbytes
-
-        def element_size(self) -> int:
-            return 1
-
-        def is_contiguous(self) -> bool:
-            return True
-
-        def data_ptr(self) -> int:
-            return 4096
-
     def call(nbytes: int) -> Callable[[Any, nvshmem.Library, Module], Any]:
         return lambda control, library, module: library.segment(control, 0, 5 * MIB, Given(nbytes), 5.0)  # type: ignore[arg-type]
 
