@@ -136,7 +136,8 @@ class Library:
         if given is not None:
             attempts.run(lambda: _check_given(given, gpu, needed))
         free = [number for number, made in enumerate(self.made) if made.free and made.nbytes >= needed]
-        answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe, "free": free}, timeout)
+        # Here and below: others may just be giving up on a call of NVSHMEM's.
+        answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe, "free": free}, 2 * timeout)
         assert pe is not None
         pes = _by_rank(answers)
         segment = self._given(given, pes) if given is not None else self._take(control, module, gpu, needed, answers, pes, timeout)
@@ -170,7 +171,7 @@ class Library:
                 )
             )
         self.attached = attempts.error is None
-        agree(control, "AllToAll: NVSHMEM begun", {"error": attempts.error}, timeout)
+        agree(control, "AllToAll: NVSHMEM begun", {"error": attempts.error}, 2 * timeout)
 
     def _take(
         self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, pes: list[int], timeout: float
@@ -193,7 +194,7 @@ class Library:
             address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
             if address == 0:
                 attempts.error = too_small(size)
-            agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, timeout)
+            agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
             assert address is not None
             self.made.append(_Made(address, size))
         made = self.made[number]
