@@ -90,7 +90,8 @@ def make_gpu_exchange(
     gdrcopy = request.settings.gdrcopy
     arguments: list[Any] = [config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms]
     if request.by_kernels:
-        arguments += [segment.address, segment.nbytes, segment.near, segment.pes] if segment else [0, 0, [], []]
+        near = segment.near if segment and request.settings.near else []
+        arguments += [segment.address, segment.nbytes, near, segment.pes] if segment else [0, 0, [], []]
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
     try:
         agree(control, "AllToAll: device", {"error": attempts.error}, timeout)

@@ -87,7 +87,7 @@ class Segment:
     address: int
     nbytes: int
     pes: list[int]  # by rank; of the dead and of those left out anything
-    near: list[int]  # ranks that get their rows one by one, by stores: all, or none
+    near: list[int]  # ranks that this GPU's stores reach
     number: int | None = None  # of those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
     """True: nothing is on its way any more, so that another AllToAll may have it."""
@@ -141,12 +141,15 @@ class Library:
         assert pe is not None
         pes = _by_rank(answers)
         segment = self._given(given, pes) if given is not None else self._take(control, module, gpu, needed, answers, pes, timeout)
-        # Beside PEs that are not reached by stores NVSHMEM adds to signals by the NIC everywhere, and its queue has no room for one
-        # of each row.
-        reached = attempts.run(lambda: all(module.is_near(segment.address, other) for other in range(pe[1])))
-        answers = agree(control, "AllToAll: symmetric memory", {"error": attempts.error, "reached": reached}, timeout)
-        if all(answer is None or answer["reached"] for answer in answers):
-            segment.near = [rank for rank, answer in enumerate(answers) if answer is not None and rank != control.rank]
+        reached = attempts.run(
+            lambda: [
+                rank
+                for rank, answer in enumerate(answers)
+                if answer is not None and rank != control.rank and module.is_near(segment.address, pes[rank])
+            ]
+        )
+        agree(control, "AllToAll: symmetric memory", {"error": attempts.error}, timeout)
+        segment.near = reached or []
         return segment
 
     def _probe(self, gpu: int) -> None:

@@ -75,6 +75,15 @@ def test_the_bits_of_mapped_memory(crew: Crews, wire: str, transport: str) -> No
         crew.run("nvshmem_cases:against_mapped", case, 9, timeout=200)
 
 
+def test_whole_blocks_by_one_thread() -> None:
+    """As they go to a NIC: NVSHMEM's own put, which copies here, slowly."""
+    with Crew(RANKS, {"PPLX_COMM_NVSHMEM_NEAR": "0"}) as crew:
+        for number in range(10):
+            case = random_case(seed() * 100_000 + 93_000 + number, RANKS, tuple(CARRIERS))
+            crew.run("gpu_cases:exchange", case, timeout=120)
+        assert crew.run("gpu_cases:soak", small("nvshmem", in_flight=2), 300, timeout=200) == [0] * RANKS
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_soak(crew: Crews, transport: str) -> None:
     case = small(transport, first_step=2**32 - 500)

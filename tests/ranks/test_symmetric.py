@@ -122,16 +122,13 @@ def test_begun_by_another_library() -> None:
     assert sorted(world.calls) == [("attach", rank) for rank in range(3)]
 
 
-def test_nobody_is_near_where_a_pe_is_far() -> None:
-    """Also one that is not of these ranks: NVSHMEM then adds to all signals by the NIC."""
-
+def test_near_is_what_stores_reach() -> None:
     def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
         if control.rank == 0:
-            module.unreached = {7}
-        memory = Given(8 * MIB)
-        return library.segment(control, 0, 5 * MIB, memory, 5.0).near  # type: ignore[arg-type]
+            module.unreached = {5}
+        return one(control, library, module).near
 
-    assert on_ranks(World([0, 1, 2], begun=True, n_pes=8), call) == [[], [], []]
+    assert on_ranks(World([4, 5, 6], begun=True), call) == [[2], [0, 2], [0, 1]]
 
 
 def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
