@@ -105,6 +105,15 @@ def test_random_shapes_by_kernels(transport: str, near: str) -> None:
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_bits_of_mapped_memory(crew: Crews, layout: str) -> None:
+    wire = {"ragged": "fp8", "padded": "native", "compact": "mxfp8"}[layout]
+    case = Case(
+        seed(), crew.world_size, num_experts=9, top_k=3, hidden=96, max_tokens=12, wire=wire, layout=layout, transport="nvshmem"
+    )
+    crew.run("emulated:call", module(), "nvshmem_cases:against_mapped", case, 6)
+
+
 def test_several_all_to_alls_by_kernels(crew: Crews) -> None:
     """Of one Communicator, in steps that interleave, each of its own shape, among such of mapped memory and a proxy."""
     transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]

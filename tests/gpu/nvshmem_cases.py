@@ -6,9 +6,10 @@ import pickle
 from dataclasses import replace
 from typing import Any
 
+import gpu_cases
 import rank_cases
 import torch
-from gpu_cases import gpu_of, group_of
+from gpu_cases import group_of
 from rank_cases import Case
 from reference import same_bits
 
@@ -24,12 +25,13 @@ def _filled(d: pc.Dispatched, name: str) -> torch.Tensor | None:
         return None
     if d.offsets is not None:
         begins, counts = d.offsets.cpu()[:-1], d.counts.cpu()
-        rows = torch.cat([torch.arange(int(b), int(b) + int(n)) for b, n in zip(begins, counts, strict=True)])
+        rows = torch.cat([torch.arange(0), *(torch.arange(int(b), int(b) + int(n)) for b, n in zip(begins, counts, strict=True))])
         return value.cpu()[rows]
     if d.num_rows is not None:
         return value.cpu()[: int(d.num_rows)]
     counts = d.counts.cpu()
-    return torch.cat([value.cpu()[expert, : int(n)] for expert, n in enumerate(counts)])
+    rows_of = value.cpu()
+    return torch.cat([rows_of.flatten(0, 1)[:0], *(rows_of[expert, : int(n)] for expert, n in enumerate(counts))])
 
 
 def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,7 +49,7 @@ def _same(name: str, a: torch.Tensor | None, b: torch.Tensor | None, case: Case,
 
 def against_mapped(me: Any, case: Case, steps: int) -> None:
     """The same steps over mapped memory and by NVSHMEM: the same bits, whole and in halves, with weights= and tails."""
-    device = gpu_of(me)
+    device = gpu_cases.gpu_of(me)
     with (
         rank_cases.open_all_to_all(me, replace(case, transport="mapped"), device=str(device), timeout=20.0) as mapped,
         rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as posted,
@@ -56,20 +58,20 @@ def against_mapped(me: Any, case: Case, steps: int) -> None:
             x, ids, weights = _tokens(case, group_of(me, case), step, device)
             a = mapped.dispatch(x, ids, weights)
             b = posted.dispatch(x, ids, weights) if step % 2 else posted.dispatch_recv(posted.dispatch_send(x, ids, weights))
-            torch.cuda.synchronize()
+            gpu_cases.settle(device)
             posted.check()
             for name in ("counts", *_TENSORS):
                 have = [d.counts.cpu() if name == "counts" else _filled(d, name) for d in (a, b)]
                 _same(name, *have, case, step)
             out = torch.randn(a.x.shape, device=device, dtype=torch.float32).to(x.dtype)
-            late = weights * 2 if step % 3 == 1 else None
+            late = weights * 2 if step % 3 == 1 and case.layout != "compact" else None
             tail = None
             if step % 3 == 2:
                 like = a.weights if a.weights is not None else a.topk_weights
                 assert like is not None
                 tail = torch.randn(like.shape, device=device)
             want, have_y = (a2a.combine(out, d, weights=late, tail=tail) for a2a, d in ((mapped, a), (posted, b)))
-            torch.cuda.synchronize()
+            gpu_cases.settle(device)
             posted.check()
             for number, pair in enumerate(zip(*(y if isinstance(y, tuple) else (y,) for y in (want, have_y)), strict=True)):
                 _same(f"combine's result {number}", *(y.cpu() for y in pair), case, step)
@@ -77,7 +79,7 @@ def against_mapped(me: Any, case: Case, steps: int) -> None:
 
 def two(me: Any, case: Case, steps: int) -> None:
     """Two AllToAlls on streams that nothing orders; one is closed and made again, in the memory that it had."""
-    device = gpu_of(me)
+    device = gpu_cases.gpu_of(me)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     opened = [rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) for _ in range(2)]
     addresses = [a2a._steps.session.wiring.segment.address for a2a in opened]
@@ -89,13 +91,13 @@ def two(me: Any, case: Case, steps: int) -> None:
                 d = a2a.dispatch(x, ids, weights)
                 a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype, device=device), d)
         if step == steps // 2:
-            torch.cuda.synchronize()
+            gpu_cases.settle(device)
             me.comm.barrier()  # all have heard what this one has sent
             opened[0].close()
             me.comm.barrier()
             opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0)
             assert opened[0]._steps.session.wiring.segment.address == addresses[0]
-    torch.cuda.synchronize()
+    gpu_cases.settle(device)
     for a2a in opened:
         a2a.check()
         a2a.close()
@@ -108,7 +110,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
         from cuda.core import Device
     except ImportError:
         return False
-    device = gpu_of(me)
+    device = gpu_cases.gpu_of(me)
     own = Device(device.index)
     own.set_current()
     identity = nvshmem.core.get_unique_id(empty=me.rank != 0)
@@ -122,7 +124,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
             x, ids, weights = _tokens(case, group_of(me, case), step, device)
             d = a2a.dispatch(x, ids, weights)
             a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype, device=device), d)
-        torch.cuda.synchronize()
+        gpu_cases.settle(device)
         a2a.check()
     return True
 
@@ -131,7 +133,7 @@ def too_small(me: Any) -> str:
     """What a heap without room says."""
     case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=4096, transport="nvshmem")
     try:
-        rank_cases.open_all_to_all(me, case, device=str(gpu_of(me)), timeout=20.0).close()
+        rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0).close()
     except pc.Error as error:
         return str(error)
     return "there was room"
