@@ -1,6 +1,6 @@
 # pplx_comm._nvshmem: _cuda's sources once more, with kernels that call NVSHMEM. A module of its own, which is loaded for
 # transport="nvshmem" alone.
-if(PPLX_NVSHMEM STREQUAL "OFF")
+if(NOT PPLX_NVSHMEM)
   return()
 endif()
 if(NOT PPLX_NVSHMEM_HOME)
@@ -18,12 +18,8 @@ if(PPLX_NVSHMEM_HOME AND EXISTS "${PPLX_NVSHMEM_HOME}/include/non_abi/nvshmem_ve
 endif()
 # Built with 3.8 it does not load beside the 3.4.5 that PyTorch's wheel pins; built with 3.4.5 it loads with either.
 if(NOT version VERSION_EQUAL 3.4.5)
-  set(reason "NVSHMEM 3.4.5 (pip install nvidia-nvshmem-cu13==3.4.5, or PPLX_NVSHMEM_HOME); found: '${version}'")
-  if(PPLX_NVSHMEM STREQUAL "ON")
-    message(FATAL_ERROR "PPLX_NVSHMEM=ON needs ${reason}")
-  endif()
-  message(STATUS "NVSHMEM: pplx_comm._nvshmem is not built, it needs ${reason}")
-  return()
+  message(FATAL_ERROR "PPLX_NVSHMEM=ON needs NVSHMEM 3.4.5 (pip install nvidia-nvshmem-cu13==3.4.5, or PPLX_NVSHMEM_HOME); "
+                      "found: '${version}'")
 endif()
 message(STATUS "NVSHMEM: ${version} in ${PPLX_NVSHMEM_HOME}")
 

@@ -253,15 +253,7 @@ def _nvshmem() -> list[Finding]:
     """Whether transport='nvshmem' works here, and what it would post to a ConnectX by."""
     if nvshmem.library_path() is None:
         return [Finding("nvshmem", False, "NVSHMEM is not installed: transport='nvshmem' needs it", nvshmem.INSTALL)]
-    try:
-        module = nvshmem.kernels()
-    except Error as problem:
-        return [Finding("nvshmem", False, str(problem), "make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON")]
-    if module.device_count() == 0:
-        says = f"built with NVSHMEM {module.version}, but this process sees no GPU"
-        return [Finding("nvshmem", False, says, "needs a GPU and its driver: nvidia-smi must list it")]
-    refused = nvshmem.try_alone(0)
-    findings = [Finding("nvshmem", refused is None, refused or f"NVSHMEM {module.version} starts; transport='nvshmem' uses it")]
+    findings = [_nvshmem_module()]
     lacks = nvshmem.missing_for_ibgda(sysfs_here())
     findings.append(Finding("ibgda", not lacks, "; ".join(lacks) or "GPUs can post to the ConnectX of this host themselves"))
     chosen = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
@@ -273,6 +265,18 @@ def _nvshmem() -> list[Finding]:
     )
     findings.append(Finding("nvshmem settings", None, f"{priority}; set: {shown or 'nothing of NVSHMEM'}"))
     return findings
+
+
+def _nvshmem_module() -> Finding:
+    try:
+        module = nvshmem.kernels()
+    except Error as problem:
+        return Finding("nvshmem", False, str(problem), "make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON")
+    if module.device_count() == 0:
+        says = f"built with NVSHMEM {module.version}, but this process sees no GPU"
+        return Finding("nvshmem", False, says, "needs a GPU and its driver: nvidia-smi must list it")
+    refused = nvshmem.try_alone(0)
+    return Finding("nvshmem", refused is None, refused or f"NVSHMEM {module.version} starts; transport='nvshmem' uses it")
 
 
 def _environment() -> list[Finding]:

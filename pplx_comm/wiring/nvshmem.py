@@ -189,7 +189,7 @@ class Library:
                 raise Error(
                     f"transport='nvshmem': this NVSHMEM has {alive[0]['pe'][1]} PEs and {len(alive)} ranks are here, so no "
                     f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
-                    "(nvshmem.core.tensor) and pass them as symmetric_memory="
+                    "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
                 )
             number = len(self.made)
             attempts = Attempts()

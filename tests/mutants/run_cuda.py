@@ -240,6 +240,7 @@ def build_module(sources: Path, build: Path, architectures: str = "native", targ
     options = {
         "PPLX_CUDA": "ON",
         "PPLX_CUDA_FUZZ": "ON",
+        "PPLX_NVSHMEM": "ON" if target == "_nvshmem" else "OFF",
         "PPLX_IN_PLACE": "OFF",
         "PPLX_PYTHON_INTERPRETER": sys.executable,
         "CMAKE_CUDA_ARCHITECTURES": os.environ.get("PPLX_TEST_ARCHITECTURES", architectures),
