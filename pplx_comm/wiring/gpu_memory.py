@@ -44,7 +44,7 @@ class Opened:
     heaps: dict[int, Any] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # and why
 
-    def open(self, kernels: Any, gpu: int, rank: int, description: dict[str, Any], fds: list[int]) -> None:
+    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int], kernels: Any) -> None:
         try:
             self.heaps[rank] = open_heap(gpu, description, fds, kernels)
         except Error as why:
@@ -122,7 +122,7 @@ def _open_all(control: ControlPlane, kernels: Any, fds: list[int], gpu: int, des
         for of_peer in received.values():
             held.callback(close_all, of_peer)
         for rank, description in descriptions.items():
-            opened.open(kernels, gpu, rank, description, received[rank])
+            opened.open(gpu, rank, description, received[rank], kernels)
     return opened
 
 
