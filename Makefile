@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants mutants-carrier cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -101,6 +101,9 @@ machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes
 
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
+
+mutants-carrier: tests-built  ## the same for carriers that kernels drive: the emulation's tests, six minutes
+	$(PY) tests/mutants/run_emulation.py
 
 cpp: build  ## the C++ tests
 	cmake --build $(BUILD) --target pplx_cpp_tests
