@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.machine import rdma_devices
@@ -30,7 +31,6 @@ T = TypeVar("T")
 
 INSTALL = "pip install 'pplx_comm[nvshmem]'"
 LIBRARY = "libnvshmem_host.so.3"
-_PROBE_SECONDS = 60.0
 _GRANULE = 2 << 20
 _OWN_BYTES = 64 << 20
 """What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
@@ -258,9 +258,11 @@ def try_alone(gpu: int) -> str | None:
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", MODULE_PROBE, str(gpu)]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=deadlines.PROBE_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        return f"one PE alone did not come up within {_PROBE_SECONDS:.0f} s"
+        return f"one PE alone did not come up within {deadlines.PROBE_SECONDS:.0f} s"
     if done.returncode == 0:
         return None
     said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
