@@ -21,7 +21,7 @@ class ArrivingTiles {
  public:
   __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
 
-  __device__ bool full() const { return asked_ - used_ == kSumTiles; }
+  __device__ bool full() const { return asked_ - used_ + given_ == kSumTiles; }
   // Any lane may know where from; all call.
   __device__ void ask(const char* from, std::uint32_t bytes) {
     if (threadIdx.x % 32 == 0) {
@@ -33,6 +33,7 @@ class ArrivingTiles {
   }
   // The next one, which has so many bytes.
   __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
+    take_back();
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
 #pragma unroll
@@ -43,11 +44,33 @@ class ArrivingTiles {
     __syncwarp();  // its place is asked for next
     ++used_;
   }
+  // The next one goes on as it is: a group of stores.
+  __device__ void give(char* to, std::uint32_t bytes) {
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    if (threadIdx.x % 32 == 0) {
+      bulk_store(to, memory_ + used_ % kSumTiles * kSumTileBytes, bytes);
+      bulk_end_group();
+      bulk_await_read<kMostGiven>();
+    }
+    __syncwarp();
+    ++used_;
+    given_ = min(given_ + 1, kMostGiven);
+  }
 
  private:
+  static constexpr std::uint32_t kMostGiven = 2;
+
+  __device__ void take_back() {
+    if (given_ == 0) return;
+    if (threadIdx.x % 32 == 0) bulk_await_read<0>();
+    __syncwarp();
+    given_ = 0;
+  }
+
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t asked_ = 0, used_ = 0;
+  std::uint32_t given_ = 0;  // of those that were used, the last ones, which may still be read
 };
 
 // What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
@@ -202,8 +225,19 @@ class ManyCombiner {
     to_tell_ = run.rows;
   }
 
+  // Nothing is added to the row's only input, and its weight is 1.
+  __device__ bool only_copies(const Inputs& inputs) const { return compact() && inputs.n == 1 && (kPlain || inputs.weight == 1.0f); }
+
   __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
     InputCursor cursor(inputs, k_.row_bytes);
+    if (by_word && only_copies(inputs)) {
+      for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+        cursor.ask(tiles_);
+        linger(k_, std::uint64_t{step_} << 32 | at);
+        tiles_.give(row + at, min(kSumTileBytes, k_.row_bytes - at));
+      }
+      return;
+    }
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
       TileSums sums;
@@ -217,13 +251,21 @@ class ManyCombiner {
     }
   }
 
-  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+  __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
     cursor.ask(tiles_);
+    const Spends waits(k_, Span::AwaitingInputs);
+    tiles_.take(bytes, v);
+  }
+  // One whose weight is 1.
+  __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
-    {
-      const Spends waits(k_, Span::AwaitingInputs);
-      tiles_.take(bytes, v);
-    }
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v);
+  }
+  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
     const Spends adds(k_, Span::AddingUp);
     sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
   }
@@ -268,7 +310,7 @@ class ManyCombiner {
   __device__ void raise_words() {
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
-    __threadfence_system();
+    fence_system();
     linger(k_, step_);
     store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
   }
@@ -317,23 +359,24 @@ class ManyCombiner {
     const bool is_own = of_own < own;
     all.from = reinterpret_cast<const char*>(is_own ? its_own : its_row);
     all.weight = is_own ? its_weight : 1.0f;
+    const bool adds_own = has_own && !only_copies(mine);  // else it is added as it is
     InputCursor cursor(all, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
       TileSums sums;
       if (a_.accumulate) sums.load(y, begin, end);
-      for (std::uint32_t i = 0; i < before; ++i) add(cursor, all, i, bytes, sums);
-      if (has_own) {
+      for (std::uint32_t i = 0; i < (adds_own ? before : all.n); ++i) add(cursor, bytes, sums);
+      if (adds_own) {
         TileSums partial;
         if (compact() && own != 0) partial.start(-0.0f);
         for (std::uint32_t i = before; i < before + own; ++i) add(cursor, all, i, bytes, partial);
         uint4 v[kVectors];
 #pragma unroll
         for (int j = 0; j < kVectors; ++j) v[j] = T::pack(partial.sum[j]);
-        sums.add_row(v, 1.0f);
+        sums.add_row(v);
+        for (std::uint32_t i = before + own; i < all.n; ++i) add(cursor, bytes, sums);
       }
-      for (std::uint32_t i = before + own; i < all.n; ++i) add(cursor, all, i, bytes, sums);
       sums.store(y, begin, end);
     }
   }
