@@ -38,6 +38,7 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   return false;
 }
 
+template <typename Mode>
 __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
   const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
@@ -53,7 +54,7 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
     for (std::uint32_t i = 0; i < 2; ++i) {
       turns_init(s.plan.known + i, 1);
       turns_init(s.plan.planned + i, 1);
-      turns_init(s.plan.used + i, a.recv ? kSendingWorkers : kWorkers);
+      turns_init(s.plan.used + i, sending_workers<Mode>(a));
     }
 }
 
@@ -86,7 +87,7 @@ template <typename Mode, bool kHooks>
 __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
                                           std::uint32_t* sums, char* planner_memory) {
   const Common& k = a.common;
-  const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
+  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
   if (is_planner()) {
     claim_set(a, s.plan);
     if (!s.plan.taken) return 0;
@@ -135,7 +136,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare(a, s);
+  prepare<Mode>(a, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;

@@ -11,9 +11,7 @@
 
 namespace pplx::cuda {
 
-inline constexpr int kVectorsOfTile = 4;  // of a lane
 inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
-inline constexpr std::uint32_t kSumTiles = 6, kSumTilesOut = 2;
 inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
 
 // Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
@@ -44,13 +42,13 @@ class ArrivingTiles {
     __syncwarp();  // its place is asked for next
     ++used_;
   }
-  // The next one goes on as it is: a group of stores.
+  // The next one goes on as it is: a group of stores. A few are on their way at once.
   __device__ void give(char* to, std::uint32_t bytes) {
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     if (threadIdx.x % 32 == 0) {
       bulk_store(to, memory_ + used_ % kSumTiles * kSumTileBytes, bytes);
       bulk_end_group();
-      bulk_await_read<kMostGiven>();
+      bulk_await_stored<kMostGiven>();
     }
     __syncwarp();
     ++used_;
@@ -58,11 +56,11 @@ class ArrivingTiles {
   }
 
  private:
-  static constexpr std::uint32_t kMostGiven = 2;
+  static constexpr std::uint32_t kMostGiven = kSumTilesOut - 1;
 
   __device__ void take_back() {
     if (given_ == 0) return;
-    if (threadIdx.x % 32 == 0) bulk_await_read<0>();
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
     __syncwarp();
     given_ = 0;
   }
@@ -275,7 +273,7 @@ class ManyCombiner {
     char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
     {
       const Spends waits(k_, Span::AwaitingPlaceOfSum);
-      if (threadIdx.x % 32 == 0) bulk_await_read<kSumTilesOut - 1>();
+      if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
       __syncwarp();
     }
     const Spends stores(k_, Span::StoringSums);
@@ -292,10 +290,8 @@ class ManyCombiner {
     if (to_tell_ == 0) return;
     const Spends tells(k_, Span::TellingOfSums);
     if (threadIdx.x % 32 == 0) {
-      if (tiles >= 8)
-        bulk_await_stored<8>();
-      else if (tiles >= 2)
-        bulk_await_stored<2>();
+      if (tiles >= kSumTilesOut)
+        bulk_await_stored<kSumTilesOut>();
       else
         bulk_await_stored<1>();
     }
@@ -350,35 +346,47 @@ class ManyCombiner {
   // row, but for that one.
   __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
     const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
-    Inputs all;
-    all.n = n - (has_own ? 1 : 0) + own;
-    const std::uint32_t of_row = lane < before ? lane : lane - own + (has_own ? 1 : 0), of_own = lane - before;
-    const auto its_row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(of_row & 31));
-    const auto its_own = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.from), static_cast<int>(of_own & 31));
-    const float its_weight = __shfl_sync(~0u, mine.weight, static_cast<int>(of_own & 31));
-    const bool is_own = of_own < own;
-    all.from = reinterpret_cast<const char*>(is_own ? its_own : its_row);
-    all.weight = is_own ? its_weight : 1.0f;
-    const bool adds_own = has_own && !only_copies(mine);  // else it is added as it is
+    const Inputs all = own_first(mine, own, before, has_own, n, row);
     InputCursor cursor(all, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
+      uint4 own_tile[kVectors];
+      if (has_own) sum_own_tile(cursor, all, own, bytes, own_tile);
       TileSums sums;
       if (a_.accumulate) sums.load(y, begin, end);
-      for (std::uint32_t i = 0; i < (adds_own ? before : all.n); ++i) add(cursor, bytes, sums);
-      if (adds_own) {
-        TileSums partial;
-        if (compact() && own != 0) partial.start(-0.0f);
-        for (std::uint32_t i = before; i < before + own; ++i) add(cursor, all, i, bytes, partial);
-        uint4 v[kVectors];
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) v[j] = T::pack(partial.sum[j]);
-        sums.add_row(v);
-        for (std::uint32_t i = before + own; i < all.n; ++i) add(cursor, bytes, sums);
+      for (std::uint32_t i = 0; i < n; ++i) {
+        if (has_own && i == before)
+          sums.add_row(own_tile);
+        else
+          add(cursor, bytes, sums);
       }
       sums.store(y, begin, end);
     }
+  }
+
+  // What a token's sum is of, in the order in which it comes: this rank's own rows of memory, then peers' rows.
+  __device__ static Inputs own_first(const Inputs& mine, std::uint32_t own, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+    const std::uint32_t lane = threadIdx.x % 32, peer = lane - own;
+    Inputs all;
+    all.n = own + n - (has_own ? 1 : 0);
+    const auto of_peer = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
+    all.from = lane < own ? mine.from : reinterpret_cast<const char*>(of_peer);
+    all.weight = mine.weight;
+    return all;
+  }
+
+  // What a peer would have sent of the own row's next tile: rounded as there.
+  __device__ void sum_own_tile(InputCursor& cursor, const Inputs& all, std::uint32_t own, std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    if (compact() && own == 1) {  // and its weight is 1: sums_own is for plain combines
+      take(cursor, bytes, v);
+      return;
+    }
+    TileSums sums;
+    if (compact() && own != 0) sums.start(-0.0f);
+    for (std::uint32_t i = 0; i < own; ++i) add(cursor, all, i, bytes, sums);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
   }
 
   // A later step of few tokens has rows here that show by themselves.

@@ -30,6 +30,11 @@ template <std::uint32_t kBytes>
 inline constexpr std::uint32_t kElementBytes<Quantised<kBytes>> = kBytes;
 inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // of a tile
 inline constexpr std::uint32_t kMostScaleBytes = 512;  // of a row
+// Workers of a thread block that send first.
+template <typename Mode>
+__device__ inline std::uint32_t sending_workers(const DispatchArguments& a) {
+  return a.recv ? senders_of(gridDim.x, kTilesOut * (Tile<Mode>::kQuantises ? kMostCodes : kTileBytes), kSendingWorkers) : kWorkers;
+}
 inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut * (kMostCodes + kMostScaleBytes);
 
 // Rows whose peers have yet to be told.
@@ -234,14 +239,14 @@ class ManySender {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
       if (mine.to != nullptr) bulk_store(mine.to + at, in(used_), bytes);
       bulk_end_group();
-      bulk_await_read<1>();  // the tile before this one: its place is asked for next
+      bulk_await_stored<kTilesOut - 1>();  // the place of the tile before this one is asked for next
       __syncwarp();
     } else {
       const std::uint32_t elements = bytes / kElementBytes<Mode>, first = at / kElementBytes<Mode>;
       char *const to = out(used_), *const scales_here = scales() + first / 512 * 16;
       {
         const Spends waits(k_, Span::AwaitingPlaceOut);
-        bulk_await_read<kTilesOut - 1>();
+        bulk_await_stored<kTilesOut - 1>();
         __syncwarp();
       }
       {
