@@ -9,7 +9,6 @@ inline constexpr std::uint32_t kCombineManyThreads = 32 * (kCombiners + 1);
 
 struct CombineManyShared {
   CombineShared combine;
-  StoredRuns stored;
   std::uint64_t loaded[kCombiners][kSumTiles];  // turns
 };
 
@@ -43,23 +42,18 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
-  if (combines && threadIdx.x % 32 == 0) {
+  if (combines && threadIdx.x % 32 == 0)
     for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
-    s.stored.begin(warp);
-  }
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
-  const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
   if (combines) {
-    ManyCombiner<T, kPlain, kReady> combiner(a, step, s.combine, s.stored, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
+    ManyCombiner<T, kPlain, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
+    const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.send && warp < senders) combiner.send(senders);
     if (a.recv) combiner.receive();
   } else {
-    if (a.send) {
-      begin_to_send(a, step, s.combine);
-      s.stored.tell(k, step, senders);
-    }
+    if (a.send) begin_to_send(a, step, s.combine);
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);

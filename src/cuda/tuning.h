@@ -86,7 +86,6 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = PPLX_COMBINING;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
-inline constexpr std::uint32_t kBetweenPostsNs = 200;  // looks of who tells peers of stored rows
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
