@@ -290,6 +290,7 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
 // Says which tokens want which column and rank. False: some token has an expert twice.
 __device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks) {
   std::uint32_t twice = 0;
+#pragma unroll 4
   for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
     const std::int32_t id = marks.ids[at];
     if (id < 0) continue;
@@ -308,7 +309,7 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
   const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts;
   const bool once = mark_choices(k, chunk, marks);
   const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
-#pragma unroll 2
+#pragma unroll 4
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {
     const std::int32_t id = marks.ids[at];
     const std::uint32_t token = k.top_k.divide(at), of_token = token * k.c.top_k, before = (1u << token) - 1;

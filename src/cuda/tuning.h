@@ -33,20 +33,14 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 
 // What senders of many tokens have on its way to peers at once, of a GPU. The link takes no more, and stores that it does not take stand in
 // front of everything else that their multiprocessor loads and stores: with more, those who receive wait for those who send.
-#ifndef PPLX_ON_ITS_WAY
-#define PPLX_ON_ITS_WAY (3 << 19)
-#endif
-inline constexpr std::uint32_t kBytesOnTheirWay = PPLX_ON_ITS_WAY;
+inline constexpr std::uint32_t kBytesOnTheirWay = 3 << 19;
 constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_each, std::uint32_t most) {
   return std::min(most, (kBytesOnTheirWay - 1) / (blocks * bytes_each) + 1);
 }
 
 // A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
 // send. Each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
-#ifndef PPLX_SENDING
-#define PPLX_SENDING 9
-#endif
-inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = PPLX_SENDING;
+inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
 inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
 inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
@@ -80,10 +74,7 @@ inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // Of many tokens, by bulk copies: workers of a thread block, and those of them that send first.
-#ifndef PPLX_COMBINING
-#define PPLX_COMBINING 5
-#endif
-inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = PPLX_COMBINING;
+inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
 
