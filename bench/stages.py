@@ -67,9 +67,14 @@ def show(options: Options, world: World, _: Sequence[str]) -> None:
                     print()
 
 
-def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """By stage: when the first, the middle and the last warp came there, in the median of all replays. And by what the warps of this
-    rank spent their time with: how many there were, and the median and the most of a warp."""
+Numbers = dict[str, list[float]]
+
+
+def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> tuple[Numbers, Numbers]:
+    """By stage: when the first, the middle and the last warp came there, in the median of all replays.
+
+    And by what the warps of this rank spent their time with: how many there were, the median of them and the most of one.
+    """
     names: list[str] = module.stages
     noted = torch.zeros(len(names) + len(module.spans), MOST_WARPS, dtype=torch.int64, device=device.device)
     a2a._steps.device.core.note_stages(noted.data_ptr(), MOST_WARPS)
