@@ -176,6 +176,19 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
         return [len(steps), len(combined)]
 
 
+def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
+    """A case of which nothing goes by bulk copies on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
+    ranks are of one node then."""
+    use(module)
+    where = {"node_size": None} if apart else {}
+    with gpu_cases.unreachable(me, apart), rank_cases.open_all_to_all(me, case, **where) as a2a:
+        rank_cases.Runner(me, case, a2a).run()
+        stats = a2a.stats()
+        for name in ("bulk_dispatches", "bulk_combines"):
+            rank_cases.must(stats[name] == 0, name, stats[name])
+        return list(a2a._steps.session.wiring.peers.remote)
+
+
 def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:
     """A case, and whether its arrival words were where the library of that name could write."""
     use(module)

@@ -349,6 +349,20 @@ def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
         crew.leave()
 
 
+def test_no_bulk_copies_across_nodes() -> None:
+    with Crew(4, BULK) as crew:
+        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="mixed:tcp")
+        for remote in crew.run("emulated:none_by_bulk", module(), case, []):
+            assert len(remote) == 2
+
+
+def test_no_bulk_copies_where_others_are_apart() -> None:
+    """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
+    with Crew(3, BULK) as crew:
+        case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="auto:tcp")
+        assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
+
+
 def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
     with Crew(2, BULK) as crew:
         crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)
