@@ -84,8 +84,8 @@ class InputCursor {
   __device__ InputCursor(const Inputs& inputs, std::uint32_t bytes) : inputs_(inputs), bytes_(bytes) {}
   __device__ void ask(ArrivingTiles& tiles) {
     while (inputs_.n != 0 && at_ < bytes_ && !tiles.full()) {
-      const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(inputs_.from), static_cast<int>(next_));
-      tiles.ask(reinterpret_cast<const char*>(from) + at_, min(kSumTileBytes, bytes_ - at_));
+      const char* const from = of_lane(inputs_.from, static_cast<int>(next_));
+      tiles.ask(from + at_, min(kSumTileBytes, bytes_ - at_));
       if (++next_ < inputs_.n) continue;
       next_ = 0;
       at_ += kSumTileBytes;
@@ -370,8 +370,8 @@ class ManyCombiner {
     const std::uint32_t lane = threadIdx.x % 32, peer = lane - own;
     Inputs all;
     all.n = own + n - (has_own ? 1 : 0);
-    const auto of_peer = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
-    all.from = lane < own ? mine.from : reinterpret_cast<const char*>(of_peer);
+    const char* const of_peer = of_lane(row, static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
+    all.from = lane < own ? mine.from : of_peer;
     all.weight = mine.weight;
     return all;
   }
@@ -393,8 +393,7 @@ class ManyCombiner {
   __device__ void make_blank_again(char* row, std::uint32_t entry) const {
     const std::uint32_t blank = __ballot_sync(~0u, row != nullptr && (entry & 0xfffffu) < k_.word_rows);
     for (std::uint32_t bits = blank; bits != 0; bits &= bits - 1) {
-      char* const to = reinterpret_cast<char*>(
-          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), __ffs(static_cast<int>(bits)) - 1));
+      char* const to = of_lane(row, __ffs(static_cast<int>(bits)) - 1);
       for (std::uint32_t at = threadIdx.x % 32 * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
     }
   }
