@@ -95,7 +95,9 @@ void Blocks::publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const
   }
   const std::uint64_t index = heap_.word_index(config_, set, op, peer);
   const MailboxEntry entry = mailbox_entry(heap_, memory_.own, index);
-  set_outgoing(entry, static_cast<std::uint64_t>(outgoing_slot(set, op, peer) - memory_.own));
+  // Once: with the next pieces' mail the proxy may read it at any time.
+  if (pieces_in(announced_pieces_[index], generation_, step) == 0)
+    set_outgoing(entry, static_cast<std::uint64_t>(outgoing_slot(set, op, peer) - memory_.own));
   announced_pieces_[index] = pieces_word(generation_, step, count);
   announce<HostAtomics>(entry, generation_, {step, rows, shape.pieces > 1}, mailed_[index]);
 }

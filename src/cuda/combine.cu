@@ -30,8 +30,6 @@ Kernel kernel_of(const CombineArguments& a) {
 
 }  // namespace
 
-cudaError_t load_dispatch(const Config& c);
-
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
   for (const Kernel kernel :

@@ -49,7 +49,7 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   if (a.recv) begin_to_close(k, step);
   if (combines) {
     ManyCombiner<T, kPlain, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
-    const std::uint32_t senders = a.recv ? kSendingCombiners : kCombiners;
+    const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.send && warp < senders) combiner.send(senders);
     if (a.recv) combiner.receive();
   } else {

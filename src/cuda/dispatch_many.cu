@@ -38,6 +38,7 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   return false;
 }
 
+template <typename Mode>
 __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
   const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
@@ -53,33 +54,58 @@ __device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
     for (std::uint32_t i = 0; i < 2; ++i) {
       turns_init(s.plan.known + i, 1);
       turns_init(s.plan.planned + i, 1);
-      turns_init(s.plan.used + i, a.recv ? kSendingWorkers : kWorkers);
+      turns_init(s.plan.used + i, sending_workers<Mode>(a));
     }
 }
 
+// The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
+struct FirstChunk {
+  const std::uint32_t number;
+  ChunkIds ids;
+
+  __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
+    if (is_there(a)) ids.load(a, ChunkChoices(a, number));
+  }
+  __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
+  __device__ void keep(const DispatchArguments& a, char* memory) const {
+    if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
+  }
+};
+
 // A worker's part of counting, and of adding up what comes before the block's first chunk.
-__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
-  const std::uint32_t worker = threadIdx.x / 32;
+__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
   {
     const Spends spends(a.common, Span::Counting);
-    for (std::uint32_t c = worker * gridDim.x + blockIdx.x; c < a.chunks; c += kWorkers * gridDim.x)
-      if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, counts);
+    for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
+      if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
   }
   const Spends spends(a.common, Span::Summing);
-  sum_chunks(a, s.step, worker, min(s.first_chunk, a.chunks), kWorkers, sums, counts);
+  sum_chunks(a, s.step, threadIdx.x / 32, min(s.first_chunk, a.chunks), kWorkers, sums, memory);
 }
 
 template <typename Mode, bool kHooks>
 __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
-                                          std::uint32_t* sums, std::uint32_t* counts) {
+                                          std::uint32_t* sums, char* planner_memory) {
   const Common& k = a.common;
-  const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingWorkers : kWorkers;
-  if (is_planner()) claim_set(a, s.plan);
-  if (!is_planner() && !is_worker()) return 0;
+  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
+  if (is_planner()) {
+    claim_set(a, s.plan);
+    if (!s.plan.taken) return 0;
+    LoadedChunk loaded;
+    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
+    barrier_sync<kAmongPlanners, kPlanners>();
+    const Spends plans(k, Span::Planning);
+    plan_chunks(a, s.plan, loaded, sums, planner_memory);
+    return 0;
+  }
+  if (!is_worker()) return 0;
   // Tiles come while chunks are counted, where there is room for both.
-  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp % kWorkers]);
+  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
   const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
+  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
+  const FirstChunk first(a);
   if (room && warp < senders) sender.ask_early();
+  first.keep(a, counting);
   {
     const Spends waits(k, Span::AwaitingClaims);
     s.plan.claimed.wait();
@@ -88,20 +114,13 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
     if (warp < senders) sender.drop();
     return sender.parities();
   }
-  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
-  if (a.ids != nullptr && is_worker()) count_chunks(a, s.plan, sums, reinterpret_cast<std::uint32_t*>(counting));
+  if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
   if (threadIdx.x < k.c.world)
     s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
   fence_shared_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
-  if (is_planner()) {
-    const Spends plans(k, Span::Planning);
-    plan_chunks(a, s.plan, sums, counts);
-  } else if (warp < senders) {
-    sender.send();
-    return sender.parities();
-  }
-  return 0;
+  if (warp < senders) sender.send();
+  return sender.parities();
 }
 
 // kHooks: the caller's kernels hear of what has come.
@@ -117,7 +136,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare(a, s);
+  prepare<Mode>(a, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
@@ -128,7 +147,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
       __syncthreads();
     }
     step = s.plan.step;
-    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, words + chunk_columns(k.c));
+    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
   } else if (!find_open_step(a, step)) {
     if (kHooks) raise_after_failure(a);
     return;
@@ -170,7 +189,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
   return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }

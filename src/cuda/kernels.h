@@ -8,6 +8,7 @@
 namespace pplx::cuda {
 
 cudaError_t load_kernels(const Config& config);   // all that this AllToAll may launch, so that no later call loads a module
+cudaError_t load_dispatch(const Config& config);   // by load_kernels()
 cudaError_t launch_dispatch(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 // Of an AllToAll with hooks, more of them.
 cudaError_t load_dispatch_hooks(const Config& config);

@@ -11,9 +11,7 @@
 
 namespace pplx::cuda {
 
-inline constexpr int kVectorsOfTile = 4;  // of a lane
 inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
-inline constexpr std::uint32_t kSumTiles = 6, kSumTilesOut = 2;
 inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
 
 // Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
@@ -21,7 +19,7 @@ class ArrivingTiles {
  public:
   __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
 
-  __device__ bool full() const { return asked_ - used_ == kSumTiles; }
+  __device__ bool full() const { return asked_ - used_ + given_ == kSumTiles; }
   // Any lane may know where from; all call.
   __device__ void ask(const char* from, std::uint32_t bytes) {
     if (threadIdx.x % 32 == 0) {
@@ -33,6 +31,7 @@ class ArrivingTiles {
   }
   // The next one, which has so many bytes.
   __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
+    take_back();
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
 #pragma unroll
@@ -43,11 +42,33 @@ class ArrivingTiles {
     __syncwarp();  // its place is asked for next
     ++used_;
   }
+  // The next one goes on as it is: a group of stores. A few are on their way at once.
+  __device__ void give(char* to, std::uint32_t bytes) {
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    if (threadIdx.x % 32 == 0) {
+      bulk_store(to, memory_ + used_ % kSumTiles * kSumTileBytes, bytes);
+      bulk_end_group();
+      bulk_await_stored<kMostGiven>();
+    }
+    __syncwarp();
+    ++used_;
+    given_ = min(given_ + 1, kMostGiven);
+  }
 
  private:
+  static constexpr std::uint32_t kMostGiven = kSumTilesOut - 1;
+
+  __device__ void take_back() {
+    if (given_ == 0) return;
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    __syncwarp();
+    given_ = 0;
+  }
+
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t asked_ = 0, used_ = 0;
+  std::uint32_t given_ = 0;  // of those that were used, the last ones, which may still be read
 };
 
 // What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
@@ -63,8 +84,8 @@ class InputCursor {
   __device__ InputCursor(const Inputs& inputs, std::uint32_t bytes) : inputs_(inputs), bytes_(bytes) {}
   __device__ void ask(ArrivingTiles& tiles) {
     while (inputs_.n != 0 && at_ < bytes_ && !tiles.full()) {
-      const auto from = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(inputs_.from), static_cast<int>(next_));
-      tiles.ask(reinterpret_cast<const char*>(from) + at_, min(kSumTileBytes, bytes_ - at_));
+      const char* const from = of_lane(inputs_.from, static_cast<int>(next_));
+      tiles.ask(from + at_, min(kSumTileBytes, bytes_ - at_));
       if (++next_ < inputs_.n) continue;
       next_ = 0;
       at_ += kSumTileBytes;
@@ -202,8 +223,19 @@ class ManyCombiner {
     to_tell_ = run.rows;
   }
 
+  // Nothing is added to the row's only input, and its weight is 1.
+  __device__ bool only_copies(const Inputs& inputs) const { return compact() && inputs.n == 1 && (kPlain || inputs.weight == 1.0f); }
+
   __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
     InputCursor cursor(inputs, k_.row_bytes);
+    if (by_word && only_copies(inputs)) {
+      for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+        cursor.ask(tiles_);
+        linger(k_, std::uint64_t{step_} << 32 | at);
+        tiles_.give(row + at, min(kSumTileBytes, k_.row_bytes - at));
+      }
+      return;
+    }
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
       TileSums sums;
@@ -217,13 +249,21 @@ class ManyCombiner {
     }
   }
 
-  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+  __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
     cursor.ask(tiles_);
+    const Spends waits(k_, Span::AwaitingInputs);
+    tiles_.take(bytes, v);
+  }
+  // One whose weight is 1.
+  __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
-    {
-      const Spends waits(k_, Span::AwaitingInputs);
-      tiles_.take(bytes, v);
-    }
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v);
+  }
+  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
     const Spends adds(k_, Span::AddingUp);
     sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
   }
@@ -233,7 +273,7 @@ class ManyCombiner {
     char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
     {
       const Spends waits(k_, Span::AwaitingPlaceOfSum);
-      if (threadIdx.x % 32 == 0) bulk_await_read<kSumTilesOut - 1>();
+      if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
       __syncwarp();
     }
     const Spends stores(k_, Span::StoringSums);
@@ -250,10 +290,8 @@ class ManyCombiner {
     if (to_tell_ == 0) return;
     const Spends tells(k_, Span::TellingOfSums);
     if (threadIdx.x % 32 == 0) {
-      if (tiles >= 8)
-        bulk_await_stored<8>();
-      else if (tiles >= 2)
-        bulk_await_stored<2>();
+      if (tiles >= kSumTilesOut)
+        bulk_await_stored<kSumTilesOut>();
       else
         bulk_await_stored<1>();
     }
@@ -268,7 +306,7 @@ class ManyCombiner {
   __device__ void raise_words() {
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
-    __threadfence_system();
+    fence_system();
     linger(k_, step_);
     store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
   }
@@ -308,42 +346,54 @@ class ManyCombiner {
   // row, but for that one.
   __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
     const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
-    Inputs all;
-    all.n = n - (has_own ? 1 : 0) + own;
-    const std::uint32_t of_row = lane < before ? lane : lane - own + (has_own ? 1 : 0), of_own = lane - before;
-    const auto its_row = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), static_cast<int>(of_row & 31));
-    const auto its_own = __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine.from), static_cast<int>(of_own & 31));
-    const float its_weight = __shfl_sync(~0u, mine.weight, static_cast<int>(of_own & 31));
-    const bool is_own = of_own < own;
-    all.from = reinterpret_cast<const char*>(is_own ? its_own : its_row);
-    all.weight = is_own ? its_weight : 1.0f;
+    const Inputs all = own_first(mine, own, before, has_own, n, row);
     InputCursor cursor(all, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
+      uint4 own_tile[kVectors];
+      if (has_own) sum_own_tile(cursor, all, own, bytes, own_tile);
       TileSums sums;
       if (a_.accumulate) sums.load(y, begin, end);
-      for (std::uint32_t i = 0; i < before; ++i) add(cursor, all, i, bytes, sums);
-      if (has_own) {
-        TileSums partial;
-        if (compact() && own != 0) partial.start(-0.0f);
-        for (std::uint32_t i = before; i < before + own; ++i) add(cursor, all, i, bytes, partial);
-        uint4 v[kVectors];
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j) v[j] = T::pack(partial.sum[j]);
-        sums.add_row(v, 1.0f);
+      for (std::uint32_t i = 0; i < n; ++i) {
+        if (has_own && i == before)
+          sums.add_row(own_tile);
+        else
+          add(cursor, bytes, sums);
       }
-      for (std::uint32_t i = before + own; i < all.n; ++i) add(cursor, all, i, bytes, sums);
       sums.store(y, begin, end);
     }
+  }
+
+  // What a token's sum is of, in the order in which it comes: this rank's own rows of memory, then peers' rows.
+  __device__ static Inputs own_first(const Inputs& mine, std::uint32_t own, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+    const std::uint32_t lane = threadIdx.x % 32, peer = lane - own;
+    Inputs all;
+    all.n = own + n - (has_own ? 1 : 0);
+    const char* const of_peer = of_lane(row, static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
+    all.from = lane < own ? mine.from : of_peer;
+    all.weight = mine.weight;
+    return all;
+  }
+
+  // What a peer would have sent of the own row's next tile: rounded as there.
+  __device__ void sum_own_tile(InputCursor& cursor, const Inputs& all, std::uint32_t own, std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    if (compact() && own == 1) {  // and its weight is 1: sums_own is for plain combines
+      take(cursor, bytes, v);
+      return;
+    }
+    TileSums sums;
+    if (compact() && own != 0) sums.start(-0.0f);
+    for (std::uint32_t i = 0; i < own; ++i) add(cursor, all, i, bytes, sums);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
   }
 
   // A later step of few tokens has rows here that show by themselves.
   __device__ void make_blank_again(char* row, std::uint32_t entry) const {
     const std::uint32_t blank = __ballot_sync(~0u, row != nullptr && (entry & 0xfffffu) < k_.word_rows);
     for (std::uint32_t bits = blank; bits != 0; bits &= bits - 1) {
-      char* const to = reinterpret_cast<char*>(
-          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), __ffs(static_cast<int>(bits)) - 1));
+      char* const to = of_lane(row, __ffs(static_cast<int>(bits)) - 1);
       for (std::uint32_t at = threadIdx.x % 32 * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
     }
   }

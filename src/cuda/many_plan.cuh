@@ -44,50 +44,66 @@ inline constexpr std::uint32_t kAmongPlanners = 1, kPlanners = 32 * (kWorkers + 
 __device__ inline bool is_worker() { return threadIdx.x < 32 * kWorkers; }
 __device__ inline bool is_planner() { return threadIdx.x / 32 == kWorkers; }
 
-// A chunk's choices as a warp goes through them: a group of lanes for each token, a lane for each choice.
-struct ChunkPass {
-  static constexpr std::uint32_t kMost = kMostChoicesOfChunk / 32;  // of a chunk
-  std::uint32_t first, tokens, at_once, token, choice;
+// The choices of a chunk, in the order in which the caller gave them: lane i of a warp has choices i, i + 32 ...
+struct ChunkChoices {
+  static constexpr std::uint32_t kOfLane = kMostChoicesOfChunk / 32;
+  std::uint32_t first, tokens, all;  // tokens; all choices
 
-  __device__ ChunkPass(const DispatchArguments& a, std::uint32_t chunk)
+  __device__ ChunkChoices(const DispatchArguments& a, std::uint32_t chunk)
       : first(chunk * a.tokens_per_chunk),
         tokens(first < a.own ? min(a.own - first, a.tokens_per_chunk) : 0),
-        at_once(32u >> a.common.group_shift),
-        token(threadIdx.x % 32 >> a.common.group_shift),
-        choice(threadIdx.x % 32 & ((1u << a.common.group_shift) - 1)) {}
-  // Of this lane, in the nth pass: whether there is such a choice, and which of the chunk's it is.
-  __device__ bool has(const DispatchArguments& a, std::uint32_t nth) const {
-    return nth * at_once + token < tokens && choice < a.common.c.top_k;
+        all(tokens * a.common.c.top_k) {}
+  __device__ static std::uint32_t at(std::uint32_t i) { return 32 * i + threadIdx.x % 32; }
+  __device__ std::uint64_t of_step(const DispatchArguments& a, std::uint32_t i) const {
+    return std::uint64_t{first} * a.common.c.top_k + at(i);
   }
-  __device__ std::uint32_t at(const DispatchArguments& a, std::uint32_t nth) const {
-    return (nth * at_once + token) * a.common.c.top_k + choice;
+};
+
+// What a warp needs to count or to place a chunk, in shared memory: for each column, which tokens are in it, a bit each; the ranks of each token;
+// valid ids.
+struct ChunkMarks {
+  std::uint32_t *tokens, *ranks;  // [columns]; [tokens][2]
+  std::int32_t* ids;
+
+  __device__ ChunkMarks(const Common& k, char* memory)
+      : tokens(reinterpret_cast<std::uint32_t*>(memory)),
+        ranks(tokens + chunk_columns(k.c)),
+        ids(reinterpret_cast<std::int32_t*>(ranks + 2 * kMostTokensOfChunk)) {}
+  __device__ void clear(const Common& k) {
+    for (std::uint32_t i = threadIdx.x % 32; i < chunk_columns(k.c) + 2 * kMostTokensOfChunk; i += 32) tokens[i] = 0;
+    __syncwarp();
   }
-  // Of all passes at once.
-  __device__ void load_ids(const DispatchArguments& a, RawId (&ids)[kMost]) const {
+};
+constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
+
+// Ids on their way from the caller's memory.
+struct ChunkIds {
+  RawId ids[ChunkChoices::kOfLane];
+
+  __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
+    if (a.wide_ids) {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kMost; ++i) {
-      ids[i] = {};
-      if (has(a, i)) ids[i] = load_raw_id(a, std::uint64_t{first} * a.common.c.top_k + at(a, i));
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+        if (chunk.at(i) >= chunk.all) continue;
+        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.of_step(a, i)];
+        ids[i].low = both.x;
+        ids[i].high = both.y;
+      }
+    } else {
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.of_step(a, i)];
     }
   }
-  // To shared memory, where a loop that is not unrolled finds them: of each pass, 32.
-  __device__ void keep_ids(const DispatchArguments& a, const RawId (&ids)[kMost], bool report, std::int32_t* kept) const {
+  __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, bool report, std::int32_t* kept) const {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kMost; ++i) {
-      if (report && has(a, i) && is_bad(a, ids[i])) a.common.report->notices.bad_ids = 1;
-      kept[32 * i + threadIdx.x % 32] = valid_id<false>(a, ids[i]);
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+      if (chunk.at(i) >= chunk.all) continue;
+      if (report && is_bad(a, ids[i])) a.common.report->notices.bad_ids = 1;
+      kept[chunk.at(i)] = valid_id<false>(a, ids[i]);
     }
   }
 };
-// What a warp counts a chunk in: its columns, and ids.
-constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + kMostChoicesOfChunk); }
-
-// Of equal keys of a warp, those of lower lanes. A lane without a key has none.
-__device__ inline std::uint32_t same_before(bool has_key, std::uint32_t key, std::uint32_t& same) {
-  const std::uint32_t lane = threadIdx.x % 32;
-  same = __match_any_sync(~0u, has_key ? key : kNone - lane);
-  return same & ((1u << lane) - 1);
-}
 
 // ---- counts of chunks ----
 
@@ -121,52 +137,42 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   note(k, Stage::Counted);
 }
 
-// By one warp. counts: shared memory of its own, counting_bytes().
-static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t chunk, std::uint32_t* counts) {
+// By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
+static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
-  const ChunkPass pass(a, chunk);
-  auto* const kept = reinterpret_cast<std::int32_t*>(counts + columns);
-  {
-    const Spends spends(k, Span::LoadingIds);
-    RawId ids[ChunkPass::kMost];
-    pass.load_ids(a, ids);
-    pass.keep_ids(a, ids, true, kept);
+  const ChunkChoices chunk(a, number);
+  ChunkMarks marks(k, memory);
+  if (!with_ids) {
+    ChunkIds ids;
+    ids.load(a, chunk);
+    ids.keep(a, chunk, true, marks.ids);
   }
-  for (std::uint32_t i = lane; i < columns; i += 32) counts[i] = 0;
-  __syncwarp();
-#pragma unroll 1
-  for (std::uint32_t i = 0; i * pass.at_once < pass.tokens; ++i) {
-    const Spends spends(k, Span::CountingIds);
-    const std::int32_t id = kept[32 * i + lane];
-    const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
-    std::uint32_t same;
-    const bool again = same_before(id >= 0, rank << 16 | pass.token, same) != 0;
+  marks.clear(k);
+  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
+    const std::int32_t id = marks.ids[at];
     if (id < 0) continue;
-    atomicAdd(counts + id, 1u);
-    if (!again) atomicAdd(counts + k.c.num_experts + rank, 1u);
+    atomicAdd(marks.tokens + id, 1u);
+    atomicOr(marks.tokens + k.c.num_experts + k.per_rank.divide(static_cast<std::uint32_t>(id)), 1u << k.top_k.divide(at));
   }
   __syncwarp();
-  const Spends spends(k, Span::PublishingCounts);
-  auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{chunk} * columns);
+  for (std::uint32_t i = k.c.num_experts + lane; i < columns; i += 32) marks.tokens[i] = __popc(marks.tokens[i]);
+  __syncwarp();
+  auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{number} * columns);
   for (std::uint32_t i = lane; i < columns / 8; i += 32) {
     std::uint32_t pair[4];
 #pragma unroll
-    for (std::uint32_t j = 0; j < 4; ++j) {
-      const std::uint32_t low = counts[8 * i + 2 * j], high = counts[8 * i + 2 * j + 1];
-      pair[j] = low | high << 16;
-      if (low != 0) add_relaxed(a.chunk_counts.totals + 8 * i + 2 * j, low);
-      if (high != 0) add_relaxed(a.chunk_counts.totals + 8 * i + 2 * j + 1, high);
-    }
+    for (std::uint32_t j = 0; j < 4; ++j) pair[j] = marks.tokens[8 * i + 2 * j] | marks.tokens[8 * i + 2 * j + 1] << 16;
     out[i] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
   __syncwarp();
+  linger(k, number);
+  if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
+  for (std::uint32_t i = lane; i < columns; i += 32)
+    if (marks.tokens[i] != 0) add_relaxed(a.chunk_counts.totals + i, marks.tokens[i]);
+  __syncwarp();
   std::uint32_t before = 0;
-  if (lane == 0) {
-    linger(k, chunk);
-    store_release_here(a.chunk_counts.ready + chunk, arrival_word(k.generation, step));
-    before = count_in_order(a.chunk_counts.counted, 1);
-  }
+  if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
   if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts(a, step);
 }
 
@@ -179,7 +185,7 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
 
 // By one warp: until the counts of chunks first, first + stride ... (32 of them at most, below end) are there.
 __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                    std::uint32_t stride, std::uint32_t* counts) {
+                                    std::uint32_t stride, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
   const std::uint32_t mine = first + threadIdx.x % 32 * stride;
   const std::uint64_t word = arrival_word(a.common.generation, step);
@@ -193,46 +199,58 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       continue;
     }
     const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1) * stride;
-    if (take_chunk(a, step, chunk)) count_chunk(a, step, chunk, counts);
+    if (take_chunk(a, step, chunk)) count_chunk(a, step, chunk, memory, false);
   }
   __syncwarp();
 }
 
+// By one warp: adds two pieces a lane of n chunks' counts.
+__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t stride, std::uint32_t columns,
+                                  std::uint32_t piece, std::uint32_t* sums) {
+  constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
+  piece += threadIdx.x % 32;
+  std::uint32_t sum[kPieces][8] = {};
+#pragma unroll 1
+  for (std::uint32_t begin = 0; begin < n; begin += kAtOnce) {
+    uint4 v[kPieces][kAtOnce];
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+        v[p][i] = make_uint4(0, 0, 0, 0);
+        const std::uint64_t chunk = first + (begin + i) * stride;
+        if (begin + i < n && piece + 32 * p < columns / 8) v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + piece + 32 * p);
+      }
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+        const std::uint32_t pairs[4] = {v[p][i].x, v[p][i].y, v[p][i].z, v[p][i].w};
+#pragma unroll
+        for (std::uint32_t j = 0; j < 4; ++j) {
+          sum[p][2 * j] += pairs[j] & 0xffffu;
+          sum[p][2 * j + 1] += pairs[j] >> 16;
+        }
+      }
+  }
+#pragma unroll
+  for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+    for (std::uint32_t j = 0; j < 8; ++j)
+      if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
+}
+
 // By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                  std::uint32_t stride, std::uint32_t* sums, std::uint32_t* counts) {
-  constexpr std::uint32_t kAtOnce = 8;
-  const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(a.common.c), pieces = columns / 8;
+                                  std::uint32_t stride, std::uint32_t* sums, char* memory) {
+  const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32 * stride) {
     {
       const Spends spends(a.common, Span::AwaitingChunks);
-      await_chunks(a, step, first, end, stride, counts);
+      await_chunks(a, step, first, end, stride, memory);
     }
     const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
-#pragma unroll 1
-    for (std::uint32_t piece = lane; piece < pieces; piece += 32) {
-      const std::uint16_t* const column = a.chunk_counts.counts + std::uint64_t{first} * columns + 8 * piece;
-      std::uint32_t sum[8] = {};
-#pragma unroll 1
-      for (std::uint32_t begin = 0; begin < n; begin += kAtOnce) {
-        uint4 v[kAtOnce];
-#pragma unroll
-        for (std::uint32_t i = 0; i < kAtOnce; ++i)
-          v[i] = begin + i < n ? __ldcg(reinterpret_cast<const uint4*>(column + std::uint64_t{begin + i} * stride * columns)) : make_uint4(0, 0, 0, 0);
-#pragma unroll
-        for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-          const std::uint32_t pairs[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-#pragma unroll
-          for (std::uint32_t j = 0; j < 4; ++j) {
-            sum[2 * j] += pairs[j] & 0xffffu;
-            sum[2 * j + 1] += pairs[j] >> 16;
-          }
-        }
-      }
-#pragma unroll
-      for (std::uint32_t j = 0; j < 8; ++j)
-        if (sum[j] != 0) atomicAdd(sums + 8 * piece + j, sum[j]);
-    }
+    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, stride, columns, begin, sums);
   }
   __syncwarp();
 }
@@ -241,76 +259,75 @@ static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::
 
 // A chunk as its planner has it in registers, asked for before anything else is known.
 struct LoadedChunk {
-  RawId ids[ChunkPass::kMost];
-  float weights[ChunkPass::kMost];
-  std::uint32_t index[ChunkPass::kMost], row[ChunkPass::kMost];  // of a given plan
+  ChunkIds ids;
+  float weights[ChunkChoices::kOfLane];
 
-  __device__ void load(const DispatchArguments& a, std::uint32_t chunk) {
-    const ChunkPass pass(a, chunk);
-    const bool planned = a.ids == nullptr;
-    if (!planned) pass.load_ids(a, ids);
+  __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
+    ids.load(a, chunk);
 #pragma unroll
-    for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {
-      const bool has = pass.has(a, i);
-      const std::uint64_t at = std::uint64_t{pass.first} * a.common.c.top_k + pass.at(a, i);
-      weights[i] = has && a.weights != nullptr ? a.weights[at] : 1.0f;
-      if (!planned) continue;
-      ids[i] = {};
-      row[i] = kNone;
-      if (!has) continue;
-      ids[i].low = static_cast<std::uint32_t>(a.plan.ids[at]);
-      index[i] = a.plan.index[at];
-      row[i] = a.plan.token_rows[at];
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+      weights[i] = 1.0f;
+      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.of_step(a, i)];
     }
   }
 };
 
-// Which choices of a pass come before which, of an expert and of a rank: `sums` has what comes before the pass, and then after it.
-__device__ inline void place_pass(const DispatchArguments& a, const ChunkPass& pass, std::uint32_t nth, std::int32_t id, std::uint32_t* sums,
-                                  PlannedChunk& chunk) {
-  const Common& k = a.common;
-  const bool has = pass.has(a, nth);
-  const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
-  std::uint32_t same, same_row, same_rank;
-  const std::uint32_t before = same_before(id >= 0, static_cast<std::uint32_t>(id), same);
-  const bool new_row = same_before(id >= 0, rank << 16 | pass.token, same_row) == 0 && id >= 0;
-  const std::uint32_t rows_before = same_before(new_row, rank, same_rank);
-  unsigned long long ranks = new_row ? 1ull << rank : 0;  // of the token
-  for (std::uint32_t i = 1; i < 32 / pass.at_once; i *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(i));
-  std::uint32_t* const rows = sums + k.c.num_experts;
-  const std::uint32_t index = id < 0 ? 0 : sums[id] + __popc(before), row = new_row ? rows[rank] + __popc(rows_before) : 0;
-  __syncwarp();
-  if (id >= 0 && before == 0) sums[id] += __popc(same);
-  if (new_row && rows_before == 0) rows[rank] += __popc(same_rank);
-  __syncwarp();
-  if (!has) return;
-  const std::uint32_t at = pass.at(a, nth), of_token = at - pass.choice;
-  chunk.id[at] = id;
-  chunk.index[at] = index;
-  if (pass.choice >= __popcll(ranks)) chunk.row[at] = kNone;
-  if (new_row) chunk.row[of_token + __popcll(ranks & ((1ull << rank) - 1))] = rank << 20 | row;
+// A chunk of a given plan.
+static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk& to) {
+  const ChunkChoices chunk(a, number);
+#pragma unroll 4
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    if (at >= chunk.all) break;
+    const std::uint64_t from = chunk.of_step(a, i);
+    to.id[at] = a.plan.ids[from];
+    to.index[at] = a.plan.index[from];
+    to.row[at] = a.plan.token_rows[from];
+    to.weight[at] = a.weights != nullptr ? a.weights[from] : 1.0f;
+  }
 }
 
-// ids: shared memory of its own for a chunk's.
-__device__ inline void place_chunk(const DispatchArguments& a, std::uint32_t number, const LoadedChunk& loaded, std::uint32_t* sums,
-                                   std::int32_t* ids, PlannedChunk& chunk) {
-  const Spends spends(a.common, Span::PlacingChunks);
-  const ChunkPass pass(a, number);
-#pragma unroll
-  for (std::uint32_t i = 0; i < ChunkPass::kMost; ++i) {
-    if (!pass.has(a, i)) continue;
-    const std::uint32_t at = pass.at(a, i);
-    chunk.weight[at] = loaded.weights[i];
-    if (a.ids != nullptr) continue;
-    chunk.id[at] = static_cast<std::int32_t>(loaded.ids[i].low);
-    chunk.index[at] = loaded.index[i];
-    chunk.row[at] = loaded.row[i];
+// Says which tokens want which column and rank. False: some token has an expert twice.
+__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks) {
+  std::uint32_t twice = 0;
+#pragma unroll 4
+  for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
+    const std::int32_t id = marks.ids[at];
+    if (id < 0) continue;
+    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), token = k.top_k.divide(at), bit = 1u << token;
+    twice |= atomicOr(marks.tokens + id, bit) & bit;
+    atomicOr(marks.tokens + k.c.num_experts + rank, bit);
+    atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
   }
-  if (a.ids == nullptr) return;
-  pass.keep_ids(a, loaded.ids, false, ids);
   __syncwarp();
-#pragma unroll 1
-  for (std::uint32_t i = 0; i * pass.at_once < pass.tokens; ++i) place_pass(a, pass, i, ids[32 * i + threadIdx.x % 32], sums, chunk);
+  return !__any_sync(~0u, twice != 0);
+}
+
+// `sums` has what comes before the chunk, and then what comes after it.
+static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks, std::uint32_t* sums,
+                                                  PlannedChunk& to) {
+  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts;
+  const bool once = mark_choices(k, chunk, marks);
+  const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
+#pragma unroll 4
+  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
+    const std::int32_t id = marks.ids[at];
+    const std::uint32_t token = k.top_k.divide(at), of_token = token * k.c.top_k, before = (1u << token) - 1;
+    const std::uint32_t low = marks.ranks[2 * token], high = marks.ranks[2 * token + 1];
+    to.id[at] = id;
+    if (at - of_token >= __popc(low) + __popc(high)) to.row[at] = kNone;
+    if (once) to.index[at] = id < 0 ? 0 : sums[id] + __popc(marks.tokens[id] & before);
+    if (id < 0) continue;
+    // Choices of one token and rank say the same.
+    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
+    const std::uint32_t nth = rank < 32 ? __popc(low & lower) : __popc(low) + __popc(high & lower);
+    to.row[of_token + nth] = rank << 20 | (rows[rank] + __popc(of_rank[rank] & before));
+  }
+  __syncwarp();
+  if (!once && lane == 0)
+    for (std::uint32_t at = 0; at < chunk.all; ++at) to.index[at] = marks.ids[at] < 0 ? 0 : sums[marks.ids[at]]++;
+  for (std::uint32_t i = (once ? 0 : experts) + lane; i < chunk_columns(k.c); i += 32) sums[i] += __popc(marks.tokens[i]);
+  __syncwarp();
 }
 
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
@@ -319,8 +336,8 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
 }
 
 // Workers of this block may wait for peers, and they for the counts of all chunks.
-__device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, std::uint32_t* counts) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, counts);
+__device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, memory);
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
@@ -330,35 +347,48 @@ __device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std:
   turns_arrive(s.known + n % 2);
 }
 
-// For a planner whose block has added up what comes before its first chunk. counts: shared memory of its own.
-__device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t* sums, std::uint32_t* counts) {
+// For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
+__device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
-  std::uint32_t chunk = s.first_chunk, summed = chunk;
+  const bool given = a.ids == nullptr;
+  std::uint32_t number = s.first_chunk, summed = number;
   for (std::uint32_t n = 0;; ++n) {
-    const bool ends = chunk >= a.chunks;
-    LoadedChunk loaded;
-    if (!ends) loaded.load(a, chunk);
-    if (!ends && a.ids != nullptr) sum_chunks(a, step, summed, chunk, 1, sums, counts);
+    const bool ends = number >= a.chunks;
+    const ChunkChoices chunk(a, number);
+    if (!ends && !given) {
+      if (n != 0) loaded.load(a, chunk);
+      sum_chunks(a, step, summed, number, 1, sums, memory);
+    }
     if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
-    if (n >= 2 && lane == 0) tell_bounds(a, s, n, chunk);
-    auto* const ids = reinterpret_cast<std::int32_t*>(counts + chunk_columns(k.c));
-    if (!ends) place_chunk(a, chunk, loaded, sums, ids, s.chunks[n % 2]);
-    if (chunk == 0) {
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
+    PlannedChunk& planned = s.chunks[n % 2];
+    if (!ends && given) copy_chunk(a, number, planned);
+    if (!ends && !given) {
+      const Spends spends(k, Span::PlacingChunks);
+      ChunkMarks marks(k, memory);
+      loaded.ids.keep(a, chunk, false, marks.ids);
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+        if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
+      marks.clear(k);
+      place_choices(k, chunk, marks, sums, planned);
+    }
+    if (number == 0) {
       if (lane == 0) {
         *a.received.step = step;  // the step's other phases read it there
         take_set(k, step);
       }
-      if (a.ids == nullptr) send_all_counts(a, step);
+      if (given) send_all_counts(a, step);
     }
     __syncwarp();
     if (lane == 0) turns_arrive(s.planned + n % 2);
-    if (n == 0 && a.ids != nullptr) count_all(a, step, counts);
+    if (n == 0 && !given) count_all(a, step, memory);
     if (ends) return;
-    summed = chunk + 1;
-    if (lane == 0) chunk = atomicAdd(a.chunk_counts.next, 1u);
-    chunk = __shfl_sync(~0u, chunk, 0);
-    if (n == 0 && lane == 0) tell_bounds(a, s, 1, chunk);
+    summed = number + 1;
+    if (lane == 0) number = atomicAdd(a.chunk_counts.next, 1u);
+    number = __shfl_sync(~0u, number, 0);
+    if (n == 0 && lane == 0) tell_bounds(a, s, 1, number);
   }
 }
 

@@ -6,28 +6,36 @@
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "many_plan.cuh"
+#include "quantise.cuh"
 
 namespace pplx::cuda {
 
-// What happens to a tile: how many elements it has.
+// What happens to a tile.
 template <typename Mode>
 struct Tile;
 
 template <>
 struct Tile<AsIs> {
   static constexpr bool kQuantises = false;
-  static constexpr std::uint32_t kBytesOut = 0;
   static constexpr std::uint32_t kAhead = kTilesIn - 1;  // one is being read by the stores
 };
-template <std::uint32_t kElementBytes>
-struct Tile<Quantised<kElementBytes>> {
+template <std::uint32_t kBytes>
+struct Tile<Quantised<kBytes>> {
   static constexpr bool kQuantises = true;
-  static constexpr std::uint32_t kElements = kTileBytes / kElementBytes, kPasses = kElements / 512;
-  static constexpr std::uint32_t kBytesOut = kElements + 16 * kPasses;  // codes, then scales
   static constexpr std::uint32_t kAhead = kTilesIn;
 };
-inline constexpr std::uint32_t kMostBytesOut = kTileBytes / 2 + 16 * (kTileBytes / 1024);
-inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut * kMostBytesOut;
+template <typename Mode>
+inline constexpr std::uint32_t kElementBytes = 0;
+template <std::uint32_t kBytes>
+inline constexpr std::uint32_t kElementBytes<Quantised<kBytes>> = kBytes;
+inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // of a tile
+inline constexpr std::uint32_t kMostScaleBytes = 512;  // of a row
+// Workers of a thread block that send first.
+template <typename Mode>
+__device__ inline std::uint32_t sending_workers(const DispatchArguments& a) {
+  return a.recv ? senders_of(gridDim.x, kTilesOut * (Tile<Mode>::kQuantises ? kMostCodes : kTileBytes), kSendingWorkers) : kWorkers;
+}
+inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut * (kMostCodes + kMostScaleBytes);
 
 // Rows whose peers have yet to be told.
 struct UntoldRows {
@@ -43,7 +51,7 @@ struct UntoldRows {
   // Of all but the last `but` tokens: they have been stored, and their stores awaited.
   __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but) {
     __syncwarp();
-    __threadfence_system();
+    fence_system();
 #pragma unroll
     for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
@@ -111,7 +119,9 @@ class ManySender {
 
  private:
   __device__ char* in(std::uint32_t tile) const { return memory_ + tile % kTilesIn * kTileBytes; }
-  __device__ char* out(std::uint32_t tile) const { return memory_ + kTilesIn * kTileBytes + tile % kTilesOut * kMostBytesOut; }
+  __device__ char* out(std::uint32_t tile) const { return memory_ + kTilesIn * kTileBytes + tile % kTilesOut * kMostCodes; }
+  // Of the token that is sent: it has a tile or more.
+  __device__ char* scales() const { return memory_ + kTilesIn * kTileBytes + kTilesOut * kMostCodes + sent_ % kTilesOut * kMostScaleBytes; }
 
   // Asks for the next tile, of this token or a later one. False: it is not known yet, or there is none.
   __device__ bool ask() {
@@ -176,6 +186,7 @@ class ManySender {
       if (mine.is) place_words(a_, mine.row);
       if (a_.ids != nullptr) keep(own, t, entry);
       untold_.add(row);
+      ++sent_;
     }
     if (untold_.tokens <= together_) return;
     const Spends tells(k_, Span::Telling);
@@ -228,45 +239,37 @@ class ManySender {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
       if (mine.to != nullptr) bulk_store(mine.to + at, in(used_), bytes);
       bulk_end_group();
-      bulk_await_read<1>();  // the tile before this one: its place is asked for next
+      bulk_await_stored<kTilesOut - 1>();  // the place of the tile before this one is asked for next
       __syncwarp();
     } else {
-      using Q = Tile<Mode>;
-      constexpr std::uint32_t kElementBytes = kTileBytes / Q::kElements;
-      const std::uint32_t lane = threadIdx.x % 32, elements = bytes / kElementBytes, first = at / kElementBytes;
-      char* const to = out(used_);
+      const std::uint32_t elements = bytes / kElementBytes<Mode>, first = at / kElementBytes<Mode>;
+      char *const to = out(used_), *const scales_here = scales() + first / 512 * 16;
       {
         const Spends waits(k_, Span::AwaitingPlaceOut);
-        bulk_await_read<kTilesOut - 1>();
+        bulk_await_stored<kTilesOut - 1>();
         __syncwarp();
       }
-      const Spends quantises(k_, Span::Quantising);
-#pragma unroll 1
-      for (std::uint32_t pass = 0; pass * 512 < elements; ++pass) {
-        Payload<Mode> payload;
-        const char* const from = in(used_) + (pass * 512 + lane * 16) * kElementBytes;
-#pragma unroll
-        for (std::uint32_t i = 0; i < Payload<Mode>::kLoads; ++i)
-          payload.raw[i] = pass * 512 + lane * 16 + i * 16 / kElementBytes < elements ? *reinterpret_cast<const uint4*>(from + 16 * i)
-                                                                                      : make_uint4(0, 0, 0, 0);
-        payload.prepare(k_);
-        store16(to + pass * 512 + lane * 16, payload.row.codes);
-        if (lane == 0) store16(to + Q::kElements + 16 * pass, payload.row.scales);
+      {
+        const Spends quantises(k_, Span::Quantising);
+        TileQuantiser<kElementBytes<Mode>>::quantise(k_, in(used_), elements, to, scales_here);
+        fence_shared_copies();
+        __syncwarp();
       }
-      fence_shared_copies();
-      __syncwarp();
+      const Spends stores(k_, Span::StoringTiles);
+      const bool ends = at + kTileBytes >= bytes_;
       if (row != nullptr) {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);
-        bulk_store(row + k_.dispatch.scales_at + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
+        if (ends) bulk_store(row + k_.dispatch.scales_at, scales(), 16 * k_.scale_pieces);
       }
       if (mine.to != nullptr) {
         bulk_store(mine.to + first, to, elements);
-        if (k_.scales_in_pieces) bulk_store(mine.scales + first / 512 * 16, to + Q::kElements, (elements + 511) / 512 * 16);
+        if (ends && k_.scales_in_pieces) bulk_store(mine.scales, scales(), 16 * k_.scale_pieces);
       }
       bulk_end_group();
-      if (k_.scales_in_pieces) return;
-      const bool has = lane * 512 < elements;
-      place_own_scales(mine, has, has ? *reinterpret_cast<const uint4*>(to + Q::kElements + 16 * lane) : make_uint4(0, 0, 0, 0), first / 512 + lane);
+      if (!ends || k_.scales_in_pieces) return;
+      for (std::uint32_t nth = threadIdx.x % 32; __any_sync(~0u, nth < k_.scale_pieces); nth += 32)
+        place_own_scales(mine, nth < k_.scale_pieces,
+                         nth < k_.scale_pieces ? *reinterpret_cast<const uint4*>(scales() + 16 * nth) : make_uint4(0, 0, 0, 0), nth);
     }
   }
 
@@ -330,6 +333,7 @@ class ManySender {
   const std::uint32_t together_;  // tokens that are told of together
   const std::uint32_t bytes_;  // of a token
   std::uint32_t asked_ = 0, used_ = 0;  // tiles
+  std::uint32_t sent_ = 0;  // tokens
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
   bool knows_ = false;  // that chunk
   UntoldRows untold_;

@@ -43,6 +43,7 @@ enum class Span {
   AwaitingTile,
   AwaitingPlaceOut,
   Quantising,
+  StoringTiles,
   AwaitingPlacesOfOwn,
   WritingRoutes,
   Telling,
@@ -55,9 +56,6 @@ enum class Span {
   Beginning,
   AwaitingClaims,
   Counting,
-  LoadingIds,
-  CountingIds,
-  PublishingCounts,
   Summing,
   AwaitingChunks,
   PlacingChunks,
@@ -72,9 +70,9 @@ enum class Span {
 };
 
 inline constexpr const char* kSpans[] = {
-    "dispatch sends",  "awaits its plan", "awaits a tile",    "awaits a place for a tile", "quantises and stores", "awaits own places",
+    "dispatch sends",  "awaits its plan", "awaits a tile",    "awaits a place for a tile", "quantises a tile", "stores a tile", "awaits own places",
     "writes routes",   "tells",           "dispatch receives", "awaits rows",              "awaits a load",        "places",
-    "awaits a place for a row", "plans",  "begins", "awaits the set", "counts chunks", "loads ids", "counts ids", "publishes counts", "sums chunks", "awaits chunks", "places a chunk",
+    "awaits a place for a row", "plans",  "begins", "awaits the set", "counts chunks", "sums chunks", "awaits chunks", "places a chunk",
     "combine sends",             "awaits inputs",        "adds up",
     "awaits a place for a sum", "stores sums", "tells of sums", "combine receives",         "awaits sums",
 };

@@ -47,6 +47,16 @@ struct Sums {
     }
   }
 
+  __device__ void add_row(const uint4 (&v)[kVectors]) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float f[T::kPerVector];
+      T::unpack(v[j], f);
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], f[e]);
+    }
+  }
+
   __device__ void start(float value) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)

@@ -31,9 +31,16 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 
 // ---- dispatch of many tokens, by bulk copies ----
 
+// What senders of many tokens have on its way to peers at once, of a GPU. The link takes no more, and stores that it does not take stand in
+// front of everything else that their multiprocessor loads and stores: with more, those who receive wait for those who send.
+inline constexpr std::uint32_t kBytesOnTheirWay = 3 << 19;
+constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_each, std::uint32_t most) {
+  return std::min(most, (kBytesOnTheirWay - 1) / (blocks * bytes_each) + 1);
+}
+
 // A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
 // send. Each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
-inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 8;
+inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
 inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
 inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
@@ -67,7 +74,9 @@ inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // Of many tokens, by bulk copies: workers of a thread block, and those of them that send first.
-inline constexpr std::uint32_t kCombiners = 11, kSendingCombiners = 5;
+inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
+inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
+inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

@@ -120,6 +120,7 @@ template <std::uint32_t kBut>
 void bulk_await_stored() {
   emulation::await_groups(kBut, true);
 }
+inline void fence_system() {}
 inline void fence_shared_copies() { emulation::maybe_yield(); }
 inline void fence_copies() { emulation::maybe_yield(); }
 

@@ -184,6 +184,9 @@ inline void __syncthreads() { emulation::barrier_sync(0, blockDim.x); }
 inline bool __syncthreads_and(bool good) { return emulation::barrier_sync(0, blockDim.x, good); }
 inline bool __syncthreads_or(bool any) { return !emulation::barrier_sync(0, blockDim.x, !any); }
 inline void __threadfence_block() {}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline void __threadfence_system() {}
 inline void __threadfence() {}
 // All other threads have their turns meanwhile.

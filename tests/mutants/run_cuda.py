@@ -155,9 +155,9 @@ MUTANTS = [
     Mutant(
         "a place is made blank before its row is read",
         COMBINE_RECV,
-        "        strips.missing |= 1u << (i * kVectors + j);\n",
+        "        strips.missing |= 1u << (i * kReceivedVectors + j);\n",
         """      {
-        strips.missing |= 1u << (i * kVectors + j);
+        strips.missing |= 1u << (i * kReceivedVectors + j);
         make_blank(strips.row[i] + strips.begin + j * 512);
       }
 """,
@@ -182,14 +182,14 @@ MUTANTS = [
     Mutant(
         "only the first piece of a lane is waited for",
         COMBINE_RECV,
-        "if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
-        "if ((bits >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
+        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));",
+        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kReceivedVectors + j));",
         "the other pieces of its strip travel on their own, and may come later",
     ),
     Mutant(
         "a tile's place is written while it is read",
         MANY_SEND,
-        "      bulk_await_read<kTilesOut - 1>();\n",
+        "        bulk_await_stored<kTilesOut - 1>();\n",
         "",
         "codes of another tile go to the peer",
     ),
@@ -253,11 +253,11 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
+    receive_combine<T, kPlain>(a, step, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kPlain, kPlain && kSent == kSentVectors, kReceived>(a, step, sums_own, s);
+        """  if (a.recv) receive_combine<T, kPlain>(a, step, s);
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
