@@ -131,7 +131,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
 
 def too_small(me: Any) -> str:
     """What a heap without room says."""
-    case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=4096, transport="nvshmem")
+    case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=16384, transport="nvshmem")
     try:
         rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0).close()
     except pc.Error as error:
