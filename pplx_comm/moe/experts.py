@@ -1,0 +1,85 @@
+"""The parameters of a rank's experts, and of the expert that every token visits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pplx_comm.moe.routed import Options, Pass, Sums, receive
+from pplx_comm.moe.sharding import local
+from pplx_comm.moe.swiglu import swiglu
+
+
+class Experts(nn.Module):
+    """The experts of this rank.
+
+    gate_up: [local experts, 2 * intermediate, hidden], gates before ups, as Megatron's linear_fc1 has them.
+    down: [local experts, hidden, intermediate].
+    """
+
+    subnormal_codes: torch.Tensor
+    """int64 []: codes that became subnormal when MXFP8 was rescaled for products that take 1x128, since the beginning."""
+
+    def __init__(self, experts: range, hidden: int, intermediate: int, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.experts = experts
+        self.gate_up = nn.Parameter(torch.empty(len(experts), 2 * intermediate, hidden, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(len(experts), hidden, intermediate, device=device, dtype=dtype))
+        self.subnormal_codes = torch.zeros((), dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        """Uniform as nn.Linear's. They follow from the seed and the expert's number, whichever rank has it."""
+        for place, expert in enumerate(self.experts):
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
+            for weight in (self.gate_up, self.down):
+                one, bound = weight[place], weight.shape[-1] ** -0.5
+                one.copy_(torch.empty(one.shape).uniform_(-bound, bound, generator=generator))
+
+    def add_main_grad(self) -> None:
+        """Gives the weights a float32 tensor that passes add their gradients to, in place of `grad`. Its owner clears it."""
+        for weight in (self.gate_up, self.down):
+            weight.main_grad = torch.zeros_like(local(weight), dtype=torch.float32)  # type: ignore[attr-defined]
+
+    @torch.compiler.disable
+    def forward(self, ticket: torch.Tensor, one: Pass, options: Options) -> torch.Tensor:
+        """Ends a pass that `routed.send` began. ticket: that of the pass, which wrappers of modules may replace."""
+        one.ticket = ticket
+        gate_up, down = (getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down))
+        return receive(one, local(self.gate_up), local(self.down), options, Sums(gate_up, down, self.subnormal_codes))
+
+
+class SharedExpert(nn.Module):
+    """The expert that every token visits. With `gated`, its output is multiplied with a sigmoid of its own, as in Qwen2-MoE."""
+
+    gate: nn.Parameter | None
+
+    def __init__(self, hidden: int, intermediate: int, gated: bool, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * intermediate, hidden, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
+        self.register_parameter("gate", nn.Parameter(torch.empty(1, hidden, device=device, dtype=dtype)) if gated else None)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 1_000_003 - 1)
+        for weight in self.parameters():
+            bound = weight.shape[-1] ** -0.5
+            weight.copy_(torch.empty(weight.shape).uniform_(-bound, bound, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(swiglu(F.linear(x, self.gate_up.to(x.dtype))), self.down.to(x.dtype))
+        return y if self.gate is None else y * F.linear(x, self.gate.to(x.dtype)).sigmoid()
+
+
+def expert_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters that ranks do not share: those of the local experts of every MoE in the model.
+
+    Data parallelism over the same ranks must leave them out. A pass gives them the sum over the tokens of all ranks.
+    """
+    for prefix, module in model.named_modules():
+        if isinstance(module, Experts):
+            yield from ((f"{prefix}.{name}" if prefix else name, weight) for name, weight in module.named_parameters())

@@ -1,0 +1,51 @@
+"""The pieces of a layer, for layers of one's own.
+
+    ids, weights = choose(softmax_scores(logits), top_k)
+    one = send(a2a, x, ids, weights)            # a2a: layout=Ragged(zero_pad=True)
+    shared = ...                                # runs while the tokens travel
+    y = receive(one, gate_up, down, Options(quantised=True)) + shared
+
+or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_quantise, scaled_grouped_mm.
+"""
+
+from pplx_comm.moe.grouped.autograd import grouped_mm
+from pplx_comm.moe.grouped.choose import choices
+from pplx_comm.moe.grouped.products import scaled as scaled_grouped_mm
+from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.quantised_swiglu import swiglu_quantise
+from pplx_comm.moe.routed import Options, Pass, Sums, receive, send
+from pplx_comm.moe.routing import (
+    choose,
+    expert_load,
+    load_balance_loss,
+    sigmoid_scores,
+    softmax_scores,
+    update_bias,
+    z_loss,
+)
+from pplx_comm.moe.swiglu import swiglu
+
+__all__ = [
+    "Options",
+    "Pass",
+    "Sums",
+    "choices",
+    "choose",
+    "dequantise",
+    "dequantise_weights",
+    "expert_load",
+    "grouped_mm",
+    "load_balance_loss",
+    "quantise",
+    "quantise_weights",
+    "receive",
+    "rescale_mx",
+    "scaled_grouped_mm",
+    "send",
+    "sigmoid_scores",
+    "softmax_scores",
+    "swiglu",
+    "swiglu_quantise",
+    "update_bias",
+    "z_loss",
+]

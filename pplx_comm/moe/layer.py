@@ -1,0 +1,162 @@
+"""The layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pplx_comm.all_to_all import AllToAll
+from pplx_comm.communicator import Communicator
+from pplx_comm.errors import Error
+from pplx_comm.layouts import Ragged
+from pplx_comm.moe import routing
+from pplx_comm.moe.experts import Experts, SharedExpert
+from pplx_comm.moe.routed import Options, Pass, send
+from pplx_comm.moe.router import Router, RouterOptions, Routing
+from pplx_comm.moe.sharding import shard
+from pplx_comm.moe.shared_all_to_all import shared_all_to_all
+from pplx_comm.wire import Wire
+
+WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
+
+
+class MoE(nn.Module):
+    """A Mixture-of-Experts layer whose experts are spread over the ranks of a Communicator. Making one is collective.
+
+    Every rank calls it in the same order, with its own tokens, also with none; and runs its backward pass. No token is dropped.
+
+    hidden, intermediate: of a token, and between an expert's two products.
+    num_experts, top_k: of all ranks, and how many a token visits. Expert e lives on rank e // ceil(num_experts / world_size).
+    comm: the ranks. Layers of one shape share an AllToAll.
+    precision: how rows travel. "bf16" as they are, in `dtype`; "fp8" as e4m3 with a power of two per 1x128; "mxfp8" per 1x32. The
+        latter two go for tokens forward and gradients back; sums come home in `dtype`.
+    compute: what the experts' products take: "bf16", which is `dtype`, or "fp8". None follows precision.
+    max_tokens_per_rank: the most that any rank passes in one call.
+    router: how tokens choose; see RouterOptions.
+    shared_intermediate: of an expert that all tokens visit, computed while tokens travel. 0 for none.
+    shared_gate: that expert's output is multiplied with a sigmoid.
+    dtype: of tokens inside the layer, and of sums. param_dtype: of the parameters; None is `dtype`.
+    recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
+    gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
+    main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
+    inference: no gradients, and rows between the experts' segments are not cleared.
+    mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
+        and FSDP2 want them.
+    seed: parameters follow from it, the same on all ranks, and an expert's whichever rank has it.
+    all_to_all: further arguments of the AllToAll: device, transport, in_flight, timeout, ...
+    """
+
+    aux_loss: torch.Tensor
+    """After a call: the losses of the router with their coefficients, to be added to the loss."""
+    load: torch.Tensor
+    """float32 [experts]: choices that fell on each since the last update_bias(), of calls in training mode on this rank."""
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        comm: Communicator,
+        precision: str = "bf16",
+        *,
+        compute: str | None = None,
+        max_tokens_per_rank: int = 4096,
+        router: RouterOptions | None = None,
+        shared_intermediate: int = 0,
+        shared_gate: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        param_dtype: torch.dtype | None = None,
+        recompute: str = "nothing",
+        gemm: str = "auto",
+        scaled_gemm: str = "auto",
+        main_grad: bool = False,
+        inference: bool = False,
+        mesh: Any = None,
+        seed: int = 0,
+        all_to_all: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
+        quantised = _quantised(precision, compute)
+        self.options = Options(quantised, gemm, scaled_gemm, recompute)
+        layout = Ragged(align=16 if precision == "bf16" else 128, zero_pad=not inference)
+        self.a2a: AllToAll = shared_all_to_all(
+            comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
+            wire=WIRES[precision], layout=layout, **(all_to_all or {}),
+        )  # fmt: skip
+        device, kept = self.a2a.device, param_dtype or dtype
+        share = -(-num_experts // comm.world_size)
+        local = range(min(comm.rank * share, num_experts), min((comm.rank + 1) * share, num_experts))
+        self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
+        self.experts = Experts(local, hidden, intermediate, device, kept)
+        self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
+        self.load = torch.zeros(num_experts, device=device)
+        self.reset_parameters(seed)
+        if mesh is not None:
+            shard(self.experts, mesh, num_experts)
+        if main_grad:
+            self.experts.add_main_grad()
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int = 0) -> None:
+        """Fresh parameters, before they are sharded."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.router.reset_parameters()
+        self.experts.reset_parameters(seed)
+        if self.shared is not None:
+            self.shared.reset_parameters(seed)
+        self.aux_loss = torch.zeros((), device=self.a2a.device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., hidden], this rank's tokens. Returns the same shape and dtype."""
+        if self.inference and torch.is_grad_enabled():
+            raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
+        tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
+        to = self.router(tokens)
+        self._note(to)
+        one = _send(self.a2a, tokens, to)
+        shared = None if self.shared is None else self.shared(tokens)
+        y = self.experts(one.ticket, one, self.options)
+        return (y if shared is None else y + shared).reshape(x.shape).to(x.dtype)
+
+    def _note(self, to: Routing) -> None:
+        self.aux_loss = to.loss
+        if self.training:
+            self.load += to.load
+
+    def update_bias(self, rate: float = 1e-3, group: Any = None) -> None:
+        """Moves the router's correction bias by the load of all ranks since the last call: after an optimiser's step. Collective.
+
+        group: a torch process group over which to add up the load; None takes the ranks of `comm`.
+        """
+        if self.router.correction_bias is None:
+            raise Error("update_bias: this router has none; RouterOptions(correction_bias=True) gives it one")
+        if group is not None:
+            torch.distributed.all_reduce(self.load, group=group)
+        elif self.comm.world_size > 1:
+            loads = self.comm.control.all_gather({"load": self.load.tolist()}, "load")
+            self.load.copy_(torch.tensor([one["load"] for one in loads if one is not None]).sum(0))
+        routing.update_bias(self.router.correction_bias, self.load, rate)
+        self.load.zero_()
+
+    def extra_repr(self) -> str:
+        e = self.experts.experts
+        return f"experts {e.start} to {e.stop - 1} of {self.a2a.num_experts}, top {self.a2a.top_k}, precision={self.precision!r}"
+
+
+@torch.compiler.disable
+def _send(a2a: AllToAll, tokens: torch.Tensor, to: Routing) -> Pass:
+    """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
+    return send(a2a, tokens, to.ids, to.weights)
+
+
+def _quantised(precision: str, compute: str | None) -> bool:
+    if precision not in WIRES:
+        raise Error(f"precision={precision!r}: there are {', '.join(map(repr, WIRES))}")
+    if compute not in (None, "bf16", "fp8"):
+        raise Error(f"compute={compute!r}: there are 'bf16' and 'fp8', and None, which follows precision")
+    return precision != "bf16" if compute is None else compute == "fp8"

@@ -1,0 +1,195 @@
+"""Tokens to their experts and back, with gradients: dispatch, two grouped products, combine; and the same backwards.
+
+The backward pass is a step on the plan of the forward one. It dispatches the gradients, so that a quantised wire carries tokens
+forward and gradients back, and combine brings the tokens' gradients home in their own dtype, and behind them those of
+the router's weights.
+
+Each pass has two parts, so that what needs no other rank runs between the halves of an exchange: `send` ends with the send half of
+dispatch, and `receive` does the rest. Backwards, `receive` ends with the send half of combine and the gradients of the weights, and
+`send` waits for the tokens'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from pplx_comm.all_to_all import AllToAll
+from pplx_comm.errors import Error
+from pplx_comm.handles import Combining, Dispatched, Plan
+from pplx_comm.moe.arithmetic import Arithmetic, Precise, Quantised, Rows
+from pplx_comm.moe.grouped import products
+from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
+from pplx_comm.moe.swiglu import swiglu_backward
+
+RECOMPUTE = ("nothing", "activations", "dispatch")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the routed part of a layer computes.
+
+    quantised: the products of rows with weights take e4m3 codes, otherwise the dtype of the AllToAll. The weights' gradients take
+        that dtype always.
+    backend, scaled_backend: of the grouped products, and of those of codes. "auto" measures, a name insists.
+    recompute: what the backward pass computes again in place of keeping it: "nothing"; "activations", the rows between the two
+        products; "dispatch", the received rows too, by a further dispatch on the saved plan.
+    """
+
+    quantised: bool = False
+    backend: str = "auto"
+    scaled_backend: str = "auto"
+    recompute: str = "nothing"
+
+    def __post_init__(self) -> None:
+        if self.recompute not in RECOMPUTE:
+            raise Error(f"recompute={self.recompute!r}: there are {', '.join(map(repr, RECOMPUTE))}")
+        if self.backend != "auto":
+            named(backends(), self.backend)
+        if self.scaled_backend != "auto":
+            named(scaled_backends(), self.scaled_backend)
+
+
+@dataclass
+class Sums:
+    """What passes add to, where it is given.
+
+    gate_up, down: like the weights, of any dtype: the weights' gradients go there, and the weights themselves get none.
+    subnormal: int64 []: codes that became subnormal when MXFP8 was rescaled.
+    """
+
+    gate_up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+    subnormal: torch.Tensor | None = None
+
+
+class Pass:
+    """One pass of tokens through the experts, between its parts."""
+
+    plan: Plan
+    ticket: torch.Tensor
+    """Ties the two parts together for autograd. It holds nothing."""
+
+    def __init__(self, a2a: AllToAll, x: torch.Tensor) -> None:
+        self.a2a = a2a
+        self.x = x
+        self.sent: Dispatched | None = None
+        self.returning: Combining | None = None
+
+
+def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
+    """Begins a pass: the send half of dispatch. x: [tokens, hidden], ids and weights: [tokens, top_k]. Every rank calls it."""
+    one = Pass(a2a, x.detach())
+    one.ticket = _Send.apply(x, weights, ids, one)
+    return one
+
+
+def receive(
+    one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, sums: Sums | None = None
+) -> torch.Tensor:
+    """Ends a pass: [tokens, hidden], the experts' outputs, weighted and added.
+
+    gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
+    """
+    y: torch.Tensor = _Receive.apply(one.ticket, gate_up, down, one, options or Options(), sums or Sums())
+    return y
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Pass) -> torch.Tensor:
+        one.sent = one.a2a.dispatch_send(x, ids, weights)
+        one.plan = one.sent.plan
+        ctx.one = one
+        return x.new_empty(0, dtype=torch.float32)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        returning, ctx.one.returning = ctx.one.returning, None
+        dx, dw = returning.wait()
+        return dx, dw, None, None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, options: Options, sums: Sums
+    ) -> torch.Tensor:
+        a2a, sent, one.sent = one.a2a, one.sent, None
+        if sent is None:
+            raise Error("receive: this pass has ended already")
+        d = a2a.dispatch_recv(sent)
+        rows, offsets = _received(d)
+        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
+        h = arithmetic.up(rows)
+        y = a2a.combine(arithmetic.down(h), d)
+        ctx.one, ctx.options, ctx.sums = one, options, sums
+        kept = _kept(rows, h, one.x, options.recompute)
+        ctx.save_for_backward(gate_up, down, offsets, *kept)
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        one, options, sums, a2a = ctx.one, ctx.options, ctx.sums, ctx.one.a2a
+        gate_up, down, offsets, x, scale, h = ctx.saved_tensors
+        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
+        rows = Rows(x, scale) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
+        if h is None:
+            h = arithmetic.up(rows)
+        g = a2a.dispatch(dy.contiguous(), plan=one.plan)
+        came, _ = _received(g)
+        assert g.weights is not None
+        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)])
+        if ctx.needs_input_grad[0]:  # the weights' gradients need no other rank, and follow while this is on its way
+            one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
+        else:
+            g.release()
+        d_up = d_down = None
+        if ctx.needs_input_grad[1]:
+            d_up = _weight_gradient(dh, rows.values(a2a.dtype), offsets, gate_up, sums.gate_up, options.backend)
+        if ctx.needs_input_grad[2]:
+            d_down = _weight_gradient(came.values(a2a.dtype), weighted, offsets, down, sums.down, options.backend)
+        return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None
+
+
+def _received(d: Dispatched) -> tuple[Rows, torch.Tensor]:
+    """The rows and where each expert's are. The CPU device leaves out what lies behind them; on a GPU nobody waits to know."""
+    assert d.offsets is not None
+    used = len(d.x) if d.x.device.type == "cuda" else min(int(d.offsets[-1]), len(d.x))
+    return Rows(d.x[:used], None if d.scale is None else d.scale[:used]), d.offsets.clamp(max=used)
+
+
+def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
+    d = a2a.dispatch(x, plan=plan)
+    d.release()
+    return _received(d)[0]
+
+
+def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:
+    if recompute == "dispatch":
+        return x, None, None
+    return rows.x, rows.scale, h if recompute == "nothing" else None
+
+
+def _arithmetic(
+    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, offsets: torch.Tensor, options: Options, sums: Sums
+) -> Arithmetic:
+    if not options.quantised:
+        return Precise(gate_up, down, offsets, a2a.dtype, options.backend)
+    codes = Quantised.weights(gate_up, down)
+    return Quantised(*codes, offsets, a2a.dtype, options.scaled_backend, sums.subnormal)
+
+
+def _weight_gradient(
+    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, main: torch.Tensor | None, backend: str
+) -> torch.Tensor | None:
+    if main is None:
+        return products.wgrad(dy, x, offsets, torch.empty_like(weight), False, backend)
+    products.wgrad(dy, x, offsets, main, True, backend)
+    return None

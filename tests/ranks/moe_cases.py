@@ -1,0 +1,122 @@
+"""What ranks do with a MoE layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from moe_reference import MoECase, World, error, expected, make_world
+from torch.utils.checkpoint import checkpoint
+
+from pplx_comm.moe import MoE, RouterOptions
+from pplx_comm.moe.sharding import local as part_of
+
+
+def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
+    """With the world's weights."""
+    score, (balance, z) = case.score, case.losses
+    layer = MoE(
+        case.hidden, case.intermediate, case.num_experts, case.top_k, me.comm, case.precision, compute=case.compute,
+        max_tokens_per_rank=64, dtype=getattr(torch, case.dtype), shared_intermediate=case.shared,
+        router=RouterOptions(score, correction_bias=True, normalise=case.normalise, load_balance=balance, z=z),
+        recompute=case.recompute,
+        all_to_all={"in_flight": case.in_flight, "timeout": 20.0}, **arguments,
+    )  # fmt: skip
+    fill(layer, world)
+    return layer
+
+
+@torch.no_grad()
+def fill(layer: MoE, world: World) -> None:
+    p, e = world.parameters, layer.experts
+    layer.router.weight.copy_(p.router)
+    layer.router.correction_bias.copy_(p.bias)
+    gate_up, down = part_of(e.gate_up), part_of(e.down)
+    for place, expert in enumerate(e.experts):
+        gate_up[place].copy_(torch.cat([p.gate[expert], p.up[expert]]))
+        down[place].copy_(p.down[expert])
+    if layer.shared is not None:
+        layer.shared.gate_up.copy_(torch.cat(p.shared[:2]))
+        layer.shared.down.copy_(p.shared[2])
+
+
+def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
+    """Forward and backward; how far this rank is from the reference in each result."""
+    world = make_world(case)
+    layer = make_layer(me, case, world, main_grad=how == "main_grad")
+    x = world.x[me.rank].to(layer.a2a.dtype).requires_grad_()
+    call = layer if how != "compiled" else torch.compile(layer, backend="aot_eager")
+    y = checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    ((y * world.dy[me.rank].to(y.dtype)).sum() + layer.aux_loss).backward()
+    assert layer.a2a.stats()["open_steps"] == 0
+    return errors(layer, expected(case, world, me.rank), x, y)
+
+
+def errors(layer: MoE, wanted: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+    e = layer.experts
+    gate_up, down = (getattr(w, "main_grad", None) if w.grad is None else part_of(w.grad) for w in (e.gate_up, e.down))
+    found = {
+        "y": error(y, wanted.y),
+        "loss": error(layer.aux_loss, wanted.loss),
+        "x": error(x.grad, wanted.x),
+        "router": error(layer.router.weight.grad, wanted.router),
+        "gate_up": error(gate_up, wanted.gate_up),
+        "down": error(down, wanted.down),
+    }
+    if layer.shared is not None:
+        found["shared_gate_up"] = error(layer.shared.gate_up.grad, wanted.shared_gate_up)
+        found["shared_down"] = error(layer.shared.down.grad, wanted.shared_down)
+    return found
+
+
+def layers_in_flight(me: Any, case: MoECase) -> dict[str, Any]:
+    """Two layers that share an AllToAll; two microbatches go forward before either goes back. The same bits as one after the other."""
+    world = make_world(case)
+    layers = [make_layer(me, case, world) for _ in range(2)]
+    assert layers[0].a2a is layers[1].a2a
+    inputs = [world.x[me.rank].to(layers[0].a2a.dtype) * factor for factor in (1, -0.5)]
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return layers[1](layers[0](x) + x)
+
+    def gradients() -> list[torch.Tensor]:
+        found = [p.grad.clone() for layer in layers for p in layer.parameters()]
+        for layer in layers:
+            layer.zero_grad()
+        return found
+
+    dy = world.dy[me.rank].to(layers[0].a2a.dtype)
+    for x in inputs:
+        forward(x).backward(dy)
+    apart = gradients()
+    outputs = [forward(x) for x in inputs]
+    for y in outputs:
+        y.backward(dy)
+    together = gradients()
+    return {
+        "same": all(torch.equal(a, b) for a, b in zip(apart, together, strict=True)),
+        "open": layers[0].a2a.stats()["open_steps"],
+    }
+
+
+def load_and_bias(me: Any, case: MoECase) -> dict[str, Any]:
+    """The load that a layer counts, and the bias after an update."""
+    world = make_world(case)
+    layer = make_layer(me, case, world)
+    x = world.x[me.rank].to(layer.a2a.dtype)
+    with torch.no_grad():
+        layer(x)
+        layer.eval()(x)
+    load = layer.load.tolist()
+    layer.update_bias(0.25)
+    return {"load": load, "bias": (layer.router.correction_bias - world.parameters.bias).tolist(), "after": layer.load.tolist()}
+
+
+def subnormal_codes(me: Any, case: MoECase) -> int:
+    layer = make_layer(me, case, world := make_world(case))
+    x = world.x[me.rank].to(layer.a2a.dtype).clone()
+    x[:, :32] *= 2.0**-12  # beside blocks of normal size
+    with torch.no_grad():
+        layer(x)
+    return int(layer.experts.subnormal_codes)
