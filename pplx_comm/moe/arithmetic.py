@@ -9,8 +9,7 @@ import torch
 
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
-from pplx_comm.moe.quantised_swiglu import swiglu_quantise
-from pplx_comm.moe.swiglu import swiglu
+from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 
@@ -21,17 +20,19 @@ class Rows:
 
     x: torch.Tensor
     scale: torch.Tensor | None
+    offsets: torch.Tensor
+    """Where each expert's are."""
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers. A block scale that is a power of two makes this exact in bfloat16."""
-        return self.x if self.scale is None else dequantise(self.x, self.scale, dtype)
+        return self.x if self.scale is None else dequantise(self.x, self.scale, dtype, self.offsets)
 
     def codes(self, subnormal: torch.Tensor | None = None) -> Codes:
         """As e4m3 with float32 scales per 1x128. MXFP8 adds to `subnormal` the codes that the change of scale made so."""
         if self.scale is None:
-            return quantise(self.x)
+            return quantise(self.x, self.offsets)
         if self.scale.dtype == torch.uint8:
-            codes, scale, became = rescale_mx(self.x, self.scale)
+            codes, scale, became = rescale_mx(self.x, self.scale, self.offsets)
             if subnormal is not None:
                 subnormal += became
             return codes, scale
@@ -72,7 +73,7 @@ class Precise:
         return products.forward(rows.values(self.dtype), self.gate_up.to(self.dtype), self.offsets, self.backend)
 
     def down(self, h: torch.Tensor) -> torch.Tensor:
-        return products.forward(swiglu(h), self.down_weights.to(self.dtype), self.offsets, self.backend)
+        return products.forward(swiglu(h, self.offsets), self.down_weights.to(self.dtype), self.offsets, self.backend)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
         return products.dgrad(g.values(self.dtype), self.down_weights.to(self.dtype), self.offsets, self.backend)
@@ -106,7 +107,7 @@ class Quantised:
         return self._product(g.codes(self.subnormal), self.down_weights, True)
 
     def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
-        return self._product(quantise(dh), self.gate_up, True)
+        return self._product(quantise(dh, self.offsets), self.gate_up, True)
 
     def _product(self, x: Codes, w: Codes, transposed: bool) -> torch.Tensor:
         return products.scaled(x, w, self.offsets, transposed=transposed, dtype=self.dtype, backend=self.backend)

@@ -52,7 +52,7 @@ FAMILIES = {
     ),
 }  # fmt: skip
 """Usual prefixes: "model.layers.N.mlp." of deepseek (V2, V3) and qwen (Qwen2-MoE, Qwen3-MoE), "model.layers.N.block_sparse_moe." of
-mixtral, "decoder.layers.N.mlp." of megatron, whose grouped experts are one module, and of megatron_sequential, where each is one."""
+mixtral, "decoder.layers.N.mlp." of megatron, whose experts are one module, and of megatron_sequential, where each is one."""
 
 
 def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:

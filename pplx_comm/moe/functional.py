@@ -12,7 +12,6 @@ from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
 from pplx_comm.moe.grouped.products import scaled as scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
-from pplx_comm.moe.quantised_swiglu import swiglu_quantise
 from pplx_comm.moe.routed import Options, Pass, Sums, receive, send
 from pplx_comm.moe.routing import (
     choose,
@@ -23,7 +22,7 @@ from pplx_comm.moe.routing import (
     update_bias,
     z_loss,
 )
-from pplx_comm.moe.swiglu import swiglu
+from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 __all__ = [
     "Options",

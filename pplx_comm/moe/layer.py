@@ -82,10 +82,10 @@ class MoE(nn.Module):
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
         quantised = _quantised(precision, compute)
         self.options = Options(quantised, gemm, scaled_gemm, recompute)
-        layout = Ragged(align=16 if precision == "bf16" else 128, zero_pad=not inference)
+        layout = Ragged(align=128 if quantised or precision != "bf16" else 16, zero_pad=not inference)
         self.a2a: AllToAll = shared_all_to_all(
             comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
-            wire=WIRES[precision], layout=layout, **(all_to_all or {}),
+            wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
         )  # fmt: skip
         device, kept = self.a2a.device, param_dtype or dtype
         share = -(-num_experts // comm.world_size)

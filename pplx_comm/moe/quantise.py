@@ -3,12 +3,18 @@
 activations, gradients   a float32 per 1x128
 weights                  a float32 per 128x128, so that their transpose has the same codes
 MXFP8, as it travels     an e8m0 byte per 1x32, which becomes 1x128 for GEMMs that have no such blocks
+
+`offsets`, int32 [experts + 1], says how many rows there are. With it, on a GPU with Triton, each function is one kernel that reads
+and writes no others; without, or elsewhere, it is torch's operators on all rows.
 """
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F
+
+from pplx_comm.moe.kernels import launch
+from pplx_comm.moe.kernels.usable import usable
 
 BLOCK, MX_BLOCK = 128, 32
 E4M3 = torch.float8_e4m3fn
@@ -39,8 +45,10 @@ def _padded(x: torch.Tensor, *multiples: int) -> torch.Tensor:
     return F.pad(x, pads) if any(pads) else x
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, offsets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [rows, n]. e4m3 codes of the same shape, and float32 [rows, ceil(n / 128)]. As wire="fp8_ue8m0" does it."""
+    if offsets is not None and usable(x.device):
+        return launch.quantise(x, offsets)
     values = _padded(x.float(), BLOCK).unflatten(-1, (-1, BLOCK))
     scale = power_of_two_scale(values.abs().amax(-1))
     return _codes(values, scale[..., None]).flatten(-2)[..., : x.shape[-1]].contiguous(), scale
@@ -55,11 +63,15 @@ def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes[..., :n, :k].contiguous(), scale
 
 
-def dequantise(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def dequantise(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, offsets: torch.Tensor | None = None
+) -> torch.Tensor:
     """What codes [rows, n] and their scales mean. With scales that are powers of two, bfloat16 holds it exactly.
 
     scale: float32 per 128 elements, or e8m0 bytes (uint8) per 32.
     """
+    if offsets is not None and usable(codes.device):
+        return launch.dequantise(codes, scale, dtype, offsets)
     numbers, block = (e8m0_numbers(scale), MX_BLOCK) if scale.dtype == torch.uint8 else (scale, BLOCK)
     values = _padded(codes.float(), block).unflatten(-1, (-1, block)) * numbers[..., None]
     return values.flatten(-2)[..., : codes.shape[-1]].to(dtype)
@@ -79,12 +91,16 @@ def e8m0_numbers(scale: torch.Tensor) -> torch.Tensor:
     return torch.where(scale == _NAN_E8M0, torch.nan, numbers)
 
 
-def rescale_mx(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def rescale_mx(
+    codes: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """MXFP8 for GEMMs with a float32 per 1x128: codes of four blocks move to the largest of their scales.
 
     That is exact but for codes that become subnormal, whose number is the third result (int64, on the device). A block of zeros
     says nothing about the scale, though it has one.
     """
+    if offsets is not None and usable(codes.device):
+        return launch.rescale_mx(codes, scale, offsets)
     n = codes.shape[-1]
     values = _padded(codes.float(), BLOCK).unflatten(-1, (-1, BLOCK // MX_BLOCK, MX_BLOCK))
     exponent = _padded(scale.to(torch.int32) - _E8M0_BIAS, BLOCK // MX_BLOCK).unflatten(-1, (-1, BLOCK // MX_BLOCK))

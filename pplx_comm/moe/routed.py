@@ -123,7 +123,8 @@ class _Receive(torch.autograd.Function):
         if sent is None:
             raise Error("receive: this pass has ended already")
         d = a2a.dispatch_recv(sent)
-        rows, offsets = _received(d)
+        rows = _received(d)
+        offsets = rows.offsets
         arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
         h = arithmetic.up(rows)
         y = a2a.combine(arithmetic.down(h), d)
@@ -139,13 +140,13 @@ class _Receive(torch.autograd.Function):
         one, options, sums, a2a = ctx.one, ctx.options, ctx.sums, ctx.one.a2a
         gate_up, down, offsets, x, scale, h = ctx.saved_tensors
         arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
-        rows = Rows(x, scale) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
+        rows = Rows(x, scale, offsets) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
         if h is None:
             h = arithmetic.up(rows)
         g = a2a.dispatch(dy.contiguous(), plan=one.plan)
-        came, _ = _received(g)
+        came = _received(g)
         assert g.weights is not None
-        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)])
+        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], offsets)
         if ctx.needs_input_grad[0]:  # the weights' gradients need no other rank, and follow while this is on its way
             one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
         else:
@@ -158,17 +159,17 @@ class _Receive(torch.autograd.Function):
         return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None
 
 
-def _received(d: Dispatched) -> tuple[Rows, torch.Tensor]:
-    """The rows and where each expert's are. The CPU device leaves out what lies behind them; on a GPU nobody waits to know."""
+def _received(d: Dispatched) -> Rows:
+    """The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know."""
     assert d.offsets is not None
     used = len(d.x) if d.x.device.type == "cuda" else min(int(d.offsets[-1]), len(d.x))
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used]), d.offsets.clamp(max=used)
+    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], d.offsets.clamp(max=used))
 
 
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
     d = a2a.dispatch(x, plan=plan)
     d.release()
-    return _received(d)[0]
+    return _received(d)
 
 
 def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:

@@ -19,7 +19,7 @@ def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
         case.hidden, case.intermediate, case.num_experts, case.top_k, me.comm, case.precision, compute=case.compute,
         max_tokens_per_rank=64, dtype=getattr(torch, case.dtype), shared_intermediate=case.shared,
         router=RouterOptions(score, correction_bias=True, normalise=case.normalise, load_balance=balance, z=z),
-        recompute=case.recompute,
+        recompute=case.recompute, gemm=case.gemm,
         all_to_all={"in_flight": case.in_flight, "timeout": 20.0}, **arguments,
     )  # fmt: skip
     fill(layer, world)
@@ -44,6 +44,9 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
     """Forward and backward; how far this rank is from the reference in each result."""
     world = make_world(case)
     layer = make_layer(me, case, world, main_grad=how == "main_grad")
+    if how == "main_grad":  # what is there is added to
+        layer.experts.gate_up.main_grad += 1
+        layer.experts.down.main_grad += 1
     x = world.x[me.rank].to(layer.a2a.dtype).requires_grad_()
     call = layer if how != "compiled" else torch.compile(layer, backend="aot_eager")
     y = checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)
@@ -55,7 +58,7 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
 
 def errors(layer: MoE, wanted: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
     e = layer.experts
-    gate_up, down = (getattr(w, "main_grad", None) if w.grad is None else part_of(w.grad) for w in (e.gate_up, e.down))
+    gate_up, down = (w.main_grad - 1 if w.grad is None else part_of(w.grad) for w in (e.gate_up, e.down))
     found = {
         "y": error(y, wanted.y),
         "loss": error(layer.aux_loss, wanted.loss),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any
 
@@ -93,7 +94,7 @@ def everywhere(t: torch.Tensor, name: str) -> torch.Tensor:
 
 def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
     assert seen.shape == wanted.shape, (seen.shape, wanted.shape)
-    return float((seen - wanted).norm() / wanted.norm())
+    return float((seen - wanted).norm() / wanted.norm()) if bool(seen.isfinite().all()) else math.inf
 
 
 def ddp(me: Any, store: str, seed: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,7 @@ class MoECase:
     shared: int = 32
     recompute: str = "nothing"
     in_flight: int = 1
+    gemm: str = "auto"
     losses: tuple[float, float] = (0.1, 0.01)
     """Coefficients of the load-balance and the z loss."""
 
@@ -165,4 +167,6 @@ def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
     """The length of the difference, relative to what was wanted."""
     seen, wanted = seen.detach().double().reshape(-1), wanted.reshape(-1)
     length = float(wanted.norm())
+    if not bool(seen.isfinite().all()):
+        return math.inf  # max() passes over NaN
     return float((seen - wanted).norm()) / length if length else float(seen.norm()) if seen.numel() else 0.0

@@ -44,8 +44,8 @@ class ScaledBackend(Protocol):
     name: str
     waits: bool
 
-    def takes(self, device: torch.device) -> bool:
-        """Whether it runs there."""
+    def takes(self, codes: torch.Tensor) -> bool:
+        """Whether it runs with weights of this shape, where they are."""
         ...
 
     def product(

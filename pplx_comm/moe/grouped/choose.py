@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import statistics
 import threading
 from collections.abc import Callable
@@ -12,8 +13,11 @@ import torch
 
 from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
+from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
+from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
+from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 
 Either = TypeVar("Either", Backend, ScaledBackend)
 
@@ -22,14 +26,22 @@ _measuring = threading.Lock()
 REPEATS = 5
 
 
+@functools.cache
 def backends() -> list[Backend]:
     """In the order in which they are taken where nothing may be measured."""
-    return [TorchGroupedMm(), Loop()]
+    found: list[Backend] = [TorchGroupedMm(), Loop()]
+    return [TritonGroupedMm(), *found] if importlib.util.find_spec("triton") else found
 
 
+@functools.cache
 def scaled_backends() -> list[ScaledBackend]:
     """In the order in which they are taken where nothing may be measured."""
-    return [ScaledLoop()]
+    found: list[ScaledBackend] = [ScaledLoop()]
+    if importlib.util.find_spec("triton"):
+        found.insert(0, TritonScaledMm())
+    if importlib.util.find_spec("deep_gemm"):
+        found.insert(0, DeepGemm())
+    return found
 
 
 def named(found: list[Either], name: str) -> Either:

@@ -51,7 +51,7 @@ class ScaledLoop:
 
     name, waits = "loop", True
 
-    def takes(self, device: torch.device) -> bool:
+    def takes(self, codes: torch.Tensor) -> bool:
         return True
 
     def product(

@@ -49,7 +49,7 @@ def scaled(
     """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w."""
     if backend != "auto":
         return named(scaled_backends(), backend).product(x, w, offsets, transposed, dtype)
-    found = [each for each in scaled_backends() if each.takes(x[0].device)]
+    found = [each for each in scaled_backends() if each.takes(w[0])]
 
     def run(each: ScaledBackend) -> object:
         return each.product(x, w, offsets, transposed, dtype)

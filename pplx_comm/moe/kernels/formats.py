@@ -1,0 +1,79 @@
+"""Changes of a row's format, for the rows that there are: the device knows how many."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pplx_comm.moe.kernels.blocks import codes_and_scales
+
+
+@triton.jit
+def quantise_rows(x, offsets, codes, scales, experts, width, row_stride, scale_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """x[rows, width] to e4m3 bytes, and a scale for each row and BLOCK."""
+    used, blocks = tl.load(offsets + experts), tl.cdiv(width, BLOCK)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
+        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows < used)[:, None] & (columns < width)[None, :]
+        places = rows[:, None].to(tl.int64) * width + columns[None, :]
+        found, scale = codes_and_scales(tl.load(x + places, mask=inside, other=0.0).to(tl.float32))
+        tl.store(codes + places, found, mask=inside)
+        tl.store(scales + rows.to(tl.int64) * row_stride + block * scale_stride, scale, mask=rows < used)
+
+
+@triton.jit
+def numbers_of_rows(
+    codes, scales, offsets, out, experts, width, row_stride, scale_stride,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
+    """What e4m3 codes and their scales mean. E8M0: scales are bytes."""
+    used, blocks = tl.load(offsets + experts), tl.cdiv(width, BLOCK)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
+        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows < used)[:, None] & (columns < width)[None, :]
+        places = rows[:, None].to(tl.int64) * width + columns[None, :]
+        scale = tl.load(scales + rows.to(tl.int64) * row_stride + block * scale_stride, mask=rows < used, other=0)
+        if E8M0:
+            scale = e8m0_number(scale.to(tl.int32))
+        values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def e8m0_number(byte):
+    """2^(byte - 127); NaN for 255. 2^-127 has no exponent of its own in float32."""
+    number = tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, float("nan"), number)
+
+
+@triton.jit
+def rescale_rows(
+    codes, scales, offsets, out, out_scales, became_subnormal, experts, width, row_stride, scale_stride,
+    ROWS: tl.constexpr, MX: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """See quantise.rescale_mx: GROUPS blocks of MX codes with a byte each, to one block with a float32."""
+    used, blocks, mx_blocks = tl.load(offsets + experts), tl.cdiv(width, MX * GROUPS), tl.cdiv(width, MX)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
+        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+        groups = block * GROUPS + tl.arange(0, GROUPS)
+        columns = groups[:, None] * MX + tl.arange(0, MX)[None, :]
+        inside = (rows < used)[:, None, None] & (columns < width)[None, :, :]
+        places = rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
+        values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32)
+        there = (rows < used)[:, None] & (groups < mx_blocks)[None, :]
+        of_scales = scales + rows[:, None].to(tl.int64) * row_stride + groups[None, :] * scale_stride
+        exponent = tl.load(of_scales, mask=there, other=0).to(tl.int32) - 127
+        silent = (tl.max((values != 0.0).to(tl.int32), 2) == 0) | (tl.max((values != values).to(tl.int32), 2) > 0)
+        common = tl.max(tl.where(silent, -126, tl.maximum(exponent, -126)), 1)
+        common = tl.where(tl.min(silent.to(tl.int32), 1) > 0, 0, common)
+        # A shift of more than 30 leaves nothing of a code.
+        shift = tl.where(silent, 0, tl.maximum(exponent - common[:, None], -30))
+        moved = values * ((shift + 127) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        tl.store(out + places, moved.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+        tl.store(
+            out_scales + rows.to(tl.int64) * blocks + block, ((common + 127) << 23).to(tl.float32, bitcast=True), mask=rows < used
+        )
+        became = (tl.abs(moved) < 0.015625) & (tl.abs(values) >= 0.015625)
+        tl.atomic_add(became_subnormal, tl.sum(became.to(tl.int64)))

@@ -1,0 +1,190 @@
+"""The Triton kernels of pplx_comm.moe in Triton's interpreter, beside torch. A rank is a process whose environment asks for that.
+
+Products are tried in float16: of bfloat16 the interpreter multiplies the bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import reference
+import torch
+
+from pplx_comm.moe import quantise, swiglu
+from pplx_comm.moe.grouped import triton_mm
+from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
+from pplx_comm.moe.kernels import launch
+
+USED, ROWS = 272, 300
+
+
+def segments(*sizes: int) -> torch.Tensor:
+    return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+
+
+SPREADS = {"zipf": segments(192, 64, 16, 0, 0), "hot": segments(0, 0, 0, USED, 0), "even": segments(48, 64, 48, 64, 48)}
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    t = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    if shape[0] == ROWS:
+        t[USED:] = torch.nan  # nobody reads what is behind the last segment
+    return t
+
+
+def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
+    seen, wanted = seen.double(), wanted.double()
+    found = float((seen - wanted).norm() / wanted.norm())
+    return math.inf if math.isnan(found) else found  # max() passes over NaN
+
+
+def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
+    """Forward and both gradients, on tiles of the usual size or on small ones, of which there are many."""
+    if small:
+        triton_mm.shape_of_rows = lambda rows, experts: triton_mm.Shape(32, 64, 32, 2, 4, 2)
+        triton_mm.SHAPE_OF_WEIGHTS = triton_mm.Shape(64, 32, 32, 2, 4, 2)
+    offsets, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
+    height, width = 160, 72
+    x, dy, w = normal(seed, ROWS, width).half(), normal(seed, ROWS, height).half(), normal(seed, 5, height, width).half()
+    found = {
+        "forward": error(kernel.forward(x, w, offsets)[:USED], loop.forward(x, w, offsets)[:USED]),
+        "dgrad": error(kernel.dgrad(dy, w, offsets)[:USED], loop.dgrad(dy, w, offsets)[:USED]),
+    }
+    for accumulate in (False, True):
+        seen, wanted = (torch.full(w.shape, 2.0) for _ in range(2))
+        kernel.wgrad(dy, x, offsets, seen, accumulate)
+        loop.wgrad(dy, x, offsets, wanted, accumulate)
+        found[f"wgrad {accumulate}"] = error(seen, wanted)
+    return found
+
+
+def products_of_codes(me: Any, spread: str, tma: bool, seed: int) -> dict[str, float]:
+    offsets, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
+    height, width = 192, 320
+    w = quantise.quantise_weights(normal(seed, 5, height, width))
+    found = {}
+    for transposed, inner in ((False, width), (True, height)):
+        codes, scale = quantise.quantise(normal(seed, ROWS, inner))
+        for layout in ("row", "tma"):
+            if layout == "tma":
+                scale = scale.mT.contiguous().mT
+            seen, wanted = (each.product((codes, scale), w, offsets, transposed, torch.float32) for each in (kernel, loop))
+            found[f"{transposed} {layout}"] = error(seen[:USED], wanted[:USED])
+    return found
+
+
+def same_codes(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """But where the interpreter rounds in its own way: ties, what carries into the exponent, and subnormal numbers."""
+    a, b = seen[:USED].float(), wanted[:USED].float()
+    sure = (torch.frexp(b)[0].abs() != 0.5) & (b.abs() >= 2.0**-6)
+    off = (a - b).abs()[sure]
+    return float((off > 0).float().mean()) < 0.01 and bool((off <= b.abs()[sure] / 8).all()) and float(sure.float().mean()) > 0.2
+
+
+def same(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(seen[:USED].nan_to_num(-1), wanted[:USED].nan_to_num(-1))
+
+
+def formats(me: Any, seed: int) -> dict[str, bool]:
+    offsets, found = SPREADS["zipf"], {}
+    for width in (128, 320):
+        x = normal(seed, ROWS, width) * normal(seed, ROWS, 1).abs().log2().round().mul(8).exp2()
+        x[3], x[4, :128], x[5, 9] = 0, 0, torch.inf
+        (codes, scale), (wanted, wanted_scale) = launch.quantise(x, offsets), quantise.quantise(x)
+        found[f"quantise {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
+        clean = wanted.clone()
+        clean.view(torch.uint8)[5] = 0  # the interpreter knows no NaN in e4m3
+        seen = launch.dequantise(clean, wanted_scale, torch.float32, offsets)
+        found[f"dequantise {width}"] = same_numbers(seen, quantise.dequantise(clean, wanted_scale))
+        x = normal(seed, ROWS, width) * torch.tensor([1.0, 2.0**-9, 2.0**5, 2.0**-30]).repeat(width)[:width]
+        x[USED:], x[3, :96], x[4] = 1, 0, 0
+        mx = reference.quantise(x, "mxfp8")
+        (codes, scale, became), (wanted, wanted_scale, as_wanted) = (
+            launch.rescale_mx(*mx, offsets),
+            quantise.rescale_mx(*(t[:USED] for t in mx)),
+        )
+        found[f"rescale {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted) and int(became) == int(as_wanted) > 0
+        seen = launch.dequantise(*mx, torch.float32, offsets)
+        found[f"e8m0 {width}"] = same_numbers(seen, quantise.dequantise(*mx))
+    return found
+
+
+def same_numbers(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """The interpreter reads subnormal codes as zero."""
+    return error(seen[:USED].nan_to_num(0), wanted[:USED].nan_to_num(0)) < 1e-3
+
+
+def activations(me: Any, seed: int) -> dict[str, float | bool]:
+    offsets, found = SPREADS["even"], {}
+    for width in (128, 200):
+        h, da, weights = normal(seed, ROWS, 2 * width).half(), normal(seed, ROWS, width).half(), normal(seed, ROWS)
+        found[f"forward {width}"] = error(launch.swiglu(h, offsets)[:USED], swiglu.swiglu(h)[:USED]) < 1e-4
+        pairs = zip(launch.swiglu_backward(h, da, weights, offsets), swiglu.swiglu_backward(h, da, weights), strict=True)
+        found[f"backward {width}"] = max(error(a[:USED], b[:USED]) for a, b in pairs) < 1e-4
+        (codes, scale), (wanted, wanted_scale) = launch.swiglu_quantise(h, offsets), quantise.quantise(swiglu.swiglu(h))
+        found[f"codes {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
+    return found
+
+
+def compiled(me: Any, cache: str) -> dict[str, int]:
+    """Tensor core instructions by kernel, of each compiled for compute capability 9.0, which takes no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pplx_comm.moe.kernels import activation, formats, grouped, scaled
+
+    triton.knobs.cache.dir = cache
+    rows, counts = (
+        {"ROWS": 16, "BLOCK": 128},
+        dict.fromkeys(("experts", "rows", "inner", "width", "height", "row_stride", "scale_stride"), "i32"),
+    )
+    counts["offsets"] = "*i32"
+    f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
+    grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
+    variants: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+        (activation.swiglu_forward, {"h": bf16, "out": u8, "scales": f32}, {**rows, "QUANTISED": True}),
+        (
+            activation.swiglu_gradients,
+            {"h": bf16, "da": bf16, "weights": f32, "dh": bf16, "weighted": bf16, "d_weights": f32},
+            rows,
+        ),
+        (formats.quantise_rows, {"x": bf16, "codes": u8, "scales": f32}, rows),
+        (formats.numbers_of_rows, {"codes": e4m3, "scales": u8, "out": bf16}, {**rows, "BLOCK": 32, "E8M0": True}),
+        (
+            formats.rescale_rows,
+            {"codes": e4m3, "scales": u8, "out": u8, "out_scales": f32, "became_subnormal": "*i64"},
+            {"ROWS": 16, "MX": 32, "GROUPS": 4},
+        ),
+    ]
+    for tma in (False, True):
+
+        def of(kind: str, *block: int, tma: bool = tma) -> str:
+            return f"tensordesc<{kind}{list(block)}>".replace(" ", "") if tma else f"*{kind}"
+
+        for transposed in (False, True):
+            block = (64, 256) if transposed else (256, 64)
+            types = {"x": of("bf16", 128, 64), "w": of("bf16", *block), "out": bf16}
+            variants.append((grouped.rows_by_weights, types, {**grouped_tiles, "TRANSPOSED": transposed, "TMA": tma}))
+        tiles = {"HIGH": 128, "SIDE": 256, "INNER": 64, "GROUP": 8, "ACCUMULATE": True, "TMA": tma}
+        variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, tiles))
+        types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
+        tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
+        variants.append((scaled.scaled_rows_by_weights, types, tiles))
+    found: dict[str, int] = {}
+    for number, (kernel, types, constants) in enumerate(variants):
+        signature = {name: types.get(name) or counts.get(name) or "constexpr" for name in kernel.arg_names}
+        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*") or name in ("inner", "width", "height")
+        }
+        made = triton.compile(
+            ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=aligned),
+            target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3},
+        )  # fmt: skip
+        found[f"{number} {kernel.__name__}"] = made.asm["ptx"].count("wgmma.mma_async")
+    return found
