@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAST = 50
 """Steps at the end whose mean loss is compared."""
 SIZES = {
-    "cpu": {"hidden": 128, "intermediate": 128, "layers": 2, "experts": 8, "batch": 16, "length": 64},
+    "cpu": {"hidden": 128, "intermediate": 128, "layers": 2, "experts": 8, "batch": 8, "length": 64},
     "cuda": {"hidden": 1024, "intermediate": 512, "layers": 6, "experts": 64, "batch": 64, "length": 512},
 }
 Losses = dict[str, list[float]]
@@ -90,13 +90,18 @@ def batch(text: torch.Tensor, sizes: dict[str, int], step: int, comm: pc.Communi
     return torch.stack([text[b : b + sizes["length"] + 1] for b in begins.tolist()]).long()
 
 
+def rate(step: int, steps: int) -> float:
+    """Of the highest: up in 20 steps, then down along a cosine, so that the end is not noise."""
+    return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
 def train(comm: pc.Communicator, precision: str, arguments: argparse.Namespace) -> list[float]:
     sizes, device, text = SIZES[arguments.device], arguments.device, corpus()
     model = Model(comm, sizes, device, precision, arguments.seed).to(device)
     own = {id(weight) for _, weight in expert_parameters(model)}
     same = [weight for weight in model.parameters() if id(weight) not in own]
     optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: min(1.0, (step + 1) / 20))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, arguments.steps))
     losses = []
     for step in range(arguments.steps):
         tokens = batch(text, sizes, step, comm).to(device)
@@ -196,7 +201,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,4", help="how many, one number after the other (1,2,4)")
     parser.add_argument("--precision", default="bf16,fp8,mxfp8", help="of the layers, one after the other (bf16,fp8,mxfp8)")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=2e-3, help="of learning (0.002)")
+    parser.add_argument("--rate", type=float, default=4e-3, help="of learning, at its highest (0.004)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument("--within", type=float, default=0.01, help="how far from bf16 a loss may end, else the status is 1 (0.01)")

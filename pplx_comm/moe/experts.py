@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pplx_comm.moe.routed import Options, Pass, Sums, receive
+from pplx_comm.moe.arithmetic import Codes, Quantised
+from pplx_comm.moe.routed import Extras, Options, Pass, receive
 from pplx_comm.moe.sharding import local
 from pplx_comm.moe.swiglu import swiglu
 
@@ -23,9 +25,13 @@ class Experts(nn.Module):
     subnormal_codes: torch.Tensor
     """int64 []: codes that became subnormal when MXFP8 was rescaled for products that take 1x128, since the beginning."""
 
-    def __init__(self, experts: range, hidden: int, intermediate: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, experts: range, hidden: int, intermediate: int, device: torch.device, dtype: torch.dtype, constant: bool = False
+    ) -> None:
+        """constant: for inference: the weights' e4m3 codes are kept."""
         super().__init__()
-        self.experts = experts
+        self.experts, self.constant = experts, constant
+        self._kept: tuple[Any, tuple[Codes, Codes]] | None = None
         self.gate_up = nn.Parameter(torch.empty(len(experts), 2 * intermediate, hidden, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(len(experts), hidden, intermediate, device=device, dtype=dtype))
         self.subnormal_codes = torch.zeros((), dtype=torch.int64, device=device)
@@ -35,7 +41,7 @@ class Experts(nn.Module):
         """Uniform as nn.Linear's. They follow from the seed and the expert's number, whichever rank has it."""
         for place, expert in enumerate(self.experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-            for weight in (self.gate_up, self.down):
+            for weight in (local(self.gate_up), local(self.down)):
                 one, bound = weight[place], weight.shape[-1] ** -0.5
                 one.copy_(torch.empty(one.shape).uniform_(-bound, bound, generator=generator))
 
@@ -48,8 +54,17 @@ class Experts(nn.Module):
     def forward(self, ticket: torch.Tensor, one: Pass, options: Options) -> torch.Tensor:
         """Ends a pass that `routed.send` began. ticket: that of the pass, which wrappers of modules may replace."""
         one.ticket = ticket
-        gate_up, down = (getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down))
-        return receive(one, local(self.gate_up), local(self.down), options, Sums(gate_up, down, self.subnormal_codes))
+        gate_up, down = local(self.gate_up), local(self.down)
+        main = [getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down)]
+        codes = self._codes(gate_up, down) if self.constant and options.quantised else None
+        return receive(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes))
+
+    def _codes(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:
+        """Of weights that do not change: made once, and again if they were written to."""
+        key = tuple((weight.data_ptr(), weight._version) for weight in (gate_up, down))
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, Quantised.weights(gate_up, down)
+        return self._kept[1]
 
 
 class SharedExpert(nn.Module):

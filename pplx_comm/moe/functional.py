@@ -12,7 +12,7 @@ from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
 from pplx_comm.moe.grouped.products import scaled as scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
-from pplx_comm.moe.routed import Options, Pass, Sums, receive, send
+from pplx_comm.moe.routed import Extras, Options, Pass, receive, send
 from pplx_comm.moe.routing import (
     choose,
     expert_load,
@@ -25,9 +25,9 @@ from pplx_comm.moe.routing import (
 from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 __all__ = [
+    "Extras",
     "Options",
     "Pass",
-    "Sums",
     "choices",
     "choose",
     "dequantise",

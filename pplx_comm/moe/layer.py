@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,16 @@ from pplx_comm.wire import Wire
 WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A call between its halves."""
+
+    one: Pass
+    shared: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class MoE(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a Communicator. Making one is collective.
 
@@ -34,14 +45,17 @@ class MoE(nn.Module):
         latter two go for tokens forward and gradients back; sums come home in `dtype`.
     compute: what the experts' products take: "bf16", which is `dtype`, or "fp8". None follows precision.
     max_tokens_per_rank: the most that any rank passes in one call.
+    max_rows: the most rows that a rank's experts can receive, padding included. More is never clipped silently: the next call
+        raises on every rank. None is the worst case, if that is at most 1 GiB.
     router: how tokens choose; see RouterOptions.
     shared_intermediate: of an expert that all tokens visit, computed while tokens travel. 0 for none.
     shared_gate: that expert's output is multiplied with a sigmoid.
-    dtype: of tokens inside the layer, and of sums. param_dtype: of the parameters; None is `dtype`.
+    dtype: of tokens inside the layer, and of sums.
+    param_dtype: of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
     gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
-    inference: no gradients, and rows between the experts' segments are not cleared.
+    inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
     mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
         and FSDP2 want them.
     seed: parameters follow from it, the same on all ranks, and an expert's whichever rank has it.
@@ -64,6 +78,7 @@ class MoE(nn.Module):
         *,
         compute: str | None = None,
         max_tokens_per_rank: int = 4096,
+        max_rows: int | None = None,
         router: RouterOptions | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
@@ -82,7 +97,8 @@ class MoE(nn.Module):
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
         quantised = _quantised(precision, compute)
         self.options = Options(quantised, gemm, scaled_gemm, recompute)
-        layout = Ragged(align=128 if quantised or precision != "bf16" else 16, zero_pad=not inference)
+        align = 128 if quantised or precision != "bf16" else 16
+        layout = Ragged(align, zero_pad=not inference, max_rows=max_rows)
         self.a2a: AllToAll = shared_all_to_all(
             comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
             wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
@@ -91,7 +107,7 @@ class MoE(nn.Module):
         share = -(-num_experts // comm.world_size)
         local = range(min(comm.rank * share, num_experts), min((comm.rank + 1) * share, num_experts))
         self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
-        self.experts = Experts(local, hidden, intermediate, device, kept)
+        self.experts = Experts(local, hidden, intermediate, device, kept, constant=inference)
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
         self.load = torch.zeros(num_experts, device=device)
         self.reset_parameters(seed)
@@ -102,7 +118,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int = 0) -> None:
-        """Fresh parameters, before they are sharded."""
+        """Fresh parameters."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.router.reset_parameters()
@@ -113,6 +129,14 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden], this rank's tokens. Returns the same shape and dtype."""
+        return self.finish(self.begin(x))
+
+    def begin(self, x: torch.Tensor) -> Begun:
+        """The first half of a call: the router, the send half of dispatch, and the shared expert.
+
+        What is computed before finish() runs while tokens travel. With in_flight=2 that may be another microbatch's first half;
+        a backward pass through both then interleaves them, too.
+        """
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
         tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
@@ -120,8 +144,12 @@ class MoE(nn.Module):
         self._note(to)
         one = _send(self.a2a, tokens, to)
         shared = None if self.shared is None else self.shared(tokens)
-        y = self.experts(one.ticket, one, self.options)
-        return (y if shared is None else y + shared).reshape(x.shape).to(x.dtype)
+        return Begun(one, shared, x.shape, x.dtype)
+
+    def finish(self, begun: Begun) -> torch.Tensor:
+        """The second half: the experts, and combine."""
+        y: torch.Tensor = self.experts(begun.one.ticket, begun.one, self.options)
+        return (y if begun.shared is None else y + begun.shared).reshape(begun.shape).to(begun.dtype)
 
     def _note(self, to: Routing) -> None:
         self.aux_loss = to.loss
@@ -144,6 +172,7 @@ class MoE(nn.Module):
         self.load.zero_()
 
     def extra_repr(self) -> str:
+        """What print() adds."""
         e = self.experts.experts
         return f"experts {e.start} to {e.stop - 1} of {self.a2a.num_experts}, top {self.a2a.top_k}, precision={self.precision!r}"
 

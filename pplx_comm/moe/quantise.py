@@ -56,6 +56,8 @@ def quantise(x: torch.Tensor, offsets: torch.Tensor | None = None) -> tuple[torc
 
 def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """w: [experts, n, k]. e4m3 codes of the same shape, and float32 [experts, ceil(n / 128), ceil(k / 128)]."""
+    if usable(w.device):
+        return launch.quantise_weights(w)
     n, k = w.shape[-2:]
     values = _padded(w.float(), BLOCK, BLOCK).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     scale = power_of_two_scale(values.abs().amax((-3, -1)))

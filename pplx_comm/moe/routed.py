@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Plan
-from pplx_comm.moe.arithmetic import Arithmetic, Precise, Quantised, Rows
+from pplx_comm.layouts import Ragged
+from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
 from pplx_comm.moe.swiglu import swiglu_backward
@@ -54,16 +55,18 @@ class Options:
 
 
 @dataclass
-class Sums:
-    """What passes add to, where it is given.
+class Extras:
+    """What a pass may be given besides weights.
 
-    gate_up, down: like the weights, of any dtype: the weights' gradients go there, and the weights themselves get none.
-    subnormal: int64 []: codes that became subnormal when MXFP8 was rescaled.
+    main_gate_up, main_down: like the weights, of any dtype: the weights' gradients are added there, and the weights get none.
+    subnormal: int64 []: codes that became subnormal when MXFP8 was rescaled are added.
+    codes: of both weights, where they are known already: for weights that do not change.
     """
 
-    gate_up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
+    main_gate_up: torch.Tensor | None = None
+    main_down: torch.Tensor | None = None
     subnormal: torch.Tensor | None = None
+    codes: tuple[Codes, Codes] | None = None
 
 
 class Pass:
@@ -75,26 +78,32 @@ class Pass:
 
     def __init__(self, a2a: AllToAll, x: torch.Tensor) -> None:
         self.a2a = a2a
-        self.x = x
+        self.x: torch.Tensor | None = x
         self.sent: Dispatched | None = None
         self.returning: Combining | None = None
 
 
 def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
-    """Begins a pass: the send half of dispatch. x: [tokens, hidden], ids and weights: [tokens, top_k]. Every rank calls it."""
+    """Begins a pass: the send half of dispatch. Every rank calls it.
+
+    a2a: of layout Ragged, for gradients with zero_pad=True. x: [tokens, hidden]. ids, weights: [tokens, top_k].
+    """
+    if not isinstance(a2a.layout, Ragged):
+        raise Error(f"send: rows must lie as Ragged lays them, not as {a2a.layout}")
     one = Pass(a2a, x.detach())
     one.ticket = _Send.apply(x, weights, ids, one)
     return one
 
 
 def receive(
-    one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, sums: Sums | None = None
+    one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, extras: Extras | None = None
 ) -> torch.Tensor:
     """Ends a pass: [tokens, hidden], the experts' outputs, weighted and added.
 
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
     """
-    y: torch.Tensor = _Receive.apply(one.ticket, gate_up, down, one, options or Options(), sums or Sums())
+    sender = one.ticket.grad_fn
+    y: torch.Tensor = _Receive.apply(one.ticket, gate_up, down, one, options or Options(), extras or Extras(), sender)
     return y
 
 
@@ -117,19 +126,22 @@ class _Send(torch.autograd.Function):
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, options: Options, sums: Sums
-    ) -> torch.Tensor:
+        ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, options: Options, extras: Extras,
+        sender: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """sender: the node of _Send, which a backward pass may leave out."""
         a2a, sent, one.sent = one.a2a, one.sent, None
         if sent is None:
             raise Error("receive: this pass has ended already")
         d = a2a.dispatch_recv(sent)
-        rows = _received(d)
+        rows = _received(a2a, d)
         offsets = rows.offsets
-        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
+        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, extras)
         h = arithmetic.up(rows)
         y = a2a.combine(arithmetic.down(h), d)
-        ctx.one, ctx.options, ctx.sums = one, options, sums
+        ctx.one, ctx.options, ctx.extras, ctx.sender = one, options, extras, sender
         kept = _kept(rows, h, one.x, options.recompute)
+        one.x = None
         ctx.save_for_backward(gate_up, down, offsets, *kept)
         assert isinstance(y, torch.Tensor)
         return y
@@ -137,54 +149,62 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        one, options, sums, a2a = ctx.one, ctx.options, ctx.sums, ctx.one.a2a
+        one, options, extras, a2a = ctx.one, ctx.options, ctx.extras, ctx.one.a2a
         gate_up, down, offsets, x, scale, h = ctx.saved_tensors
-        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, sums)
+        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, extras)
         rows = Rows(x, scale, offsets) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
         if h is None:
             h = arithmetic.up(rows)
         g = a2a.dispatch(dy.contiguous(), plan=one.plan)
-        came = _received(g)
+        came = _received(a2a, g)
         assert g.weights is not None
         dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], offsets)
-        if ctx.needs_input_grad[0]:  # the weights' gradients need no other rank, and follow while this is on its way
+        if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
+            # The weights' gradients need no other rank, and follow while this is on its way.
             one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
         else:
             g.release()
         d_up = d_down = None
         if ctx.needs_input_grad[1]:
-            d_up = _weight_gradient(dh, rows.values(a2a.dtype), offsets, gate_up, sums.gate_up, options.backend)
+            d_up = _weight_gradient(dh, rows.values(a2a.dtype), offsets, gate_up, extras.main_gate_up, options.backend)
         if ctx.needs_input_grad[2]:
-            d_down = _weight_gradient(came.values(a2a.dtype), weighted, offsets, down, sums.down, options.backend)
-        return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None
+            d_down = _weight_gradient(came.values(a2a.dtype), weighted, offsets, down, extras.main_down, options.backend)
+        return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None, None
 
 
-def _received(d: Dispatched) -> Rows:
-    """The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know."""
-    assert d.offsets is not None
-    used = len(d.x) if d.x.device.type == "cuda" else min(int(d.offsets[-1]), len(d.x))
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], d.offsets.clamp(max=used))
+def _received(a2a: AllToAll, d: Dispatched) -> Rows:
+    """The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
+
+    With max_rows there may be more than there is room for, which the next call reports.
+    """
+    offsets = d.offsets
+    assert offsets is not None
+    assert isinstance(a2a.layout, Ragged)
+    if a2a.layout.max_rows is not None:
+        offsets = offsets.clamp(max=len(d.x))
+    used = len(d.x) if d.x.device.type == "cuda" else int(offsets[-1])
+    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], offsets)
 
 
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
     d = a2a.dispatch(x, plan=plan)
     d.release()
-    return _received(d)
+    return _received(a2a, d)
 
 
-def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:
+def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor | None, recompute: str) -> tuple[torch.Tensor | None, ...]:
     if recompute == "dispatch":
         return x, None, None
     return rows.x, rows.scale, h if recompute == "nothing" else None
 
 
 def _arithmetic(
-    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, offsets: torch.Tensor, options: Options, sums: Sums
+    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, offsets: torch.Tensor, options: Options, extras: Extras
 ) -> Arithmetic:
     if not options.quantised:
         return Precise(gate_up, down, offsets, a2a.dtype, options.backend)
-    codes = Quantised.weights(gate_up, down)
-    return Quantised(*codes, offsets, a2a.dtype, options.scaled_backend, sums.subnormal)
+    codes = extras.codes or Quantised.weights(gate_up, down)
+    return Quantised(*codes, offsets, a2a.dtype, options.scaled_backend, extras.subnormal)
 
 
 def _weight_gradient(

@@ -8,6 +8,7 @@ import torch
 from moe_reference import MoECase, World, error, expected, make_world
 from torch.utils.checkpoint import checkpoint
 
+import pplx_comm as pc
 from pplx_comm.moe import MoE, RouterOptions
 from pplx_comm.moe.sharding import local as part_of
 
@@ -97,10 +98,45 @@ def layers_in_flight(me: Any, case: MoECase) -> dict[str, Any]:
     for y in outputs:
         y.backward(dy)
     together = gradients()
-    return {
-        "same": all(torch.equal(a, b) for a, b in zip(apart, together, strict=True)),
-        "open": layers[0].a2a.stats()["open_steps"],
-    }
+    torch.autograd.backward(interleaved(layers, inputs), [dy, dy])
+    halves = gradients()
+    same = [all(torch.equal(a, b) for a, b in zip(apart, found, strict=True)) for found in (together, halves)]
+    return {"same": same, "open": layers[0].a2a.stats()["open_steps"]}
+
+
+def interleaved(layers: list[MoE], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Both microbatches, half a layer of one after half a layer of the other."""
+    for place, layer in enumerate(layers):
+        begun = [layer.begin(x) for x in inputs]
+        outputs = [layer.finish(each) for each in begun]
+        inputs = [y + x for y, x in zip(outputs, inputs, strict=True)] if place == 0 else outputs
+    return inputs
+
+
+def experts_alone(me: Any, case: MoECase) -> dict[str, Any]:
+    """Gradients of the experts' weights and nothing else, and a whole step after that."""
+    world = make_world(case)
+    layer = make_layer(me, case, world)
+    x = world.x[me.rank].to(layer.a2a.dtype).requires_grad_()
+    y = layer(x)
+    weights = (layer.experts.gate_up, layer.experts.down)
+    alone = torch.autograd.grad((y * world.dy[me.rank].to(y.dtype)).sum(), weights)
+    closed = layer.a2a.stats()["open_steps"]
+    (layer(x) * world.dy[me.rank].to(y.dtype)).sum().backward()
+    same = all(torch.equal(a, w.grad) for a, w in zip(alone, weights, strict=True))
+    return {"same": same, "open": closed + layer.a2a.stats()["open_steps"]}
+
+
+def too_few_rows(me: Any, case: MoECase) -> str:
+    layer = make_layer(me, case, world := make_world(case), max_rows=16)
+    x = world.x[me.rank].to(layer.a2a.dtype)
+    with torch.no_grad():
+        assert layer(x).isfinite().all()
+        try:
+            layer(x)
+        except pc.Error as problem:
+            return str(problem)
+    return "nothing"
 
 
 def load_and_bias(me: Any, case: MoECase) -> dict[str, Any]:

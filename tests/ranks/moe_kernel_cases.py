@@ -6,6 +6,7 @@ Products are tried in float16: of bfloat16 the interpreter multiplies the bits.
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import reference
@@ -111,6 +112,18 @@ def formats(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
+def weights(me: Any, seed: int) -> dict[str, bool]:
+    w = normal(seed, 3, 200, 320) * torch.tensor([1.0, 2.0**20, 2.0**-20])[:, None, None]
+    w[0, 130, 5] = torch.nan
+    codes, scale = launch.quantise_weights(w)
+    interpret = os.environ.pop("TRITON_INTERPRET")
+    wanted, wanted_scale = quantise.quantise_weights(w)
+    os.environ["TRITON_INTERPRET"] = interpret
+    right = codes.view(torch.uint8)[0, 128:, :128] == 0x7F
+    same_scales = torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
+    return {"scales": same_scales, "nan": bool(right.all()), "codes": same_codes(codes[1:].flatten(0, 1), wanted[1:].flatten(0, 1))}
+
+
 def same_numbers(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
     """The interpreter reads subnormal codes as zero."""
     return error(seen[:USED].nan_to_num(0), wanted[:USED].nan_to_num(0)) < 1e-3
@@ -151,6 +164,7 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
             {"h": bf16, "da": bf16, "weights": f32, "dh": bf16, "weighted": bf16, "d_weights": f32},
             rows,
         ),
+        (formats.quantise_squares, {"w": f32, "codes": u8, "scales": f32}, {"BLOCK": 128}),
         (formats.quantise_rows, {"x": bf16, "codes": u8, "scales": f32}, rows),
         (formats.numbers_of_rows, {"codes": e4m3, "scales": u8, "out": bf16}, {**rows, "BLOCK": 32, "E8M0": True}),
         (

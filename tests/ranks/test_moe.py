@@ -82,7 +82,20 @@ def test_errors_of_formats(crew: Crews, precision: str, compute: str | None, lim
 def test_layers_in_flight(crew: Crews, precision: str) -> None:
     case = MoECase(seed(), crew.world_size, "zipf", precision, dtype="bfloat16", hidden=128, in_flight=2, losses=(0.0, 0.0))
     for found in crew.run("moe_cases:layers_in_flight", case):
+        assert found == {"same": [True, True], "open": 0}
+
+
+@two_ranks
+def test_gradients_of_experts_alone(crew: Crews) -> None:
+    for found in crew.run("moe_cases:experts_alone", MoECase(seed(), crew.world_size, "zipf")):
         assert found == {"same": True, "open": 0}
+
+
+@two_ranks
+def test_too_few_rows(crew: Crews) -> None:
+    """What does not fit raises at the next call, on every rank."""
+    for said in crew.run("moe_cases:too_few_rows", MoECase(seed(), crew.world_size, "hot", in_flight=4)):
+        assert "max_rows" in said, said
 
 
 def test_bias_follows_the_load_of_all_ranks(crew: Crews) -> None:

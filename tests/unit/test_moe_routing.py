@@ -99,3 +99,16 @@ def test_what_is_refused(comm: pc.Communicator) -> None:
         layer.update_bias()
     with torch.no_grad():
         assert layer(torch.zeros(2, 3, 64)).shape == (2, 3, 64)
+
+
+def test_inference(comm: pc.Communicator) -> None:
+    """The same bits as in training. The weights' codes are kept until the weights are written to."""
+    plain, constant = (MoE(128, 128, 4, 2, comm, "fp8", max_tokens_per_rank=16, inference=kept) for kept in (False, True))
+    x = torch.randn(16, 128, generator=torch.Generator().manual_seed(seed())).bfloat16()
+    with torch.no_grad():
+        before = constant(x)
+        assert torch.equal(before, plain(x)) and torch.equal(before, constant(x))
+        for layer in (plain, constant):
+            layer.experts.down *= 2
+        after = constant(x)
+        assert torch.equal(after, plain(x)) and not torch.equal(after, before)

@@ -16,9 +16,15 @@ def power_of_two(amax, bad):
 
 
 @triton.jit
+def codes_of(values, scale, bad):
+    """e4m3 as bytes."""
+    codes = (values / tl.where(bad, 1.0, scale)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return tl.where(bad, 0x7F, codes).to(tl.uint8)
+
+
+@triton.jit
 def codes_and_scales(values):
     """values: float32 [rows, block]. e4m3 codes as bytes, and a float32 for each row."""
     bad = tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 1) > 0
     scale = power_of_two(tl.max(tl.where(bad[:, None], 0.0, tl.abs(values)), 1), bad)
-    codes = (values / tl.where(bad, 1.0, scale)[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return tl.where(bad[:, None], 0x7F, codes).to(tl.uint8), scale
+    return codes_of(values, scale[:, None], bad[:, None]), scale

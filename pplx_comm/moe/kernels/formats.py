@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pplx_comm.moe.kernels.blocks import codes_and_scales
+from pplx_comm.moe.kernels.blocks import codes_and_scales, codes_of, power_of_two
 
 
 @triton.jit
@@ -20,6 +20,22 @@ def quantise_rows(x, offsets, codes, scales, experts, width, row_stride, scale_s
         found, scale = codes_and_scales(tl.load(x + places, mask=inside, other=0.0).to(tl.float32))
         tl.store(codes + places, found, mask=inside)
         tl.store(scales + rows.to(tl.int64) * row_stride + block * scale_stride, scale, mask=rows < used)
+
+
+@triton.jit
+def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr):
+    """w[experts, height, width] to e4m3 bytes, and a scale for each BLOCK x BLOCK. A program has one of those."""
+    down, across = tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK)
+    square = tl.program_id(0)
+    expert, within = square // (down * across), square % (down * across)
+    rows, columns = within // across * BLOCK + tl.arange(0, BLOCK), within % across * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < height)[:, None] & (columns < width)[None, :]
+    places = (expert.to(tl.int64) * height + rows[:, None]) * width + columns[None, :]
+    values = tl.load(w + places, mask=inside, other=0.0).to(tl.float32)
+    bad = tl.max(tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 1), 0) > 0
+    scale = power_of_two(tl.max(tl.max(tl.abs(values), 1), 0), bad)
+    tl.store(codes + places, codes_of(values, scale, bad), mask=inside)
+    tl.store(scales + square, scale)
 
 
 @triton.jit

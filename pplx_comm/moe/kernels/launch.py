@@ -65,6 +65,19 @@ def quantise(x: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torc
     return codes.view(E4M3), scales
 
 
+def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See quantise.quantise_weights."""
+    from pplx_comm.moe.kernels.formats import quantise_squares
+
+    w = w.contiguous()
+    experts, height, width = w.shape
+    scales = w.new_empty(experts, -(-height // BLOCK), -(-width // BLOCK), dtype=torch.float32)
+    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    if scales.numel():
+        quantise_squares[(scales.numel(),)](w, codes, scales, height, width, BLOCK=BLOCK, num_warps=8)
+    return codes.view(E4M3), scales
+
+
 def dequantise(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offsets: torch.Tensor) -> torch.Tensor:
     """See quantise.dequantise."""
     from pplx_comm.moe.kernels.formats import numbers_of_rows
