@@ -201,7 +201,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,4", help="how many, one number after the other (1,2,4)")
     parser.add_argument("--precision", default="bf16,fp8,mxfp8", help="of the layers, one after the other (bf16,fp8,mxfp8)")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=4e-3, help="of learning, at its highest (0.004)")
+    parser.add_argument("--rate", type=float, default=2e-3, help="of learning, at its highest (0.002)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument("--within", type=float, default=0.01, help="how far from bf16 a loss may end, else the status is 1 (0.01)")

@@ -13,6 +13,20 @@ from pplx_comm.moe import MoE, RouterOptions
 from pplx_comm.moe.sharding import local as part_of
 
 
+def device_of(me: Any, case: MoECase) -> torch.device:
+    """Ranks take the GPUs in turn."""
+    if case.device == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", me.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def taken(layer: MoE, t: torch.Tensor) -> torch.Tensor:
+    """As the layer takes it."""
+    return t.to(layer.a2a.device, layer.a2a.dtype)
+
+
 def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
     """With the world's weights."""
     score, (balance, z) = case.score, case.losses
@@ -20,8 +34,8 @@ def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
         case.hidden, case.intermediate, case.num_experts, case.top_k, me.comm, case.precision, compute=case.compute,
         max_tokens_per_rank=64, dtype=getattr(torch, case.dtype), shared_intermediate=case.shared,
         router=RouterOptions(score, correction_bias=True, normalise=case.normalise, load_balance=balance, z=z),
-        recompute=case.recompute, gemm=case.gemm,
-        all_to_all={"in_flight": case.in_flight, "timeout": 20.0}, **arguments,
+        recompute=case.recompute, gemm=case.gemm, scaled_gemm=case.scaled_gemm,
+        all_to_all={"in_flight": case.in_flight, "timeout": 20.0, "device": device_of(me, case)}, **arguments,
     )  # fmt: skip
     fill(layer, world)
     return layer
@@ -48,11 +62,11 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
     if how == "main_grad":  # what is there is added to
         layer.experts.gate_up.main_grad += 1
         layer.experts.down.main_grad += 1
-    x = world.x[me.rank].to(layer.a2a.dtype).requires_grad_()
+    x = taken(layer, world.x[me.rank]).requires_grad_()
     call = layer if how != "compiled" else torch.compile(layer, backend="aot_eager")
     y = checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)
     assert y.shape == x.shape and y.dtype == x.dtype
-    ((y * world.dy[me.rank].to(y.dtype)).sum() + layer.aux_loss).backward()
+    ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
     assert layer.a2a.stats()["open_steps"] == 0
     return errors(layer, expected(case, world, me.rank), x, y)
 
@@ -79,7 +93,7 @@ def layers_in_flight(me: Any, case: MoECase) -> dict[str, Any]:
     world = make_world(case)
     layers = [make_layer(me, case, world) for _ in range(2)]
     assert layers[0].a2a is layers[1].a2a
-    inputs = [world.x[me.rank].to(layers[0].a2a.dtype) * factor for factor in (1, -0.5)]
+    inputs = [taken(layers[0], world.x[me.rank]) * factor for factor in (1, -0.5)]
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return layers[1](layers[0](x) + x)
@@ -90,7 +104,7 @@ def layers_in_flight(me: Any, case: MoECase) -> dict[str, Any]:
             layer.zero_grad()
         return found
 
-    dy = world.dy[me.rank].to(layers[0].a2a.dtype)
+    dy = taken(layers[0], world.dy[me.rank])
     for x in inputs:
         forward(x).backward(dy)
     apart = gradients()
@@ -117,19 +131,19 @@ def experts_alone(me: Any, case: MoECase) -> dict[str, Any]:
     """Gradients of the experts' weights and nothing else, and a whole step after that."""
     world = make_world(case)
     layer = make_layer(me, case, world)
-    x = world.x[me.rank].to(layer.a2a.dtype).requires_grad_()
+    x = taken(layer, world.x[me.rank]).requires_grad_()
     y = layer(x)
     weights = (layer.experts.gate_up, layer.experts.down)
-    alone = torch.autograd.grad((y * world.dy[me.rank].to(y.dtype)).sum(), weights)
+    alone = torch.autograd.grad((y * taken(layer, world.dy[me.rank])).sum(), weights)
     closed = layer.a2a.stats()["open_steps"]
-    (layer(x) * world.dy[me.rank].to(y.dtype)).sum().backward()
+    (layer(x) * taken(layer, world.dy[me.rank])).sum().backward()
     same = all(torch.equal(a, w.grad) for a, w in zip(alone, weights, strict=True))
     return {"same": same, "open": closed + layer.a2a.stats()["open_steps"]}
 
 
 def too_few_rows(me: Any, case: MoECase) -> str:
     layer = make_layer(me, case, world := make_world(case), max_rows=16)
-    x = world.x[me.rank].to(layer.a2a.dtype)
+    x = taken(layer, world.x[me.rank])
     with torch.no_grad():
         assert layer(x).isfinite().all()
         try:
@@ -143,7 +157,7 @@ def load_and_bias(me: Any, case: MoECase) -> dict[str, Any]:
     """The load that a layer counts, and the bias after an update."""
     world = make_world(case)
     layer = make_layer(me, case, world)
-    x = world.x[me.rank].to(layer.a2a.dtype)
+    x = taken(layer, world.x[me.rank])
     with torch.no_grad():
         layer(x)
         layer.eval()(x)
@@ -154,7 +168,7 @@ def load_and_bias(me: Any, case: MoECase) -> dict[str, Any]:
 
 def subnormal_codes(me: Any, case: MoECase) -> int:
     layer = make_layer(me, case, world := make_world(case))
-    x = world.x[me.rank].to(layer.a2a.dtype).clone()
+    x = taken(layer, world.x[me.rank]).clone()
     x[:, :32] *= 2.0**-12  # beside blocks of normal size
     with torch.no_grad():
         layer(x)

@@ -29,6 +29,8 @@ class MoECase:
     recompute: str = "nothing"
     in_flight: int = 1
     gemm: str = "auto"
+    scaled_gemm: str = "auto"
+    device: str = "cpu"
     losses: tuple[float, float] = (0.1, 0.01)
     """Coefficients of the load-balance and the z loss."""
 
@@ -165,7 +167,7 @@ def expected(case: MoECase, world: World, rank: int) -> Expected:
 
 def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
     """The length of the difference, relative to what was wanted."""
-    seen, wanted = seen.detach().double().reshape(-1), wanted.reshape(-1)
+    seen, wanted = seen.detach().cpu().double().reshape(-1), wanted.reshape(-1)
     length = float(wanted.norm())
     if not bool(seen.isfinite().all()):
         return math.inf  # max() passes over NaN

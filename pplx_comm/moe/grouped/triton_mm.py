@@ -88,6 +88,11 @@ class TritonGroupedMm:
 
         if not out.numel():
             return
+        if not out.is_contiguous():
+            whole = out.contiguous()
+            self.wgrad(dy, x, offsets, whole, accumulate)
+            out.copy_(whole)
+            return
         experts, height, width = out.shape
         s = SHAPE_OF_WEIGHTS
         dy, x = dy.contiguous(), x.contiguous()

@@ -22,6 +22,7 @@ def usable(device: torch.device) -> bool:
     return _has_triton() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
 
 
+@functools.cache
 def programs(device: torch.device) -> int:
     """One for each multiprocessor."""
     if device.type != "cuda":

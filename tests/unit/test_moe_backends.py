@@ -1,0 +1,90 @@
+"""How a backend of the grouped product is chosen, and what DeepGEMM is given: without a GPU, beside stand-ins."""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from harness import seed
+
+import pplx_comm as pc
+from pplx_comm.moe import functional as F
+from pplx_comm.moe.grouped import choose
+from pplx_comm.moe.grouped.deepgemm import DeepGemm
+from pplx_comm.moe.grouped.loop import ScaledLoop
+
+GPU = torch.device("cuda")
+
+
+class Stand:
+    def __init__(self, name: str, takes: float, waits: bool = False) -> None:
+        self.name, self.time, self.waits, self.runs = name, takes, waits, 0
+
+    def run(self) -> float:
+        self.runs += 1
+        return self.time
+
+
+@pytest.fixture
+def stands(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    monkeypatch.setattr(choose, "_chosen", {})
+    monkeypatch.setattr(choose, "_microseconds", lambda call: call())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return [Stand("first", 5), Stand("fast", 3), Stand("loop", 1, waits=True)]
+
+
+def test_the_fastest_is_measured_once(stands: list[Any]) -> None:
+    for _ in range(3):
+        assert choose.pick(stands, ("forward", 8), GPU, Stand.run).name == "fast"
+    assert [stand.runs for stand in stands] == [1, 1, 0]  # nothing that makes the host wait
+    stands[1].time = 7
+    assert choose.pick(stands, ("forward", 8), GPU, Stand.run).name == "fast"
+    assert choose.pick(stands, ("forward", 16), GPU, Stand.run).name == "first"
+    assert list(F.choices().values()) == ["fast", "first"]
+
+
+def test_where_nothing_is_measured(stands: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose.pick(stands, ("forward", 8), torch.device("cpu"), Stand.run).name == "loop"
+    assert choose.pick([stands[1], stands[2]], ("forward", 8), GPU, Stand.run).name == "fast"  # alone
+    assert choose.pick([stands[2]], ("forward", 8), GPU, Stand.run).name == "loop"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose.pick(stands, ("forward", 8), GPU, Stand.run).name == "first"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose.pick(stands, ("forward", 8), GPU, Stand.run).name == "first"
+    assert not any(stand.runs for stand in stands) and not F.choices()
+    with pytest.raises(pc.Error, match="'abacus'"):
+        choose.named(stands, "abacus")
+
+
+def test_row_counts_with_the_same_answer() -> None:
+    assert [choose.rows_class(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def contiguous(a: Any, b: Any, out: torch.Tensor, ends: torch.Tensor, use_psum_layout: bool) -> None:
+    """As DeepGEMM's documentation has it: a segment begins where the last one ended, rounded up to 128."""
+    (x, x_scale), (w, w_scale), begin = a, b, 0
+    assert use_psum_layout and w.is_contiguous() and w_scale.is_contiguous() and ends.dtype == torch.int32
+    assert w_scale.shape == (len(w), w.shape[1] // 128, w.shape[2] // 128)
+    for e, end in enumerate(ends.tolist()):
+        rows = slice(begin, end)
+        out[rows] = (F.dequantise(x[rows], x_scale[rows]) @ F.dequantise_weights(w[e : e + 1], w_scale[e : e + 1])[0].mT).to(
+            out.dtype
+        )
+        begin = -(-end // 128) * 128
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_deepgemm_is_given(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=contiguous))
+    g = torch.Generator().manual_seed(seed())
+    offsets = torch.tensor([0, 128, 128, 384], dtype=torch.int32)
+    x = F.quantise(torch.randn(512, 256 if transposed else 128, generator=g))
+    w = F.quantise_weights(torch.randn(3, 256, 128, generator=g))
+    seen, wanted = (each.product(x, w, offsets, transposed, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
+    assert (seen[:384].float() - wanted[:384].float()).norm() < 1e-3 * wanted[:384].float().norm()
+    assert not DeepGemm().takes(w[0])  # on a CPU
