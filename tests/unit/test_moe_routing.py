@@ -11,6 +11,8 @@ from harness import seed
 import pplx_comm as pc
 from pplx_comm.moe import MoE, RouterOptions
 from pplx_comm.moe import functional as F
+from pplx_comm.moe.experts import SharedExpert
+from pplx_comm.moe.router import Router
 
 
 def scores(tokens: int, experts: int, more: int = 0) -> torch.Tensor:
@@ -112,3 +114,22 @@ def test_inference(comm: pc.Communicator) -> None:
             layer.experts.down *= 2
         after = constant(x)
         assert torch.equal(after, plain(x)) and not torch.equal(after, before)
+
+
+def test_compute_is_compiled_whole() -> None:
+    """What a layer computes between its steps has no break: the router, and the shared expert with its activation."""
+    options = RouterOptions("sigmoid", correction_bias=True, groups=4, top_groups=2, load_balance=0.1, z=0.1)
+    router, shared = Router(32, 16, 3, options), SharedExpert(32, 16, True, torch.device("cpu"), torch.float32)
+    shared.reset_parameters(seed())
+    x = torch.randn(9, 32, generator=torch.Generator().manual_seed(seed())).requires_grad_()
+
+    def compute(x: torch.Tensor) -> torch.Tensor:
+        to = router(x)
+        return shared(x).sum(-1) * to.weights.square().sum(-1) + to.loss
+
+    gradients = []
+    for call in (compute, torch.compile(compute, backend="aot_eager", fullgraph=True)):
+        leaves = [x, *router.parameters(), *shared.parameters()]
+        gradients.append(torch.autograd.grad(call(x).sum(), leaves))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
