@@ -7,6 +7,7 @@ import reference
 import torch
 from harness import seed
 
+import pplx_comm as pc
 from pplx_comm.moe import functional as F
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
@@ -141,3 +142,40 @@ def test_products_of_codes(transposed: bool) -> None:
 def test_a_backend_that_is_not_there() -> None:
     with pytest.raises(Exception, match=r"'abacus'.*'loop'"):
         F.grouped_mm(normal(80, 8), normal(4, 8, 8), OFFSETS, "abacus")
+
+
+def test_a_layer_of_pieces(comm: pc.Communicator) -> None:
+    """dispatch, grouped_mm and combine with the library's own autograd are what send and receive are."""
+    a2a = pc.AllToAll(
+        comm,
+        num_experts=4,
+        top_k=2,
+        hidden=64,
+        max_tokens_per_rank=32,
+        dtype=torch.float32,
+        layout=pc.Ragged(align=16, zero_pad=True),
+    )
+    x, logits = normal(20, 64).requires_grad_(), normal(20, 4).requires_grad_()
+    gate_up, down = normal(4, 96, 64).requires_grad_(), normal(4, 64, 48).requires_grad_()
+
+    def pieces(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        d = a2a.dispatch(x, ids, weights)
+        gate, up = F.grouped_mm(d.x, gate_up, d.offsets).chunk(2, -1)
+        return a2a.combine(F.grouped_mm(torch.nn.functional.silu(gate) * up, down, d.offsets), d)
+
+    def whole(ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return F.receive(F.send(a2a, x, ids, weights), gate_up, down)
+
+    with a2a:
+        outputs = [call(*F.choose(F.softmax_scores(logits), 2)) for call in (pieces, whole)]
+        one, other = (torch.autograd.grad(y.square().sum(), (x, logits, gate_up, down)) for y in outputs)
+    assert torch.equal(*outputs)
+    for a, b in zip(one, other, strict=True):
+        assert (a - b).norm() < 1e-5 * a.norm()
+
+
+def test_rows_that_lie_otherwise(comm: pc.Communicator) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    a2a = pc.AllToAll(comm, num_experts=4, top_k=1, hidden=64, max_tokens_per_rank=8, layout=pc.Padded())
+    with a2a, pytest.raises(pc.Error, match="Ragged"):
+        F.send(a2a, torch.zeros(1, 64, dtype=torch.bfloat16), ids, torch.ones(1, 1))
