@@ -77,7 +77,7 @@ def test_the_bias_evens_out_the_load() -> None:
     for _ in range(400):
         load = F.expert_load(F.choose(s, 2, bias=bias)[0], 16)
         F.update_bias(bias, load, 0.005)
-    assert first.max() / first.mean() > 3 and load.max() / load.mean() < 1.2
+    assert first.max() / first.mean() > 3 and load.max() / load.mean() < 1.6
     assert load.sum() == 512 * 2
 
 
