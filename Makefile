@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check check-serving two-hosts docs stubs lint mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -95,6 +95,10 @@ lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are 
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(call make_stubs,--check)
 
+# 5 s when nothing has changed. The compiler is from PyPI and lies in build/; a toolkit of this machine is not looked at.
+machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes, spills
+	$(PY) tools/machine_code.py
+
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
 
@@ -130,7 +134,7 @@ comma := ,
 
 # Each step keeps both of two cores busy: mutants three at a time, the sanitizers' trees and pytest's halves side by side. pytest comes
 # last, so that its closing line is the last thing printed. The expression selects the slow tests too.
-check: lint sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
+check: lint machine-code sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 	$(PY) tests/halves.py -m 'not by_hand' --durations=15
 

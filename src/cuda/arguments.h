@@ -97,9 +97,8 @@ struct Common {
   Divider by_parts;
   std::uint32_t scale_pieces = 0;  // of a dispatch row
   bool scales_in_pieces = false;  // they lie in the output as they came
-  std::uint32_t row_bytes = 0, sent_strips = 0, received_strips = 0;  // of a combine row; a warp sums a strip
-  std::uint32_t runs = 0;  // of a row: where strips are sent together
-  Divider by_sent_strips, by_received_strips, by_runs;
+  std::uint32_t row_bytes = 0, received_strips = 0;  // of a combine row; a warp sums a strip
+  Divider by_received_strips;
   std::uint32_t most_rows = 0;  // of a block
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
@@ -185,8 +184,24 @@ struct DispatchArguments {
   Output out;
 };
 
+// How a combine row is sent: in strips, and in large steps in runs of them.
+struct SentStrips {
+  int vectors = kSentVectors;  // of a lane, a strip
+  std::uint32_t strips = 0, runs = 0;
+  Divider by_strips, by_runs;
+
+  SentStrips() = default;
+  SentStrips(std::uint32_t row_bytes, int vectors)
+      : vectors(vectors),
+        strips(ceil_div(row_bytes, vectors * 512)),
+        runs(ceil_div(strips, kStripsTogether)),
+        by_strips(strips),
+        by_runs(runs) {}
+};
+
 struct CombineArguments {
   Common common;
+  SentStrips sent;
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;
@@ -206,5 +221,10 @@ struct CombineArguments {
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
 };
+
+// Of combine, what decode needs: see combine.cu.
+inline bool is_plain(const CombineArguments& a) {
+  return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
+}
 
 }  // namespace pplx::cuda

@@ -17,10 +17,13 @@ inline constexpr std::uint32_t kSendersAndPublisher = kSenders + 32;
 __device__ inline std::uint32_t warp_of_block() { return threadIdx.x / 32; }
 __device__ inline bool is_sender() { return threadIdx.x < kSenders; }
 __device__ inline bool is_publisher() { return warp_of_block() == kSenderWarps; }
-__device__ inline bool leads_receivers() { return warp_of_block() == kSenderWarps + 1; }
 
-// The receiver that looks at what the proxy says, where there are peers of other nodes.
-__device__ inline bool looks_after_proxy() { return warp_of_block() == kSenderWarps + 2; }
+// Receivers with a part of their own before they take rows.
+__device__ inline bool counts_rows() { return warp_of_block() == kSenderWarps + 1; }
+__device__ inline bool places_rows() { return warp_of_block() == kSenderWarps + 2; }
+
+// The one that looks at what the proxy says, where there are peers of other nodes.
+__device__ inline bool looks_after_proxy() { return warp_of_block() == kSenderWarps + 3; }
 
 __device__ inline void sync_senders() { barrier_sync<kAmongSenders, kSenders>(); }
 

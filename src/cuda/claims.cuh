@@ -16,7 +16,7 @@ __device__ inline std::uint32_t step_of(unsigned long long word) { return static
 
 // By one thread of a block, once it has read the step.
 __device__ inline void pass_step(const Common& k) {
-  atomicAdd(&k.control->step, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
+  add_relaxed(&k.control->step, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
 }
 
 __device__ inline std::uint32_t* shares_of(const Common& k, Op op) { return k.control->shares[static_cast<int>(op)]; }

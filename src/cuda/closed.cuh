@@ -26,8 +26,8 @@ struct ClosedWords {
 struct EarlyClosed {
   std::uint64_t word = 0;
   __device__ void load(const Common& k, std::uint32_t lane) {
-    if (lane < k.c.in_flight) word = load_relaxed(&k.control->closed[lane]);
-    if (lane == kMaxInFlight) word = load_relaxed(&k.control->failure);
+    const unsigned long long* at = lane == kMaxInFlight ? &k.control->failure : &k.control->closed[lane];
+    if (lane < k.c.in_flight || lane == kMaxInFlight) word = load_relaxed(at);
   }
   __device__ void keep(const Common& k, std::uint32_t lane, ClosedWords& words) const {
     if (lane < k.c.in_flight) words.by_set[lane] = word;

@@ -15,7 +15,8 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
   if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) {
     s.claimed.close();
-    s.sent = s.received = kCombineWarps;  // each warp has one
+    s.sent = 0;
+    s.received = kCombineWarps;  // each warp has one
   }
   // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
   const bool refused = is_not_open(k, step, closed);
@@ -41,7 +42,8 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
 }
 
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernel can do all.
-template <typename T, bool kPlain>
+// kVectors: of a lane, in a strip that is sent.
+template <typename T, bool kPlain, int kVectors>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
@@ -56,10 +58,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
   if (a.recv) begin_to_close(k, step);
   if (a.send) {
     const CombineUnits units(a, s);
-    const bool receives = kPlain && a.recv && threadIdx.x / 32 >= kCombineWarps - receivers_of_combine(units.all, gridDim.x);
+    const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
-    if (!receives) send_combine<T, kPlain>(a, step, units, places, s);
+    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kVectors>(a, step, units, senders, places, s);
   }
   if (a.recv) {
     receive_combine<T, kPlain>(a, step, s);
@@ -71,22 +73,24 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_
 
 using Kernel = void (*)(CombineArguments);
 
-template <bool kPlain>
+
+template <bool kPlain, int kVectors>
 Kernel kernel_of(Dtype dtype) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return combine_kernel<BFloat16, kPlain>;
+      return combine_kernel<BFloat16, kPlain, kVectors>;
     case Dtype::Float16:
-      return combine_kernel<Float16, kPlain>;
+      return combine_kernel<Float16, kPlain, kVectors>;
     case Dtype::Float32:
-      return combine_kernel<Float32, kPlain>;
+      return combine_kernel<Float32, kPlain, kVectors>;
   }
   return nullptr;
 }
 
 Kernel kernel_of(const CombineArguments& a) {
-  const bool plain = a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
-  return plain ? kernel_of<true>(a.common.c.dtype) : kernel_of<false>(a.common.c.dtype);
+  const Dtype dtype = a.common.c.dtype;
+  if (!is_plain(a)) return kernel_of<false, kSentVectors>(dtype);
+  return a.sent.vectors == kSentVectors ? kernel_of<true, kSentVectors>(dtype) : kernel_of<true, kSentVectorsOfFew>(dtype);
 }
 
 }  // namespace
@@ -95,9 +99,12 @@ cudaError_t load_dispatch(const Config& c);
 
 cudaError_t load_kernels(const Config& c) {
   cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel_of<false>(c.dtype));
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, kernel_of<true>(c.dtype));
-  return error == cudaSuccess ? load_dispatch(c) : error;
+  for (const Kernel kernel : {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype),
+                              kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
+    if (error != cudaSuccess) return error;
+  }
+  return load_dispatch(c);
 }
 
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {

@@ -66,7 +66,8 @@ struct CombineShared {
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
-  std::uint32_t sent, received;  // units of this thread block that its warps have begun
+  std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
+  std::uint32_t received;  // units of this thread block that its warps have begun
   std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
 
@@ -78,8 +79,8 @@ struct CombineUnits {
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
     const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
-    together = rows * k.sent_strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
-    runs = together == 1 ? k.sent_strips : k.runs;
+    together = rows * a.sent.strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
+    runs = together == 1 ? a.sent.strips : a.sent.runs;
     headers = k.living;
     all = headers + rows * runs;
   }
@@ -224,11 +225,11 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
 }
 
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
-template <typename T, bool kPlain>
+template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t nth = units.small() ? k.by_sent_strips.divide(run) : k.by_runs.divide(run);
+  const std::uint32_t nth = units.small() ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
   const RowOfUnit of(k, s, units, nth);
   std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
@@ -236,7 +237,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
   note(k, Stage::Found);
 
-  const std::uint32_t last = min(strip + units.together, k.sent_strips);
+  const std::uint32_t last = min(strip + units.together, a.sent.strips);
   const bool remote = !kPlain && is_remote(k, of.source);
   if (remote && !s.may_send) return;
   char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
@@ -247,9 +248,9 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
 #pragma unroll 1
   for (; strip < last; ++strip) {
-    const std::uint32_t begin = strip * strip_bytes(kSentVectors) + threadIdx.x % 32 * 16;
-    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kSentVectors));
-    Sums<T, kSentVectors> sums;
+    const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
+    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+    Sums<T, kVectors> sums;
     if (k.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone)) sums.start(-0.0f);  // only copied: keeps its sign of zero
     sums.add(n, begin, end, pointer, weight_of);
     if (!may_store(s, own)) return;
@@ -260,7 +261,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     linger(k, std::uint64_t{step} << 32 | begin);
   }
   note(k, Stage::Sent);
-  const bool with_tail = !kPlain && a.has_tail && last == k.sent_strips;
+  const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
   if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
   if (!with_tail && !remote) return;
   __syncwarp();
@@ -271,12 +272,12 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }
 
-template <typename T, bool kPlain>
+template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, const CombineUnits& units,
                                  Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
   if (unit >= units.headers) {
-    send_strips<T, kPlain>(a, step, unit - units.headers, units, places, loaded, own, s);
+    send_strips<T, kPlain, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
     return;
   }
   if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
@@ -303,14 +304,14 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   const Common& k = a.common;
   const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
   if (a.release || unit < k.living) return;
-  const std::uint32_t at = k.by_sent_strips.divide(unit - k.living);
+  const std::uint32_t at = a.sent.by_strips.divide(unit - k.living);
   if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
 }
 
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
-template <typename T, bool kPlain>
-__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, Places& places,
-                                    CombineShared& s) {
+template <typename T, bool kPlain, int kVectors>
+__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
+                                    Places& places, CombineShared& s) {
   const Common& k = a.common;
   if (!kPlain && a.uses_weights) send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
@@ -325,8 +326,8 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit < units.all) send_unit<T, kPlain>(a, step, unit, units, places, loaded, own, s);
-    if (threadIdx.x % 32 == 0) nth = own ? atomicAdd(&s.sent, 1u) : nth + 1;
+    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
+    if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
   }
 }

@@ -44,6 +44,11 @@ __device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32
   return before;
 }
 
+// Without a result, which somebody would wait for.
+__device__ inline void add_relaxed(unsigned long long* word, unsigned long long more) {
+  asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
+}
+
 // Its result is not waited for: whoever sees the difference sees what was stored before.
 __device__ inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   asm volatile("red.add.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(0ull - less) : "memory");

@@ -18,11 +18,12 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   const bool refused = is_not_open(a.common, step, closed);
   if (!__syncthreads_or(refused)) return true;
   if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
-  if (warp_of_block() == 0) nothing_received(a);
+  if (warp_of_block() == 0 && reports_counts()) nothing_received(a);
   return false;
 }
 
-// kPlain: all peers are on this node, there are no replicas, and the plan is made from ids. The other kernel can do all.
+// kPlain: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernel
+// can do all.
 template <typename Mode, bool kPlain>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
@@ -35,11 +36,13 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
     s.receive.placed.close();
     s.receive.next = 0;
   }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
   if (a.send) {
-    EarlyLoads<Mode> early;
-    if (is_publisher()) read_step(a, s.send);
-    if (is_sender()) {
+    EarlyLoads<Mode, kPlain> early;
+    if (is_publisher()) {
+      read_step(a, s.send);
+    } else if (is_sender()) {
       early.load(a, blockIdx.x);
       forget_counts(k, s.send, words);
     }
@@ -53,7 +56,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch_kernel(const __g
   }
   if (a.recv) {
     const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
-    if (leads_receivers()) lead_receivers<kPlain>(a, step, s.receive, experts);
+    if (counts_rows()) count_rows(a, step, s.receive);
+    if (places_rows()) place_rows<kPlain>(a, step, s.receive, experts);
     if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches(a, step);
     receive_dispatch<kPlain>(a, step, s.receive, experts);
   }
@@ -75,7 +79,7 @@ Kernel kernel_of(const Config& c, bool given_scales) {
 
 Kernel kernel_of(const DispatchArguments& a) {
   const Common& k = a.common;
-  const bool plain = k.remote == 0 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
+  const bool plain = k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
   return plain ? kernel_of<true>(k.c, a.scales != nullptr) : kernel_of<false>(k.c, a.scales != nullptr);
 }
 

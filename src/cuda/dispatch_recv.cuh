@@ -1,4 +1,4 @@
-// dispatch_recv: all counts give the experts' offsets, which one warp finds out; meanwhile the others fetch what has come of their rows.
+// dispatch_recv: all counts give the experts' offsets, which two warps find out; meanwhile the others fetch what has come of their rows.
 // A warp copies a part of a row to all of its places.
 #pragma once
 
@@ -38,6 +38,9 @@ struct Experts {
   }
   __device__ uint4& piece(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
 };
+
+// The thread block that tells the caller what has come: it is the least likely to have sent anything.
+__device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
 // Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
@@ -85,7 +88,6 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
     uint4 piece = load_piece(place);
     good = await_counts(k, step, place, source, piece) && good;
     s.rows[source] = piece.x;
-    s.choices[source] = 0;
     if (!good || piece.x <= k.most_rows) continue;
     fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
     good = false;
@@ -343,11 +345,10 @@ static __device__ __noinline__ void store_scale_words(const DispatchArguments& a
   }
 }
 
-// `piece`: this lane's four words of scales, of which it has the nth.
-__device__ inline void place_scale(const DispatchArguments& a, std::uint32_t place, std::uint32_t expert, const uint4& piece, std::uint32_t nth) {
+// `piece`: this lane's four words of scales, of which it has the nth. to: where the row's scales begin.
+__device__ inline void place_scale(const DispatchArguments& a, char* to, const uint4& piece, std::uint32_t nth) {
   const Common& k = a.common;
   if (nth >= k.scale_pieces) return;
-  char* to = scale_place(a, place, expert);
   if (k.scales_in_pieces)
     store16(to + 16 * nth, piece);
   else
@@ -431,19 +432,28 @@ struct ArrivedPart {
   }
 };
 
-// To every place of the row.
+__device__ inline char* of_lane(char* at, int lane) {
+  return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(at), lane));
+}
+
+// To every place of the row: each lane finds out where its choice's copy goes.
 __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;
+  char *row = nullptr, *scales = nullptr;
+  if (r.place != kNone) {
+    row = a.out.x + std::uint64_t{r.place} * k.payload_bytes;
+    if (with_scales) scales = scale_place(a, r.place, r.expert);
+  }
 #pragma unroll 1
   for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
     const int of = __ffs(static_cast<int>(copies)) - 1;
-    const std::uint32_t place = __shfl_sync(~0u, r.place, of), expert = __shfl_sync(~0u, r.expert, of);
-    part.place(k, a.out.x + std::uint64_t{place} * k.payload_bytes);
+    part.place(k, of_lane(row, of));
     if (!with_scales) continue;
-    place_scale(a, place, expert, part.scale, threadIdx.x % 32);
+    char* const to = of_lane(scales, of);
+    place_scale(a, to, part.scale, threadIdx.x % 32);
 #pragma unroll 1
     for (std::uint32_t nth = 32 + threadIdx.x % 32; nth < k.scale_pieces; nth += 32)  // more than a warp has lanes
-      place_scale(a, place, expert, load_arrived(part.row + k.dispatch.scales_at + 16 * nth), nth);
+      place_scale(a, to, load_arrived(part.row + k.dispatch.scales_at + 16 * nth), nth);
   }
 }
 
@@ -467,7 +477,6 @@ __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e
 // After a failure: what the caller launches next must not run on what memory happened to hold. By one warp.
 __device__ inline void nothing_received(const DispatchArguments& a) {
   const Common& k = a.common;
-  if (blockIdx.x != 0) return;
   const std::uint32_t lane = threadIdx.x % 32;
   for (std::uint32_t e = lane; e <= k.experts; e += 32) {
     if (e < k.experts) a.out.counts[e] = 0;
@@ -478,24 +487,33 @@ __device__ inline void nothing_received(const DispatchArguments& a) {
   if (lane == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
 }
 
-// The leading warp's part: from counts to places. Before it the others know how many rows there are, after it where they go.
-template <bool kPlain>
-__device__ inline void lead_receivers(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
-  const Common& k = a.common;
-  const bool reports = blockIdx.x == gridDim.x - 1;  // it is the least likely to have sent anything
-  bool good = read_rows(k, step, s);
-  if (good) place_sources(a, reports, s);
+// A warp's part: how many rows there are. The others know it from then on.
+__device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s) {
+  const bool good = read_rows(a.common, step, s);
+  if (good) place_sources(a, reports_counts(), s);
   if (threadIdx.x % 32 == 0) s.good = good;
   s.rows_known.open();
-  good = good && read_choices(k, step, reports, s, e);
+}
+
+// Another warp's: from counts to places. The others know from then on where rows go.
+template <bool kPlain>
+__device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  const bool reports = reports_counts();
+  bool good = read_choices(k, step, reports, s, e);
   note(k, Stage::CountsThere);
   const bool too_many_of_one = good && place_experts(a, reports, s, e);
   if (threadIdx.x % 32 == 0) s.placed_all = good;
   s.placed.open();
   __syncwarp();
   note(k, Stage::ExpertsPlaced);
-  if (!good) nothing_received(a);
-  if (!good || !reports) return;
+  if (!reports) return;
+  s.rows_known.wait();
+  good = good && s.good;
+  if (!good) {
+    nothing_received(a);
+    return;
+  }
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
   check_counts(k, step, s);
   if (!kPlain && k.slice.of > 1) check_replicas(k, step);

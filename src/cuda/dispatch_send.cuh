@@ -43,14 +43,20 @@ __device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::u
   return unit < a.common.living ? a.own : (unit - a.common.living) * a.tokens_per_unit;
 }
 
+// The caller's token that is this rank's nth.
+template <bool kPlain>
+__device__ inline std::uint32_t token_of(const Common& k, std::uint32_t own) {
+  return kPlain ? own : k.slice.token(own);
+}
+
 // What a sender has loaded before the step is known: all of its block's share is known.
-template <typename Mode>
+template <typename Mode, bool kPlain>
 struct EarlyLoads {
   Payload<Mode> payload;  // of the first token
   EarlyIds counted;
   RawId id;  // of this thread's choice in the unit
   float weight = 1.0f;
-  PlannedToken token;  // the first one, as far as its ids say
+  PlannedToken<kPlain> token;  // the first one, as far as its ids say
 
   __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
     const Common& k = a.common;
@@ -61,17 +67,22 @@ struct EarlyLoads {
     const std::uint32_t mine = n > 1 && threadIdx.x < choices ? threadIdx.x : lane;
     const std::uint32_t own = first * k.c.top_k + mine;
     id = {};
-    if (mine < choices && a.ids == nullptr) id.low = static_cast<std::uint32_t>(a.plan.ids[own]);
-    if (mine < choices && a.ids != nullptr) id = load_raw_id(a, choice_at(k, own));
-    payload.load(k, a.x + std::uint64_t{k.slice.token(first)} * a.x_stride, k.payload_bytes, 0);
+    if (mine < choices) {
+      if (!kPlain && a.ids == nullptr)
+        id.low = static_cast<std::uint32_t>(a.plan.ids[own]);
+      else
+        id = load_raw_id(a, choice_at<kPlain>(k, own));
+    }
+    payload.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first)} * a.x_stride, k.payload_bytes, 0);
     weight = 1.0f;
-    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at(k, own)];
+    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at<kPlain>(k, own)];
   }
   // Everything that must not wait for the step, nor for what was counted.
   __device__ void prepare(const DispatchArguments& a, std::uint32_t choices, SendShared& s) {
     const Common& k = a.common;
-    if (a.ids != nullptr && is_bad(a, id)) k.report->notices.bad_ids = 1;
-    const std::int32_t valid = a.ids == nullptr ? static_cast<std::int32_t>(id.low) : valid_id(a, id);
+    const bool planned = !kPlain && a.ids == nullptr;
+    if (!planned && is_bad(a, id)) k.report->notices.bad_ids = 1;
+    const std::int32_t valid = planned ? static_cast<std::int32_t>(id.low) : valid_id<kPlain>(a, id);
     if (threadIdx.x < choices) {
       s.plan.ids[threadIdx.x] = valid;
       s.plan.weights[threadIdx.x] = weight;
@@ -80,7 +91,7 @@ struct EarlyLoads {
     if (choices <= k.c.top_k) token.choose(k, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
-    if (a.ids != nullptr && unit < a.units) counted.load(a, tokens_before(a, unit));
+    if ((kPlain || a.ids != nullptr) && unit < a.units) counted.template load<kPlain>(a, tokens_before(a, unit));
     load_unit(a, unit);
   }
 };
@@ -178,7 +189,7 @@ template <bool kPlain>
 __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
                                    const std::uint32_t* experts) {
   const Common& k = a.common;
-  const bool planned = a.ids == nullptr;
+  const bool planned = !kPlain && a.ids == nullptr;
   const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
   char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
 #pragma unroll 1
@@ -202,7 +213,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
   }
   // Nobody else says how many rows the dead get.
-  if (peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
+  if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
   if (!kPlain && k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) tell_replica(a, step, peer, s);
 }
 
@@ -241,77 +252,80 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
 }
 
 // A warp's part: the route of one row, a lane for each of its token's choices.
+template <bool kPlain>
 __device__ inline void write_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t rank,
-                                   const PlannedToken& t, char* row) {
+                                   const PlannedToken<kPlain>& t, char* row) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if (lane >= k.c.top_k) return;
   const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
   store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,
-               __float_as_uint(t.weight), k.slice.token(own));
+               __float_as_uint(t.weight), token_of<kPlain>(k, own));
 }
 
 // Where a token's rows are, for whoever publishes them. By one warp.
-__device__ inline void tell_rows(const Common& k, const PlannedToken& t, std::uint32_t token, const SendShared& s, StoredUnit& unit) {
+template <bool kPlain>
+__device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t, std::uint32_t token, StoredUnit& unit) {
   const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll
-  for (std::uint32_t i = 0; i < 2; ++i) {
+  for (std::uint32_t i = 0; i < t.kRanksOfLane; ++i) {
     const std::uint32_t rank = lane + 32 * i;
-    if ((t.ranks >> rank & 1) == 0) continue;
-    const std::uint32_t nth = __popcll(t.ranks & ((1ull << rank) - 1));
-    unit.row[token][nth] = s.rows_at[rank] + std::uint64_t{t.row[i]} * k.dispatch.row_bytes;
+    if (!t.wanted_by(rank)) continue;
+    const std::uint32_t nth = t.nth(rank);
+    unit.row[token][nth] = t.at[i];
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
   }
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
-// Every row of a token gets its payload: this thread's part of it; and from one of the warps its route.
+// Every row of a token gets a thread's pieces of its payload, and from one of the warps its route.
 template <typename Mode, bool kPlain>
-__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, Payload<Mode>& payload,
-                                   const PlannedToken& t, const SendShared& s, bool& looks_blank) {
+__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
+                                   const Payload<Mode>& payload, const PlannedToken<kPlain>& t) {
   const Common& k = a.common;
-  const char* x = a.x + std::uint64_t{k.slice.token(own)} * a.x_stride;
-#pragma unroll 1
-  for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-    if (at != 0) {
-      payload.load(k, x, k.payload_bytes, at);
-      payload.prepare(k);
-    }
-    if (!payload.shows(k.payload_bytes, at)) looks_blank = true;
-    std::uint32_t nth = own;
-    visit_in_order(k, t.ranks, kPlain ? 0 : k.remote, [&](std::uint32_t rank) {
-      linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
-      char* row = s.rows_at[rank] + std::uint64_t{t.row_at(k, rank)} * k.dispatch.row_bytes;
-      payload.store(k, row, k.payload_bytes, at);
-      if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
-    });
-  }
+  std::uint32_t nth = own;
+  visit_in_order<kPlain>(k, t.ranks, [&](std::uint32_t rank) {
+    linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
+    char* row = t.row_at(rank);
+    payload.store(k, row, k.payload_bytes, at);
+    if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
+  });
 }
 
 // The tokens [first, first + n) of a unit. `early`: what was prepared of the first one.
 template <typename Mode, bool kPlain>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
-                                   EarlyLoads<Mode>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
+                                   EarlyLoads<Mode, kPlain>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
   const Common& k = a.common;
-  UnitPlan plan(k, s.plan);
+  UnitPlan<kPlain> plan(s.plan);
+  Payload<Mode>& payload = early.payload;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < n; ++i) {
-    Payload<Mode> payload = early.payload;
-    if (i + 1 < n) early.payload.load(k, a.x + std::uint64_t{k.slice.token(first + i + 1)} * a.x_stride, k.payload_bytes, 0);
-    if (i > 0) payload.prepare(k);
-    PlannedToken t = early.token;
+    PlannedToken<kPlain> t = early.token;
     if (n > 1) {
       const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
       t.choose(k, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
     }
     plan.place(a, first, i, s.plan, experts, t);
-    bool looks_blank = false;
-    store_token<Mode, kPlain>(a, step, first + i, payload, t, s, looks_blank);
-    if (looks_blank) unit.looks_blank[i] = true;
+    t.find_rows(k, s.rows_at);
+#pragma unroll 1
+    for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
+      // What comes next is loaded while this is stored.
+      const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
+      Payload<Mode> next;
+      if (!last)
+        next.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
+                  more ? at + Payload<Mode>::kBytes : 0);
+      if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
+      store_token<Mode, kPlain>(a, step, first + i, at, payload, t);
+      if (last) break;
+      next.prepare(k);
+      payload = next;
+    }
     if (warp_of_block() != kSenderWarps - 1) continue;
-    tell_rows(k, t, i, s, unit);
-    if (a.ids != nullptr) keep_in_plan(a, first + i, t);
+    tell_rows(k, t, i, unit);
+    if (kPlain || a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
   note(k, Stage::Stored);
 }
@@ -331,8 +345,8 @@ __device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32
 }
 
 // Before the senders meet: what they count, and what they have loaded.
-template <typename Mode>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode>& early,
+template <typename Mode, bool kPlain>
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kPlain>& early,
                                     SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
@@ -342,7 +356,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
     sending.counted = 0;
     sync_senders();
   }
-  if (a.ids != nullptr) count_tokens(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  if (kPlain || a.ids != nullptr) count_tokens<kPlain>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
   sending.counted = end;
   sending.early = false;
   if (unit < k.living) return;
@@ -357,7 +371,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
 // What the senders do once they have met.
 template <typename Mode, bool kPlain>
 __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, Sending& sending,
-                                 EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
+                                 EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   if (unit < k.living) {
     const std::uint32_t peer = k.order[unit];
@@ -382,7 +396,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
 // The units of a share: what this thread block's senders do together.
 template <typename Mode, bool kPlain>
 __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step, std::uint32_t share, Sending& sending,
-                                  EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
+                                  EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   for (std::uint32_t unit = share; unit < a.units; unit += gridDim.x) {
     prepare_unit(a, unit, sending, early, s, experts);
@@ -406,7 +420,7 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
 
 // The senders' part of a launch.
 template <typename Mode, bool kPlain>
-__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode>& early, SendShared& s, std::uint32_t* experts) {
+__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)

@@ -45,15 +45,11 @@ void measure_rows(Common& k) {
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
   k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
-  k.sent_strips = ceil_div(k.row_bytes, kSentVectors * 512);
   k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
-  k.runs = ceil_div(k.sent_strips, kStripsTogether);
   // What is divided: a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * k.received_strips;
   if (most * k.received_strips >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
-  k.by_sent_strips = Divider(k.sent_strips);
   k.by_received_strips = Divider(k.received_strips);
-  k.by_runs = Divider(k.runs);
 }
 
 }  // namespace

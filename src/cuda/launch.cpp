@@ -132,6 +132,9 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;
   a.y_stride = result.stride;
+  const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
+  const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
+  a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
   here.follow(stream, a.send);
   check(launch_combine(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {

@@ -31,13 +31,17 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 
 // ---- combine ----
 
-inline constexpr std::uint32_t kCombineWarps = 16;
+inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
-// 16 bytes each, that a lane sums at once: a strip of a row, larger where it is sent. Small steps give every strip to a warp of its
-// own; in large ones a warp has two after each other, and looks the row's places up once.
-inline constexpr int kSentVectors = 4, kReceivedVectors = 2;
+// 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
+// are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
+inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 1;
 inline constexpr std::uint32_t kStripsTogether = 2;
+// rows: as many as a rank may receive if all send it as many tokens as it does.
+constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {
+  return rows * strips <= std::uint64_t{kCombineWarps} * blocks;
+}
 
 // Where every warp would send several runs of strips, some of them receive from the start, while the link is behind.
 inline constexpr std::uint32_t kReceiversOfCombine = 4;

@@ -28,6 +28,10 @@ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
   emulation::maybe_yield();
   return __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
 }
+inline void add_relaxed(unsigned long long* word, unsigned long long more) {
+  emulation::maybe_yield();
+  __atomic_fetch_add(word, more, __ATOMIC_RELAXED);
+}
 inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   emulation::maybe_yield();
   __atomic_fetch_sub(word, less, __ATOMIC_ACQ_REL);

@@ -57,6 +57,21 @@ def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
+def test_rows_of_several_rounds() -> None:
+    """The senders of a thread block have a piece of each row at once. These have more pieces, and units are of several tokens."""
+    with Crew(2) as crew:
+        for wire in ("native", "fp8"):
+            case = Case(seed(), 2, num_experts=8, top_k=2, hidden=7696, max_tokens=9, wire=wire, steps=2)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+def test_more_units_than_warps() -> None:
+    """Several times: some warps of a combine only receive."""
+    with Crew(2, {"PPLX_EMULATION_SMS": "2"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=150, steps=12)
+        crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])

@@ -409,6 +409,13 @@ def _elsewhere(f: Any) -> Any:
     return value
 
 
+@dataclass
+class Combined:
+    """What combine() returned, in place of a handle."""
+
+    result: Any
+
+
 class Runner:
     """A rank's way through the steps of a case, up to in_flight of them open at once."""
 
@@ -493,7 +500,7 @@ class Runner:
         self._digest(d)
         return d
 
-    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | None:
+    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | Combined | None:
         step = self.steps[n]
         if step.released:
             d.release()
@@ -518,6 +525,8 @@ class Runner:
         how = step.how[self.rank]
         if how == "halves" or self.case.in_flight > 1:
             c = self.a2a.combine_send(expert_out, d, **options)
+        elif how == "whole":
+            c = Combined(self.a2a.combine(expert_out, d, **options))
         else:
             c = self.a2a.combine(expert_out, d, **options, async_op=True)
         expert_out.fill_(float("nan"))  # sent
@@ -525,9 +534,12 @@ class Runner:
             options["tail"].fill_(77.0)
         return c
 
-    def combine_recv(self, n: int, c: pc.Combining) -> None:
+    def combine_recv(self, n: int, c: pc.Combining | Combined) -> None:
         step, how = self.steps[n], self.steps[n].how[self.rank]
-        y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+        if isinstance(c, Combined):
+            y = c.result
+        else:
+            y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
         if step.tails is not None:
             y, tail = y
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
