@@ -10,7 +10,7 @@ import random
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -409,13 +409,6 @@ def _elsewhere(f: Any) -> Any:
     return value
 
 
-@dataclass
-class Combined:
-    """What combine() returned, in place of a handle."""
-
-    result: Any
-
-
 class Runner:
     """A rank's way through the steps of a case, up to in_flight of them open at once."""
 
@@ -433,9 +426,7 @@ class Runner:
             group = list(range(begin, min(begin + case.in_flight, case.steps)))
             if len(group) == 1:
                 d = self.dispatch(group[0])
-                combined = self.combine_send(group[0], d)
-                if combined is not None:
-                    self.combine_recv(group[0], combined)
+                self.combine(group[0], d)
                 continue
             # Every rank in an order of its own: what is in flight is apart. Only the sends are one sequence.
             opened = {n: self.dispatch_send(n) for n in group}
@@ -500,11 +491,22 @@ class Runner:
         self._digest(d)
         return d
 
-    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | Combined | None:
-        step = self.steps[n]
-        if step.released:
+    def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | None:
+        if self.steps[n].released:
             d.release()
             return None
+        apart = self.steps[n].how[self.rank] in ("halves", "whole") or self.case.in_flight > 1
+        return self._combine(self.a2a.combine_send if apart else functools.partial(self.a2a.combine, async_op=True), n, d)
+
+    def combine(self, n: int, d: pc.Dispatched) -> None:
+        """The step's second part, in one call where the step is whole."""
+        if self.steps[n].how[self.rank] == "whole" and not self.steps[n].released:
+            self._check_combined(n, self._combine(self.a2a.combine, n, d))
+        elif (c := self.combine_send(n, d)) is not None:
+            self.combine_recv(n, c)
+
+    def _combine(self, call: Callable[..., Any], n: int, d: pc.Dispatched) -> Any:
+        step = self.steps[n]
         expert_out = run_experts(self.case, self.rank, d, step.weighted)
         if step.strided[self.rank]:
             expert_out = _spread(expert_out, self.random)
@@ -522,24 +524,19 @@ class Runner:
             if step.start is not None:
                 out, options["accumulate"] = step.start[self.rank].clone(), True
             options["out"] = _spread(out, self.random) if step.strided[self.rank] else out
-        how = step.how[self.rank]
-        if how == "halves" or self.case.in_flight > 1:
-            c = self.a2a.combine_send(expert_out, d, **options)
-        elif how == "whole":
-            c = Combined(self.a2a.combine(expert_out, d, **options))
-        else:
-            c = self.a2a.combine(expert_out, d, **options, async_op=True)
+        result = call(expert_out, d, **options)
         expert_out.fill_(float("nan"))  # sent
         if step.tails is not None:
             options["tail"].fill_(77.0)
-        return c
+        return result
 
-    def combine_recv(self, n: int, c: pc.Combining | Combined) -> None:
-        step, how = self.steps[n], self.steps[n].how[self.rank]
-        if isinstance(c, Combined):
-            y = c.result
-        else:
-            y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+    def combine_recv(self, n: int, c: pc.Combining) -> None:
+        how = self.steps[n].how[self.rank]
+        y = _elsewhere(c.wait) if how == "other_thread" else c.wait() if how == "async" else self.a2a.combine_recv(c)
+        self._check_combined(n, y)
+
+    def _check_combined(self, n: int, y: Any) -> None:
+        step = self.steps[n]
         if step.tails is not None:
             y, tail = y
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
@@ -784,9 +781,7 @@ class Good:
         return d
 
     def combine(self, d: pc.Dispatched) -> None:
-        c = self.runner.combine_send(self.n, d)
-        assert c is not None
-        self.runner.combine_recv(self.n, c)
+        self.runner.combine(self.n, d)
         self.n += 1
 
     def step(self) -> None:
