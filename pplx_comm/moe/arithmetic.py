@@ -9,6 +9,7 @@ import torch
 
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 Codes = tuple[torch.Tensor, torch.Tensor]
@@ -16,23 +17,22 @@ Codes = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows as they were received: values, or codes with their scales."""
+    """Rows as they were received, one under the other: values, or codes with their scales, which Padded has by expert."""
 
     x: torch.Tensor
     scale: torch.Tensor | None
-    offsets: torch.Tensor
-    """Where each expert's are."""
+    where: Segments
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """As numbers. A block scale that is a power of two makes this exact in bfloat16."""
-        return self.x if self.scale is None else dequantise(self.x, self.scale, dtype, self.offsets)
+        return self.x if self.scale is None else dequantise(self.x, self.scale, dtype, self.where)
 
     def codes(self, subnormal: torch.Tensor | None = None) -> Codes:
         """As e4m3 with float32 scales per 1x128. MXFP8 adds to `subnormal` the codes that the change of scale made so."""
         if self.scale is None:
-            return quantise(self.x, self.offsets)
+            return quantise(self.x, self.where)
         if self.scale.dtype == torch.uint8:
-            codes, scale, became = rescale_mx(self.x, self.scale, self.offsets)
+            codes, scale, became = rescale_mx(self.x, self.scale, self.where)
             if subnormal is not None:
                 subnormal += became
             return codes, scale
@@ -65,21 +65,21 @@ class Precise:
 
     gate_up: torch.Tensor
     down_weights: torch.Tensor
-    offsets: torch.Tensor
+    where: Segments
     dtype: torch.dtype
     backend: str
 
     def up(self, rows: Rows) -> torch.Tensor:
-        return products.forward(rows.values(self.dtype), self.gate_up.to(self.dtype), self.offsets, self.backend)
+        return products.forward(rows.values(self.dtype), self.gate_up.to(self.dtype), self.where, self.backend)
 
     def down(self, h: torch.Tensor) -> torch.Tensor:
-        return products.forward(swiglu(h, self.offsets), self.down_weights.to(self.dtype), self.offsets, self.backend)
+        return products.forward(swiglu(h, self.where), self.down_weights.to(self.dtype), self.where, self.backend)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
-        return products.dgrad(g.values(self.dtype), self.down_weights.to(self.dtype), self.offsets, self.backend)
+        return products.dgrad(g.values(self.dtype), self.down_weights.to(self.dtype), self.where, self.backend)
 
     def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
-        return products.dgrad(dh, self.gate_up.to(self.dtype), self.offsets, self.backend)
+        return products.dgrad(dh, self.gate_up.to(self.dtype), self.where, self.backend)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Quantised:
 
     gate_up: Codes
     down_weights: Codes
-    offsets: torch.Tensor
+    where: Segments
     dtype: torch.dtype
     backend: str
     subnormal: torch.Tensor | None
@@ -101,13 +101,13 @@ class Quantised:
         return self._product(rows.codes(self.subnormal), self.gate_up, False)
 
     def down(self, h: torch.Tensor) -> torch.Tensor:
-        return self._product(swiglu_quantise(h, self.offsets), self.down_weights, False)
+        return self._product(swiglu_quantise(h, self.where), self.down_weights, False)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
         return self._product(g.codes(self.subnormal), self.down_weights, True)
 
     def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
-        return self._product(quantise(dh, self.offsets), self.gate_up, True)
+        return self._product(quantise(dh, self.where), self.gate_up, True)
 
     def _product(self, x: Codes, w: Codes, transposed: bool) -> torch.Tensor:
-        return products.scaled(x, w, self.offsets, transposed=transposed, dtype=self.dtype, backend=self.backend)
+        return products.scaled(x, w, self.where, transposed=transposed, dtype=self.dtype, backend=self.backend)

@@ -10,7 +10,7 @@ or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_q
 
 from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
-from pplx_comm.moe.grouped.products import scaled as scaled_grouped_mm
+from pplx_comm.moe.grouped.scaled import scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
 from pplx_comm.moe.routed import Extras, Options, Pass, receive, send
 from pplx_comm.moe.routing import (
@@ -22,12 +22,14 @@ from pplx_comm.moe.routing import (
     update_bias,
     z_loss,
 )
+from pplx_comm.moe.segments import Segments, segments
 from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 __all__ = [
     "Extras",
     "Options",
     "Pass",
+    "Segments",
     "choices",
     "choose",
     "dequantise",
@@ -40,6 +42,7 @@ __all__ = [
     "receive",
     "rescale_mx",
     "scaled_grouped_mm",
+    "segments",
     "send",
     "sigmoid_scores",
     "softmax_scores",

@@ -11,7 +11,7 @@ from torch import nn
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
-from pplx_comm.layouts import Ragged
+from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
 from pplx_comm.moe.routed import Options, Pass, send
@@ -47,6 +47,8 @@ class MoE(nn.Module):
     max_tokens_per_rank: the most that any rank passes in one call.
     max_rows: the most rows that a rank's experts can receive, padding included. More is never clipped silently: the next call
         raises on every rank. None is the worst case, if that is at most 1 GiB.
+    decode_tokens: for inference: calls of which the ranks know that none has more tokens than this take a path of their own, where
+        each expert has room for all of them (Padded), and whose products read each weight once; see forward(). 0 for none.
     router: how tokens choose; see RouterOptions.
     shared_intermediate: of an expert that all tokens visit, computed while tokens travel. 0 for none.
     shared_gate: that expert's output is multiplied with a sigmoid.
@@ -79,6 +81,7 @@ class MoE(nn.Module):
         compute: str | None = None,
         max_tokens_per_rank: int = 4096,
         max_rows: int | None = None,
+        decode_tokens: int = 0,
         router: RouterOptions | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
@@ -98,11 +101,23 @@ class MoE(nn.Module):
         quantised = _quantised(precision, compute)
         self.options = Options(quantised, gemm, scaled_gemm, recompute)
         align = 128 if quantised or precision != "bf16" else 16
-        layout = Ragged(align, zero_pad=not inference, max_rows=max_rows)
-        self.a2a: AllToAll = shared_all_to_all(
-            comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype,
-            wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
-        )  # fmt: skip
+        if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
+            raise Error(
+                f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
+            )
+
+        def over(tokens: int, layout: Ragged | Padded) -> AllToAll:
+            return shared_all_to_all(
+                comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype,
+                wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
+            )  # fmt: skip
+
+        self.decode_a2a = over(decode_tokens, Padded(align=align)) if decode_tokens else None
+        self.a2a = (
+            self.decode_a2a
+            if self.decode_a2a is not None and decode_tokens == max_tokens_per_rank
+            else over(max_tokens_per_rank, Ragged(align, zero_pad=not inference, max_rows=max_rows))
+        )
         device, kept = self.a2a.device, param_dtype or dtype
         share = -(-num_experts // comm.world_size)
         local = range(min(comm.rank * share, num_experts), min((comm.rank + 1) * share, num_experts))
@@ -127,11 +142,15 @@ class MoE(nn.Module):
             self.shared.reset_parameters(seed)
         self.aux_loss = torch.zeros((), device=self.a2a.device)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [..., hidden], this rank's tokens. Returns the same shape and dtype."""
-        return self.finish(self.begin(x))
+    def forward(self, x: torch.Tensor, most_tokens: int | None = None) -> torch.Tensor:
+        """x: [..., hidden], this rank's tokens. Returns the same shape and dtype.
 
-    def begin(self, x: torch.Tensor) -> Begun:
+        most_tokens: the most tokens that any rank has in this call, or more, if the ranks know: the same number on each. With
+            decode_tokens=, it decides the path that all of them take.
+        """
+        return self.finish(self.begin(x, most_tokens))
+
+    def begin(self, x: torch.Tensor, most_tokens: int | None = None) -> Begun:
         """The first half of a call: the router, the send half of dispatch, and the shared expert.
 
         What is computed before finish() runs while tokens travel. With in_flight=2 that may be another microbatch's first half;
@@ -140,9 +159,10 @@ class MoE(nn.Module):
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
         tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
+        a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(self.a2a, tokens, to)
+        one = _send(a2a, tokens, to)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, shared, x.shape, x.dtype)
 
@@ -150,6 +170,13 @@ class MoE(nn.Module):
         """The second half: the experts, and combine."""
         y: torch.Tensor = self.experts(begun.one.ticket, begun.one, self.options)
         return (y if begun.shared is None else y + begun.shared).reshape(begun.shape).to(begun.dtype)
+
+    def _path(self, tokens: int, most_tokens: int | None) -> AllToAll:
+        if most_tokens is None or self.decode_a2a is None:
+            return self.a2a
+        if tokens > most_tokens:
+            raise Error(f"MoE: {tokens} tokens, but most_tokens={most_tokens}")
+        return self.decode_a2a if most_tokens <= self.decode_a2a.max_tokens_per_rank else self.a2a
 
     def _note(self, to: Routing) -> None:
         self.aux_loss = to.loss

@@ -4,7 +4,7 @@ activations, gradients   a float32 per 1x128
 weights                  a float32 per 128x128, so that their transpose has the same codes
 MXFP8, as it travels     an e8m0 byte per 1x32, which becomes 1x128 for GEMMs that have no such blocks
 
-`offsets`, int32 [experts + 1], says how many rows there are. With it, on a GPU with Triton, each function is one kernel that reads
+`where` says where there are rows: d.offsets, or segments(d). With it, on a GPU with Triton, each function is one kernel that reads
 and writes no others; without, or elsewhere, it is torch's operators on all rows.
 """
 
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from pplx_comm.moe.kernels import launch
 from pplx_comm.moe.kernels.usable import usable
+from pplx_comm.moe.segments import Segments
 
 BLOCK, MX_BLOCK = 128, 32
 E4M3 = torch.float8_e4m3fn
@@ -45,10 +46,10 @@ def _padded(x: torch.Tensor, *multiples: int) -> torch.Tensor:
     return F.pad(x, pads) if any(pads) else x
 
 
-def quantise(x: torch.Tensor, offsets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise(x: torch.Tensor, where: torch.Tensor | Segments | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [rows, n]. e4m3 codes of the same shape, and float32 [rows, ceil(n / 128)]. As wire="fp8_ue8m0" does it."""
-    if offsets is not None and usable(x.device):
-        return launch.quantise(x, offsets)
+    if where is not None and usable(x.device):
+        return launch.quantise(x, Segments.of(where))
     values = _padded(x.float(), BLOCK).unflatten(-1, (-1, BLOCK))
     scale = power_of_two_scale(values.abs().amax(-1))
     return _codes(values, scale[..., None]).flatten(-2)[..., : x.shape[-1]].contiguous(), scale
@@ -66,14 +67,15 @@ def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def dequantise(
-    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, offsets: torch.Tensor | None = None
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, where: torch.Tensor | Segments | None = None
 ) -> torch.Tensor:
     """What codes [rows, n] and their scales mean. With scales that are powers of two, bfloat16 holds it exactly.
 
-    scale: float32 per 128 elements, or e8m0 bytes (uint8) per 32.
+    scale: float32 per 128 elements, or e8m0 bytes (uint8) per 32; [rows, blocks], or by expert as d.scale of Padded.
     """
-    if offsets is not None and usable(codes.device):
-        return launch.dequantise(codes, scale, dtype, offsets)
+    if where is not None and usable(codes.device):
+        return launch.dequantise(codes, scale, dtype, Segments.of(where))
+    scale = scale.flatten(0, -2)
     numbers, block = (e8m0_numbers(scale), MX_BLOCK) if scale.dtype == torch.uint8 else (scale, BLOCK)
     values = _padded(codes.float(), block).unflatten(-1, (-1, block)) * numbers[..., None]
     return values.flatten(-2)[..., : codes.shape[-1]].to(dtype)
@@ -94,15 +96,16 @@ def e8m0_numbers(scale: torch.Tensor) -> torch.Tensor:
 
 
 def rescale_mx(
-    codes: torch.Tensor, scale: torch.Tensor, offsets: torch.Tensor | None = None
+    codes: torch.Tensor, scale: torch.Tensor, where: torch.Tensor | Segments | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """MXFP8 for GEMMs with a float32 per 1x128: codes of four blocks move to the largest of their scales.
 
     That is exact but for codes that become subnormal, whose number is the third result (int64, on the device). A block of zeros
     says nothing about the scale, though it has one.
     """
-    if offsets is not None and usable(codes.device):
-        return launch.rescale_mx(codes, scale, offsets)
+    if where is not None and usable(codes.device):
+        return launch.rescale_mx(codes, scale, Segments.of(where))
+    scale = scale.flatten(0, -2)
     n = codes.shape[-1]
     values = _padded(codes.float(), BLOCK).unflatten(-1, (-1, BLOCK // MX_BLOCK, MX_BLOCK))
     exponent = _padded(scale.to(torch.int32) - _E8M0_BIAS, BLOCK // MX_BLOCK).unflatten(-1, (-1, BLOCK // MX_BLOCK))

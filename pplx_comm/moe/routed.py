@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Plan
-from pplx_comm.layouts import Ragged
+from pplx_comm.layouts import Compact, Padded, Ragged
 from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
+from pplx_comm.moe.segments import Segments, segments
 from pplx_comm.moe.swiglu import swiglu_backward
 
 RECOMPUTE = ("nothing", "activations", "dispatch")
@@ -86,10 +87,13 @@ class Pass:
 def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
     """Begins a pass: the send half of dispatch. Every rank calls it.
 
-    a2a: of layout Ragged, for gradients with zero_pad=True. x: [tokens, hidden]. ids, weights: [tokens, top_k].
+    a2a: of layout Ragged, for gradients with zero_pad=True; without gradients also of layout Padded, for few tokens.
+    x: [tokens, hidden]. ids, weights: [tokens, top_k].
     """
-    if not isinstance(a2a.layout, Ragged):
-        raise Error(f"send: rows must lie as Ragged lays them, not as {a2a.layout}")
+    if isinstance(a2a.layout, Compact):
+        raise Error("send: rows must lie as Ragged or Padded lays them, not as Compact does")
+    if isinstance(a2a.layout, Padded) and torch.is_grad_enabled():
+        raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
     one.ticket = _Send.apply(x, weights, ids, one)
     return one
@@ -135,14 +139,14 @@ class _Receive(torch.autograd.Function):
             raise Error("receive: this pass has ended already")
         d = a2a.dispatch_recv(sent)
         rows = _received(a2a, d)
-        offsets = rows.offsets
-        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, extras)
+        arithmetic = _arithmetic(a2a, gate_up, down, rows.where, options, extras)
         h = arithmetic.up(rows)
-        y = a2a.combine(arithmetic.down(h), d)
+        out = arithmetic.down(h)
+        y = a2a.combine(out.view_as(d.x) if rows.where.room else out, d)
         ctx.one, ctx.options, ctx.extras, ctx.sender = one, options, extras, sender
         kept = _kept(rows, h, one.x, options.recompute)
         one.x = None
-        ctx.save_for_backward(gate_up, down, offsets, *kept)
+        ctx.save_for_backward(gate_up, down, rows.where.where, *kept)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -151,14 +155,15 @@ class _Receive(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         one, options, extras, a2a = ctx.one, ctx.options, ctx.extras, ctx.one.a2a
         gate_up, down, offsets, x, scale, h = ctx.saved_tensors
-        arithmetic = _arithmetic(a2a, gate_up, down, offsets, options, extras)
-        rows = Rows(x, scale, offsets) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
+        where = Segments(offsets)
+        arithmetic = _arithmetic(a2a, gate_up, down, where, options, extras)
+        rows = Rows(x, scale, where) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
         if h is None:
             h = arithmetic.up(rows)
         g = a2a.dispatch(dy.contiguous(), plan=one.plan)
         came = _received(a2a, g)
         assert g.weights is not None
-        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], offsets)
+        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
         if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
             # The weights' gradients need no other rank, and follow while this is on its way.
             one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
@@ -166,9 +171,9 @@ class _Receive(torch.autograd.Function):
             g.release()
         d_up = d_down = None
         if ctx.needs_input_grad[1]:
-            d_up = _weight_gradient(dh, rows.values(a2a.dtype), offsets, gate_up, extras.main_gate_up, options.backend)
+            d_up = _weight_gradient(dh, rows.values(a2a.dtype), where, gate_up, extras.main_gate_up, options.backend)
         if ctx.needs_input_grad[2]:
-            d_down = _weight_gradient(came.values(a2a.dtype), weighted, offsets, down, extras.main_down, options.backend)
+            d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, options.backend)
         return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None, None
 
 
@@ -177,13 +182,16 @@ def _received(a2a: AllToAll, d: Dispatched) -> Rows:
 
     With max_rows there may be more than there is room for, which the next call reports.
     """
+    if isinstance(a2a.layout, Padded):
+        # The room is what all ranks' tokens together can be.
+        return Rows(d.x.flatten(0, 1), d.scale, segments(d, -(-d.x.shape[1] * a2a.top_k // a2a.num_experts)))
     offsets = d.offsets
     assert offsets is not None
     assert isinstance(a2a.layout, Ragged)
     if a2a.layout.max_rows is not None:
         offsets = offsets.clamp(max=len(d.x))
     used = len(d.x) if d.x.device.type == "cuda" else int(offsets[-1])
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], offsets)
+    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], Segments(offsets))
 
 
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
@@ -199,18 +207,18 @@ def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor | None, recompute: str) -
 
 
 def _arithmetic(
-    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, offsets: torch.Tensor, options: Options, extras: Extras
+    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, where: Segments, options: Options, extras: Extras
 ) -> Arithmetic:
     if not options.quantised:
-        return Precise(gate_up, down, offsets, a2a.dtype, options.backend)
+        return Precise(gate_up, down, where, a2a.dtype, options.backend)
     codes = extras.codes or Quantised.weights(gate_up, down)
-    return Quantised(*codes, offsets, a2a.dtype, options.scaled_backend, extras.subnormal)
+    return Quantised(*codes, where, a2a.dtype, options.scaled_backend, extras.subnormal)
 
 
 def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, main: torch.Tensor | None, backend: str
+    dy: torch.Tensor, x: torch.Tensor, where: Segments, weight: torch.Tensor, main: torch.Tensor | None, backend: str
 ) -> torch.Tensor | None:
     if main is None:
-        return products.wgrad(dy, x, offsets, torch.empty_like(weight), False, backend)
-    products.wgrad(dy, x, offsets, main, True, backend)
+        return products.wgrad(dy, x, where, torch.empty_like(weight), False, backend)
+    products.wgrad(dy, x, where, main, True, backend)
     return None

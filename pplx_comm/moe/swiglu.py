@@ -1,6 +1,6 @@
 """The activation between an expert's two products.
 
-`offsets`, int32 [experts + 1], says how many rows there are. With it, on a GPU with Triton, each function is one kernel that reads
+`where` says where there are rows: d.offsets, or segments(d). With it, on a GPU with Triton, each function is one kernel that reads
 and writes no others; without, or elsewhere, it is torch's operators on all rows.
 """
 
@@ -12,36 +12,37 @@ from torch.nn import functional as F
 from pplx_comm.moe.kernels import launch
 from pplx_comm.moe.kernels.usable import usable
 from pplx_comm.moe.quantise import quantise
+from pplx_comm.moe.segments import Segments
 
 
-def swiglu(h: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+def swiglu(h: torch.Tensor, where: torch.Tensor | Segments | None = None) -> torch.Tensor:
     """h: [rows, 2 * intermediate], gates before ups. silu(gate) * up in float32, rounded once to h's dtype."""
-    if offsets is not None and usable(h.device):
-        return launch.swiglu(h, offsets)
+    if where is not None and usable(h.device):
+        return launch.swiglu(h, Segments.of(where))
     gate, up = h.float().chunk(2, -1)
     return (F.silu(gate) * up).to(h.dtype)
 
 
-def swiglu_quantise(h: torch.Tensor, offsets: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_quantise(h: torch.Tensor, where: torch.Tensor | Segments | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """e4m3 codes [rows, intermediate] of swiglu(h), and their float32 scales per 1x128.
 
     The activation is rounded to h's dtype first, as if it were stored between.
     """
-    if offsets is not None and usable(h.device):
-        return launch.swiglu_quantise(h, offsets)
+    if where is not None and usable(h.device):
+        return launch.swiglu_quantise(h, Segments.of(where))
     return quantise(swiglu(h))
 
 
 def swiglu_backward(
-    h: torch.Tensor, da: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor | None = None
+    h: torch.Tensor, da: torch.Tensor, weights: torch.Tensor, where: torch.Tensor | Segments | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For y = weight * (a @ down^T) with a = swiglu(h), and da the gradient of a without the weight.
 
     Returns the gradient of h; weight * a, which the gradient of down wants; and the gradient of each row's weight. That one is
-    <da, a>, so nobody keeps what the expert returned.
+    <da, a>, so nobody keeps what the expert returned. Rows lie as Ragged lays them.
     """
-    if offsets is not None and usable(h.device):
-        return launch.swiglu_backward(h, da, weights, offsets)
+    if where is not None and usable(h.device):
+        return launch.swiglu_backward(h, da, weights, Segments.of(where))
     gate, up = h.float().chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid

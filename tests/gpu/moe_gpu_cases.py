@@ -11,6 +11,7 @@ from moe_reference import MoECase, error, expected, make_world
 from pplx_comm.moe.grouped import choose, triton_mm, triton_scaled
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.quantise import quantise, quantise_weights
+from pplx_comm.moe.segments import Segments
 
 
 def host_waits_for_nothing(me: Any, case: MoECase) -> dict[str, Any]:
@@ -61,7 +62,7 @@ def products(me: Any, seed: int) -> dict[str, float]:
     torch.cuda.set_device(me.rank % torch.cuda.device_count())
     found = {}
     for spread in ((128, 128, 128, 128), (512, 0, 48, 16), (0, 0, 1024, 0)):
-        offsets = torch.tensor([0, *spread], device="cuda").cumsum(0, dtype=torch.int32)
+        where = Segments(torch.tensor([0, *spread], device="cuda").cumsum(0, dtype=torch.int32))
         used, rows, n, k = sum(spread), sum(spread) + 256, 1536, 2048
         g = torch.Generator(device="cuda").manual_seed(seed)
         x, dy, w = (torch.randn(*shape, device="cuda", generator=g).bfloat16() for shape in ((rows, k), (rows, n), (4, n, k)))
@@ -69,17 +70,15 @@ def products(me: Any, seed: int) -> dict[str, float]:
         loop = Loop()
         for tma in (False, True):
             kernel, name = triton_mm.TritonGroupedMm(tma), f"{spread} {tma}"
-            found[f"forward {name}"] = error(
-                kernel.forward(x, w, offsets)[:used], loop.forward(x, w, offsets)[:used].cpu().double()
-            )
-            found[f"dgrad {name}"] = error(kernel.dgrad(dy, w, offsets)[:used], loop.dgrad(dy, w, offsets)[:used].cpu().double())
+            found[f"forward {name}"] = error(kernel.forward(x, w, where)[:used], loop.forward(x, w, where)[:used].cpu().double())
+            found[f"dgrad {name}"] = error(kernel.dgrad(dy, w, where)[:used], loop.dgrad(dy, w, where)[:used].cpu().double())
             seen, wanted = (torch.ones(4, n, k, device="cuda") for _ in range(2))
-            kernel.wgrad(dy, x, offsets, seen, True)
-            loop.wgrad(dy, x, offsets, wanted, True)
+            kernel.wgrad(dy, x, where, seen, True)
+            loop.wgrad(dy, x, where, wanted, True)
             found[f"wgrad {name}"] = error(seen, wanted.cpu().double())
             codes, weights = quantise(x), quantise_weights(w)
             seen, wanted = (
-                each.product(codes, weights, offsets, False, torch.float32)
+                each.product(codes, weights, where, False, torch.float32)
                 for each in (triton_scaled.TritonScaledMm(tma), ScaledLoop())
             )
             found[f"codes {name}"] = error(seen[:used], wanted[:used].cpu().double())

@@ -141,6 +141,20 @@ def experts_alone(me: Any, case: MoECase) -> dict[str, Any]:
     return {"same": same, "open": closed + layer.a2a.stats()["open_steps"]}
 
 
+def decoding(me: Any, case: MoECase, decode_tokens: int) -> dict[str, Any]:
+    """Calls of few tokens and of many, in turn, of a layer for inference; and how many steps went which way."""
+    world = make_world(case)
+    layer = make_layer(me, case, world, inference=True, decode_tokens=decode_tokens)
+    x, most, wanted = taken(layer, world.x[me.rank]), max(case.tokens), expected(case, world, me.rank).y
+    found = {}
+    with torch.no_grad():
+        for name, known in (("few", most), ("many", 64), ("unknown", None), ("few again", most)):
+            found[name] = error(layer(x, known), wanted)
+    assert layer.decode_a2a is not None
+    steps = [a2a.stats()["steps"] for a2a in (layer.decode_a2a, layer.a2a)]
+    return {"errors": found, "steps": steps}
+
+
 def too_few_rows(me: Any, case: MoECase) -> str:
     layer = make_layer(me, case, world := make_world(case), max_rows=16)
     x = taken(layer, world.x[me.rank])

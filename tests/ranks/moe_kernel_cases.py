@@ -17,12 +17,13 @@ from pplx_comm.moe.grouped import triton_mm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.kernels import launch
+from pplx_comm.moe.segments import Segments
 
 USED, ROWS = 272, 300
 
 
-def segments(*sizes: int) -> torch.Tensor:
-    return torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
+def segments(*sizes: int) -> Segments:
+    return Segments(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32))
 
 
 SPREADS = {"zipf": segments(192, 64, 16, 0, 0), "hot": segments(0, 0, 0, USED, 0), "even": segments(48, 64, 48, 64, 48)}
@@ -44,25 +45,25 @@ def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
 def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
     """Forward and both gradients, on tiles of the usual size or on small ones, of which there are many."""
     if small:
-        triton_mm.shape_of_rows = lambda rows, experts: triton_mm.Shape(32, 64, 32, 2, 4, 2)
+        triton_mm.shape_of_rows = lambda average: triton_mm.Shape(32, 64, 32, 2, 4, 2)
         triton_mm.SHAPE_OF_WEIGHTS = triton_mm.Shape(64, 32, 32, 2, 4, 2)
-    offsets, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
+    where, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
     height, width = 160, 72
     x, dy, w = normal(seed, ROWS, width).half(), normal(seed, ROWS, height).half(), normal(seed, 5, height, width).half()
     found = {
-        "forward": error(kernel.forward(x, w, offsets)[:USED], loop.forward(x, w, offsets)[:USED]),
-        "dgrad": error(kernel.dgrad(dy, w, offsets)[:USED], loop.dgrad(dy, w, offsets)[:USED]),
+        "forward": error(kernel.forward(x, w, where)[:USED], loop.forward(x, w, where)[:USED]),
+        "dgrad": error(kernel.dgrad(dy, w, where)[:USED], loop.dgrad(dy, w, where)[:USED]),
     }
     for accumulate in (False, True):
         seen, wanted = (torch.full(w.shape, 2.0) for _ in range(2))
-        kernel.wgrad(dy, x, offsets, seen, accumulate)
-        loop.wgrad(dy, x, offsets, wanted, accumulate)
+        kernel.wgrad(dy, x, where, seen, accumulate)
+        loop.wgrad(dy, x, where, wanted, accumulate)
         found[f"wgrad {accumulate}"] = error(seen, wanted)
     return found
 
 
 def products_of_codes(me: Any, spread: str, tma: bool, seed: int) -> dict[str, float]:
-    offsets, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
+    where, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
     height, width = 192, 320
     w = quantise.quantise_weights(normal(seed, 5, height, width))
     found = {}
@@ -71,7 +72,7 @@ def products_of_codes(me: Any, spread: str, tma: bool, seed: int) -> dict[str, f
         for layout in ("row", "tma"):
             if layout == "tma":
                 scale = scale.mT.contiguous().mT
-            seen, wanted = (each.product((codes, scale), w, offsets, transposed, torch.float32) for each in (kernel, loop))
+            seen, wanted = (each.product((codes, scale), w, where, transposed, torch.float32) for each in (kernel, loop))
             found[f"{transposed} {layout}"] = error(seen[:USED], wanted[:USED])
     return found
 
@@ -89,26 +90,70 @@ def same(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def formats(me: Any, seed: int) -> dict[str, bool]:
-    offsets, found = SPREADS["zipf"], {}
+    where, found = SPREADS["zipf"], {}
     for width in (128, 320):
         x = normal(seed, ROWS, width) * normal(seed, ROWS, 1).abs().log2().round().mul(8).exp2()
         x[3], x[4, :128], x[5, 9] = 0, 0, torch.inf
-        (codes, scale), (wanted, wanted_scale) = launch.quantise(x, offsets), quantise.quantise(x)
+        (codes, scale), (wanted, wanted_scale) = launch.quantise(x, where), quantise.quantise(x)
         found[f"quantise {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
         clean = wanted.clone()
         clean.view(torch.uint8)[5] = 0  # the interpreter knows no NaN in e4m3
-        seen = launch.dequantise(clean, wanted_scale, torch.float32, offsets)
+        seen = launch.dequantise(clean, wanted_scale, torch.float32, where)
         found[f"dequantise {width}"] = same_numbers(seen, quantise.dequantise(clean, wanted_scale))
         x = normal(seed, ROWS, width) * torch.tensor([1.0, 2.0**-9, 2.0**5, 2.0**-30]).repeat(width)[:width]
         x[USED:], x[3, :96], x[4] = 1, 0, 0
         mx = reference.quantise(x, "mxfp8")
         (codes, scale, became), (wanted, wanted_scale, as_wanted) = (
-            launch.rescale_mx(*mx, offsets),
+            launch.rescale_mx(*mx, where),
             quantise.rescale_mx(*(t[:USED] for t in mx)),
         )
         found[f"rescale {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted) and int(became) == int(as_wanted) > 0
-        seen = launch.dequantise(*mx, torch.float32, offsets)
+        seen = launch.dequantise(*mx, torch.float32, where)
         found[f"e8m0 {width}"] = same_numbers(seen, quantise.dequantise(*mx))
+    return found
+
+
+def padded(me: Any, seed: int) -> dict[str, bool]:
+    """Rows with a room for each expert, of which one has none and one more than there is room for: all that takes them."""
+    room, width, height = 24, 320, 160
+    where = Segments(torch.tensor([3, 0, room + 5, 17, 16], dtype=torch.int32), room, 8)
+    there = torch.arange(5 * room) % room < where.where.repeat_interleave(room)
+
+    def rows(n: int) -> torch.Tensor:
+        t = torch.randn(5 * room, n, generator=torch.Generator().manual_seed(seed + n))
+        return t.masked_fill(~there[:, None], torch.nan).half()
+
+    def right(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return error(seen.flatten(0, -2)[there], wanted.flatten(0, -2)[there]) < 1e-3
+
+    def codes_right(seen: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        whole = [t[there].repeat(USED, 1)[:USED] for t in (seen[0].float(), wanted[0].float())]
+        return right(seen[1], wanted[1]) and same_codes(*whole)
+
+    x, w = rows(width), normal(seed, 5, height, width).half()
+    found = {
+        f"product {tma}": right(triton_mm.TritonGroupedMm(tma).forward(x, w, where), Loop().forward(x, w, where))
+        for tma in (False, True)
+    }
+    h, clean = rows(2 * width), x.masked_fill(~there[:, None], 1)
+    found["swiglu"] = right(launch.swiglu(h, where), swiglu.swiglu(h))
+    codes, scale = launch.quantise(x, where)
+    assert scale.shape == (5, room, 3) and scale.stride(-2) == 1
+    found["quantise"] = codes_right((codes, scale), quantise.quantise(x))
+    found["activated"] = codes_right(launch.swiglu_quantise(h, where), quantise.quantise(swiglu.swiglu(h)))
+    numbers = quantise.dequantise(codes, scale)
+    found["dequantise"] = right(
+        launch.dequantise(codes, scale, torch.float32, where), torch.where(codes.float().abs() < 2.0**-6, 0, numbers)
+    )
+    mx = reference.quantise(clean.float(), "mxfp8")
+    by_expert = mx[1].unflatten(0, (5, room))
+    found["rescale"] = codes_right(launch.rescale_mx(mx[0], by_expert, where)[:2], quantise.rescale_mx(*mx)[:2])
+    of_weights = quantise.quantise_weights(w.float())
+    for tma in (False, True):
+        pair = (
+            each.product((codes, scale), of_weights, where, False, torch.float32) for each in (TritonScaledMm(tma), ScaledLoop())
+        )
+        found[f"product of codes {tma}"] = right(*pair)
     return found
 
 
@@ -130,13 +175,13 @@ def same_numbers(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def activations(me: Any, seed: int) -> dict[str, float | bool]:
-    offsets, found = SPREADS["even"], {}
+    where, found = SPREADS["even"], {}
     for width in (128, 200):
         h, da, weights = normal(seed, ROWS, 2 * width).half(), normal(seed, ROWS, width).half(), normal(seed, ROWS)
-        found[f"forward {width}"] = error(launch.swiglu(h, offsets)[:USED], swiglu.swiglu(h)[:USED]) < 1e-4
-        pairs = zip(launch.swiglu_backward(h, da, weights, offsets), swiglu.swiglu_backward(h, da, weights), strict=True)
+        found[f"forward {width}"] = error(launch.swiglu(h, where)[:USED], swiglu.swiglu(h)[:USED]) < 1e-4
+        pairs = zip(launch.swiglu_backward(h, da, weights, where), swiglu.swiglu_backward(h, da, weights), strict=True)
         found[f"backward {width}"] = max(error(a[:USED], b[:USED]) for a, b in pairs) < 1e-4
-        (codes, scale), (wanted, wanted_scale) = launch.swiglu_quantise(h, offsets), quantise.quantise(swiglu.swiglu(h))
+        (codes, scale), (wanted, wanted_scale) = launch.swiglu_quantise(h, where), quantise.quantise(swiglu.swiglu(h))
         found[f"codes {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
     return found
 
@@ -150,11 +195,10 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
     from pplx_comm.moe.kernels import activation, formats, grouped, scaled
 
     triton.knobs.cache.dir = cache
-    rows, counts = (
-        {"ROWS": 16, "BLOCK": 128},
-        dict.fromkeys(("experts", "rows", "inner", "width", "height", "row_stride", "scale_stride"), "i32"),
-    )
-    counts["offsets"] = "*i32"
+    rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
+    strides = [f"{of}{name}" for of in ("", "out_") for name in ("row_stride", "scale_stride", "skew")]
+    counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
+    counts |= {"where": "*i32", "offsets": "*i32"}
     f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
     grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
     variants: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
@@ -188,7 +232,12 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
         variants.append((scaled.scaled_rows_by_weights, types, tiles))
     found: dict[str, int] = {}
-    for number, (kernel, types, constants) in enumerate(variants):
+    both = [
+        (*variant, padded) for variant in variants for padded in (False, True) if not padded or "PADDED" in variant[0].arg_names
+    ]
+    for number, (kernel, types, constants, padded) in enumerate(both):
+        if "PADDED" in kernel.arg_names:
+            constants = {"EXPERTS": 32, "PADDED": padded, **constants}
         signature = {name: types.get(name) or counts.get(name) or "constexpr" for name in kernel.arg_names}
         constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         aligned = {

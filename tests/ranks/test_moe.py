@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from harness import Crews, seed
+from harness import Crews, run_ranks, seed
 from moe_reference import MoECase, make_world, run
 
 BF16, FP8_WIRE, FP8 = 0.006, 0.045, 0.08
@@ -89,6 +89,18 @@ def test_layers_in_flight(crew: Crews, precision: str) -> None:
 def test_gradients_of_experts_alone(crew: Crews) -> None:
     for found in crew.run("moe_cases:experts_alone", MoECase(seed(), crew.world_size, "zipf")):
         assert found == {"same": True, "open": 0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "decode_tokens", "limit"), [("bf16", 24, BF16), ("bf16", 64, BF16), ("fp8", 24, FP8), ("mxfp8", 24, FP8)]
+)
+def test_decoding(precision: str, decode_tokens: int, limit: float) -> None:
+    """Few tokens take a path of their own, if all ranks know that they are few. Also where that is all there is."""
+    sizes = {"hidden": 256, "intermediate": 192, "num_experts": 7, "top_k": 3, "shared": 0}
+    case = MoECase(seed(), 2, "zipf", precision, None, "bfloat16", **sizes)
+    for found in run_ranks(2, "moe_cases:decoding", case, decode_tokens):
+        assert max(found["errors"].values()) < limit, found
+        assert found["steps"] == ([2, 2] if decode_tokens == 24 else [4, 4]), found
 
 
 @two_ranks

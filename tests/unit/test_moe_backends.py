@@ -82,9 +82,29 @@ def contiguous(a: Any, b: Any, out: torch.Tensor, ends: torch.Tensor, use_psum_l
 def test_what_deepgemm_is_given(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=contiguous))
     g = torch.Generator().manual_seed(seed())
-    offsets = torch.tensor([0, 128, 128, 384], dtype=torch.int32)
+    where = F.Segments(torch.tensor([0, 128, 128, 384], dtype=torch.int32))
     x = F.quantise(torch.randn(512, 256 if transposed else 128, generator=g))
     w = F.quantise_weights(torch.randn(3, 256, 128, generator=g))
-    seen, wanted = (each.product(x, w, offsets, transposed, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
+    seen, wanted = (each.product(x, w, where, transposed, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
     assert (seen[:384].float() - wanted[:384].float()).norm() < 1e-3 * wanted[:384].float().norm()
-    assert not DeepGemm().takes(w[0])  # on a CPU
+    assert not DeepGemm().takes(w[0], where)  # on a CPU
+
+
+def masked(a: Any, b: Any, out: torch.Tensor, counts: torch.Tensor, expected: int) -> None:
+    """As DeepGEMM's documentation has it: [experts, rows, k], of which each expert's first rows are there."""
+    (x, x_scale), (w, w_scale) = a, b
+    assert x.shape[:2] == out.shape[:2] == x_scale.shape[:2] and x.shape[1] % 128 == 0 and isinstance(expected, int)
+    for e, n in enumerate(counts.tolist()):
+        weights = F.dequantise_weights(w[e : e + 1], w_scale[e : e + 1])[0]
+        out[e, :n] = (F.dequantise(x[e, :n], x_scale[e, :n]) @ weights.mT).to(out.dtype)
+
+
+def test_what_deepgemm_is_given_of_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_fp4_gemm_nt_masked=masked))
+    g = torch.Generator().manual_seed(seed())
+    where = F.Segments(torch.tensor([5, 0, 128], dtype=torch.int32), 128, 40)
+    codes, scale = F.quantise(torch.randn(384, 256, generator=g))
+    x, w = (codes, scale.unflatten(0, (3, 128))), F.quantise_weights(torch.randn(3, 128, 256, generator=g))
+    seen, wanted = (each.product(x, w, where, False, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
+    for rows in (slice(0, 5), slice(256, 384)):
+        assert (seen[rows].float() - wanted[rows].float()).norm() < 1e-3 * wanted[rows].float().norm()

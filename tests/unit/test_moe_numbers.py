@@ -122,7 +122,7 @@ def test_grouped_products(backend: str) -> None:
         assert (a.double() - b).norm() / b.norm() < 0.004
     assert not w.grad[1].any()
     total = torch.ones(4, 48, 64)
-    products.wgrad(dy, x.detach(), OFFSETS, total, True, backend)
+    products.wgrad(dy, x.detach(), F.Segments(OFFSETS), total, True, backend)
     assert (total.double() - 1 - dw).norm() / dw.norm() < 0.004
 
 
@@ -176,6 +176,26 @@ def test_a_layer_of_pieces(comm: pc.Communicator) -> None:
 
 def test_rows_that_lie_otherwise(comm: pc.Communicator) -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    a2a = pc.AllToAll(comm, num_experts=4, top_k=1, hidden=64, max_tokens_per_rank=8, layout=pc.Padded())
-    with a2a, pytest.raises(pc.Error, match="Ragged"):
-        F.send(a2a, torch.zeros(1, 64, dtype=torch.bfloat16), ids, torch.ones(1, 1))
+    x, shape = torch.zeros(1, 64, dtype=torch.bfloat16), {"num_experts": 4, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 8}
+    for layout, match in ((pc.Padded(), "no_grad"), (pc.Compact(), "Compact")):
+        with pc.AllToAll(comm, layout=layout, **shape) as a2a, pytest.raises(pc.Error, match=match):
+            F.send(a2a, x, ids, torch.ones(1, 1))
+    with pc.AllToAll(comm, layout=pc.Compact(), **shape) as a2a, pytest.raises(pc.Error, match="Compact"):
+        F.segments(a2a.dispatch(x, ids))
+
+
+def test_products_of_padded_rows(comm: pc.Communicator) -> None:
+    """Behind a dispatch, with products that take rows so; and without gradients."""
+    a2a = pc.AllToAll(comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8, layout=pc.Padded(align=16))
+    x, w, ids = normal(8, 64).bfloat16(), normal(4, 48, 64).bfloat16(), torch.tensor([[0, 2]] * 5 + [[2, 3]] * 3)
+    with a2a:
+        d = a2a.dispatch(x, ids)
+        rows, where = d.x.flatten(0, 1), F.segments(d)
+        assert (where.experts, where.room) == (4, d.x.shape[1]) and [e for e, _ in where.slices()] == [0, 2, 3]
+        for backend in ("loop", "torch"):
+            y = F.grouped_mm(rows, w, where, backend).unflatten(0, (4, -1))
+            for e, n in enumerate(d.counts.tolist()):
+                wanted = d.x[e, :n].double() @ w[e].double().mT
+                assert n == 0 or (y[e, :n].double() - wanted).norm() < 0.004 * wanted.norm()
+        with pytest.raises(pc.Error, match="no gradients"):
+            F.grouped_mm(rows, w.requires_grad_(), where).sum().backward()

@@ -1,7 +1,7 @@
 """What multiplies the rows of each expert with that expert's weights: the interface that all backends have.
 
-Rows lie as dispatch writes them with Ragged: expert e's are offsets[e] up to offsets[e + 1], padding included. Rows behind the last
-offset are never read, and what results have there is undefined. A backend that makes the host wait says so.
+Rows lie as dispatch writes them, with Ragged or with Padded: see pplx_comm.moe.segments. Rows of no expert count for nothing, and
+results have anything there. Gradients are for rows as Ragged lays them. A backend that makes the host wait says so.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+
+from pplx_comm.moe.segments import Segments
 
 
 class Backend(Protocol):
@@ -22,15 +24,15 @@ class Backend(Protocol):
         """Whether it runs there with that."""
         ...
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         """x: [rows, k], w: [experts, n, k]. Returns x @ w^T: [rows, n]."""
         ...
 
-    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         """dy: [rows, n], w: [experts, n, k]. Returns dy @ w: [rows, k]."""
         ...
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool) -> None:
         """dy: [rows, n], x: [rows, k], out: [experts, n, k] of any dtype, to write or to add dy^T @ x to.
 
         Padding must be zero in both: it counts as rows.
@@ -44,19 +46,21 @@ class ScaledBackend(Protocol):
     name: str
     waits: bool
 
-    def takes(self, codes: torch.Tensor) -> bool:
-        """Whether it runs with weights of this shape, where they are."""
+    def takes(self, codes: torch.Tensor, where: Segments) -> bool:
+        """Whether it runs with weights of this shape, where they are, and with rows that lie so."""
         ...
 
     def product(
         self,
         x: tuple[torch.Tensor, torch.Tensor],
         w: tuple[torch.Tensor, torch.Tensor],
-        offsets: torch.Tensor,
+        where: Segments,
         transposed: bool,
         dtype: torch.dtype,
     ) -> torch.Tensor:
         """Codes and scales of [rows, k] and [experts, n, k]: returns x @ w^T, [rows, n].
+
+        The rows' scales are [rows, k / 128], or with Padded [experts, room, k / 128], with any strides.
 
         transposed: of [rows, n] and [experts, n, k]: returns x @ w, [rows, k].
         """

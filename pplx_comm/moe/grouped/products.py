@@ -4,55 +4,64 @@ from __future__ import annotations
 
 import torch
 
+from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
 from pplx_comm.moe.grouped.choose import backends, named, pick, rows_class, scaled_backends
+from pplx_comm.moe.segments import Segments
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 
 
-def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, offsets: torch.Tensor, other: torch.Tensor) -> Backend:
+def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
+    if where.room and op != "forward":
+        raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
     if name != "auto":
         return named(backends(), name)
     found = [backend for backend in backends() if backend.takes(rows.device, rows.dtype)]
 
     def run(backend: Backend) -> object:
         if op == "wgrad":
-            backend.wgrad(rows, other, offsets, torch.empty_like(weights), False)
+            backend.wgrad(rows, other, where, torch.empty_like(weights), False)
             return None
-        return (backend.forward if op == "forward" else backend.dgrad)(rows, weights, offsets)
+        return (backend.forward if op == "forward" else backend.dgrad)(rows, weights, where)
 
-    key = (op, rows.dtype, weights.dtype, tuple(weights.shape), rows_class(rows.shape[0]))
+    key = (op, rows.dtype, weights.dtype, tuple(weights.shape), *_like(where, rows))
     return pick(found, key, rows.device, run)
 
 
-def forward(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
+    """What rows have in common for which one backend is the fastest."""
+    return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
     """x @ w^T by expert: [rows, k] and [experts, n, k] to [rows, n]."""
-    return _backend("forward", x, w, backend, offsets, x).forward(x, w, offsets)
+    return _backend("forward", x, w, backend, where, x).forward(x, w, where)
 
 
-def dgrad(dy: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, backend: str = "auto") -> torch.Tensor:
+def dgrad(dy: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
     """dy @ w by expert: [rows, n] and [experts, n, k] to [rows, k]."""
-    return _backend("dgrad", dy, w, backend, offsets, dy).dgrad(dy, w, offsets)
+    return _backend("dgrad", dy, w, backend, where, dy).dgrad(dy, w, where)
 
 
 def wgrad(
-    dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, accumulate: bool = False, backend: str = "auto"
+    dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool = False, backend: str = "auto"
 ) -> torch.Tensor:
     """dy^T @ x by expert: [rows, n] and [rows, k] to out, [experts, n, k], or added to it. Padding must be zero."""
-    _backend("wgrad", dy, out, backend, offsets, x).wgrad(dy, x, offsets, out, accumulate)
+    _backend("wgrad", dy, out, backend, where, x).wgrad(dy, x, where, out, accumulate)
     return out
 
 
 def scaled(
-    x: Codes, w: Codes, offsets: torch.Tensor, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
+    x: Codes, w: Codes, where: Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
     """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w."""
     if backend != "auto":
-        return named(scaled_backends(), backend).product(x, w, offsets, transposed, dtype)
-    found = [each for each in scaled_backends() if each.takes(w[0])]
+        return named(scaled_backends(), backend).product(x, w, where, transposed, dtype)
+    found = [each for each in scaled_backends() if each.takes(w[0], where)]
 
     def run(each: ScaledBackend) -> object:
-        return each.product(x, w, offsets, transposed, dtype)
+        return each.product(x, w, where, transposed, dtype)
 
-    key = ("scaled", transposed, tuple(w[0].shape), rows_class(x[0].shape[0]))
-    return pick(found, key, x[0].device, run).product(x, w, offsets, transposed, dtype)
+    key = ("scaled", transposed, tuple(w[0].shape), *_like(where, x[0]))
+    return pick(found, key, x[0].device, run).product(x, w, where, transposed, dtype)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pplx_comm.moe.kernels.usable import programs, usable
+from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.segments import Segments
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Shape:
     stages: int
 
 
-def shape_of_rows(rows: int, experts: int) -> Shape:
+def shape_of_rows(average: int) -> Shape:
     """By the rows that an expert can have on average: few want small tiles, since padding is computed too."""
-    if rows <= 64 * experts:
+    if average <= 64:
         return Shape(64, 128, 64, 8, 4, 4)
     return Shape(128, 256, 64, 8, 8, 3)
 
@@ -56,41 +57,39 @@ class TritonGroupedMm:
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         return usable(device) and dtype in (torch.bfloat16, torch.float16)
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return self._rows_by_weights(x, w, offsets, False)
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return self._rows_by_weights(x, w, where, False)
 
-    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        return self._rows_by_weights(dy, w, offsets, True)
+    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return self._rows_by_weights(dy, w, where, True)
 
-    def _rows_by_weights(self, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, transposed: bool) -> torch.Tensor:
-        import triton
-
+    def _rows_by_weights(self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool) -> torch.Tensor:
         from pplx_comm.moe.kernels.grouped import rows_by_weights
 
         experts, inner, width = len(w), x.shape[1], w.shape[2 if transposed else 1]
         out = x.new_empty(len(x), width)
         if not out.numel() or not experts:
             return out
-        s = shape_of_rows(len(x), experts)
+        s = shape_of_rows(where.average(len(x)))
         x, flat = x.contiguous(), w.contiguous().flatten(0, 1)
         tma = by_tma(x, flat) if self._tma is None else self._tma
         block = [s.inner, s.side] if transposed else [s.side, s.inner]
         rows_by_weights[(programs(x.device),)](
             described(x, [s.rows, s.inner]) if tma else x, described(flat, block) if tma else flat,
-            offsets, out, experts, len(x), inner, width,
-            EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, TMA=tma,
+            where.where, out, experts, where.room, len(x), inner, width,
+            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TRANSPOSED=transposed, TMA=tma,
             ROWS=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, num_warps=s.warps, num_stages=s.stages,
         )  # fmt: skip
         return out
 
-    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool) -> None:
         from pplx_comm.moe.kernels.grouped import weights_gradient
 
         if not out.numel():
             return
         if not out.is_contiguous():
             whole = out.contiguous()
-            self.wgrad(dy, x, offsets, whole, accumulate)
+            self.wgrad(dy, x, where, whole, accumulate)
             out.copy_(whole)
             return
         experts, height, width = out.shape
@@ -99,7 +98,7 @@ class TritonGroupedMm:
         tma = by_tma(dy, x) if self._tma is None else self._tma
         weights_gradient[(programs(x.device),)](
             described(dy, [s.inner, s.rows]) if tma else dy, described(x, [s.inner, s.side]) if tma else x,
-            offsets, out, experts, len(x), height, width,
+            where.where, out, experts, len(x), height, width,
             ACCUMULATE=accumulate, TMA=tma,
             HIGH=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, num_warps=s.warps, num_stages=s.stages,
         )  # fmt: skip

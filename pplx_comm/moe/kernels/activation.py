@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from pplx_comm.moe.kernels.blocks import codes_and_scales
+from pplx_comm.moe.kernels.tiles import row_tiles, rows_of_tile, scales_of
 
 
 @triton.jit
@@ -18,13 +19,14 @@ def gate_and_up(h, rows, columns, inside, width):
 
 @triton.jit
 def swiglu_forward(
-    h, offsets, out, scales, experts, width, row_stride, scale_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, QUANTISED: tl.constexpr,
+    h, where, out, scales, experts, room, width, row_stride, scale_stride, skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, QUANTISED: tl.constexpr,
 ):  # fmt: skip
     """out[rows, width] of h[rows, 2 * width]; QUANTISED: as e4m3 bytes, with a scale for each row and BLOCK."""
-    used, blocks = tl.load(offsets + experts), tl.cdiv(width, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
-        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+    blocks = tl.cdiv(width, BLOCK)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = (rows < used)[:, None] & (columns < width)[None, :]
         gate, up = gate_and_up(h, rows, columns, inside, width)
@@ -33,7 +35,7 @@ def swiglu_forward(
         if QUANTISED:
             codes, scale = codes_and_scales(a.to(tl.float32))
             tl.store(places, codes, mask=inside)
-            tl.store(scales + rows.to(tl.int64) * row_stride + block * scale_stride, scale, mask=rows < used)
+            tl.store(scales_of(scales, rows, expert, row_stride, skew) + block * scale_stride, scale, mask=rows < used)
         else:
             tl.store(places, a, mask=inside)
 

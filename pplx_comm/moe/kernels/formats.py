@@ -6,20 +6,25 @@ import triton
 import triton.language as tl
 
 from pplx_comm.moe.kernels.blocks import codes_and_scales, codes_of, power_of_two
+from pplx_comm.moe.kernels.tiles import row_tiles, rows_of_tile, scales_of
 
 
 @triton.jit
-def quantise_rows(x, offsets, codes, scales, experts, width, row_stride, scale_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def quantise_rows(
+    x, where, codes, scales, experts, room, width, row_stride, scale_stride, skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """x[rows, width] to e4m3 bytes, and a scale for each row and BLOCK."""
-    used, blocks = tl.load(offsets + experts), tl.cdiv(width, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
-        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+    blocks = tl.cdiv(width, BLOCK)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = (rows < used)[:, None] & (columns < width)[None, :]
         places = rows[:, None].to(tl.int64) * width + columns[None, :]
         found, scale = codes_and_scales(tl.load(x + places, mask=inside, other=0.0).to(tl.float32))
         tl.store(codes + places, found, mask=inside)
-        tl.store(scales + rows.to(tl.int64) * row_stride + block * scale_stride, scale, mask=rows < used)
+        tl.store(scales_of(scales, rows, expert, row_stride, skew) + block * scale_stride, scale, mask=rows < used)
 
 
 @triton.jit
@@ -40,17 +45,18 @@ def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def numbers_of_rows(
-    codes, scales, offsets, out, experts, width, row_stride, scale_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
+    codes, scales, where, out, experts, room, width, row_stride, scale_stride, skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
     """What e4m3 codes and their scales mean. E8M0: scales are bytes."""
-    used, blocks = tl.load(offsets + experts), tl.cdiv(width, BLOCK)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
-        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+    blocks = tl.cdiv(width, BLOCK)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = (rows < used)[:, None] & (columns < width)[None, :]
         places = rows[:, None].to(tl.int64) * width + columns[None, :]
-        scale = tl.load(scales + rows.to(tl.int64) * row_stride + block * scale_stride, mask=rows < used, other=0)
+        scale = tl.load(scales_of(scales, rows, expert, row_stride, skew) + block * scale_stride, mask=rows < used, other=0)
         if E8M0:
             scale = e8m0_number(scale.to(tl.int32))
         values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
@@ -66,20 +72,22 @@ def e8m0_number(byte):
 
 @triton.jit
 def rescale_rows(
-    codes, scales, offsets, out, out_scales, became_subnormal, experts, width, row_stride, scale_stride,
-    ROWS: tl.constexpr, MX: tl.constexpr, GROUPS: tl.constexpr,
+    codes, scales, where, out, out_scales, became_subnormal, experts, room, width, row_stride, scale_stride, skew,
+    out_row_stride, out_scale_stride, out_skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, MX: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """See quantise.rescale_mx: GROUPS blocks of MX codes with a byte each, to one block with a float32."""
-    used, blocks, mx_blocks = tl.load(offsets + experts), tl.cdiv(width, MX * GROUPS), tl.cdiv(width, MX)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(used, ROWS) * blocks, tl.num_programs(0)):
-        rows, block = tile // blocks * ROWS + tl.arange(0, ROWS), tile % blocks
+    blocks, mx_blocks = tl.cdiv(width, MX * GROUPS), tl.cdiv(width, MX)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         groups = block * GROUPS + tl.arange(0, GROUPS)
         columns = groups[:, None] * MX + tl.arange(0, MX)[None, :]
         inside = (rows < used)[:, None, None] & (columns < width)[None, :, :]
         places = rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
         values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32)
         there = (rows < used)[:, None] & (groups < mx_blocks)[None, :]
-        of_scales = scales + rows[:, None].to(tl.int64) * row_stride + groups[None, :] * scale_stride
+        of_scales = scales_of(scales, rows, expert, row_stride, skew)[:, None] + groups[None, :] * scale_stride
         exponent = tl.load(of_scales, mask=there, other=0).to(tl.int32) - 127
         silent = (tl.max((values != 0.0).to(tl.int32), 2) == 0) | (tl.max((values != values).to(tl.int32), 2) > 0)
         common = tl.max(tl.where(silent, -126, tl.maximum(exponent, -126)), 1)
@@ -88,8 +96,7 @@ def rescale_rows(
         shift = tl.where(silent, 0, tl.maximum(exponent - common[:, None], -30))
         moved = values * ((shift + 127) << 23).to(tl.float32, bitcast=True)[:, :, None]
         tl.store(out + places, moved.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
-        tl.store(
-            out_scales + rows.to(tl.int64) * blocks + block, ((common + 127) << 23).to(tl.float32, bitcast=True), mask=rows < used
-        )
+        place = scales_of(out_scales, rows, expert, out_row_stride, out_skew) + block * out_scale_stride
+        tl.store(place, ((common + 127) << 23).to(tl.float32, bitcast=True), mask=rows < used)
         became = (tl.abs(moved) < 0.015625) & (tl.abs(values) >= 0.015625)
         tl.atomic_add(became_subnormal, tl.sum(became.to(tl.int64)))

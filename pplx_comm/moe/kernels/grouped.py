@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from pplx_comm.moe.kernels.tiles import find_expert, in_supergroups, tiles_before
+from pplx_comm.moe.kernels.tiles import find_expert, in_supergroups, segment, tiles_before
 
 
 @triton.jit
@@ -29,17 +29,17 @@ def load_tile(source, row, column, row_end, column_end, stride, ROWS: tl.constex
 
 @triton.jit
 def rows_by_weights(
-    x, w, offsets, out, experts, rows, inner, width,
-    EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
+    x, w, where, out, experts, room, rows, inner, width,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
     ROWS: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """out[rows, width] = x[rows, inner] @ w. w is [experts * width, inner], and with TRANSPOSED [experts * inner, width]."""
     columns = tl.cdiv(width, SIDE)
-    ends = tiles_before(offsets, experts, columns, EXPERTS, ROWS)
+    ends = tiles_before(where, experts, room, columns, EXPERTS, ROWS, PADDED)
     total = tl.max(ends, 0)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first_tile = find_expert(tile, ends)
-        begin, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        begin, end = segment(where, expert, room, PADDED)
         row_tile, column_tile = in_supergroups(tile - first_tile, tl.cdiv(end - begin, ROWS), columns, GROUP)
         row, column = begin + row_tile * ROWS, column_tile * SIDE
         sums = tl.zeros((ROWS, SIDE), dtype=tl.float32)

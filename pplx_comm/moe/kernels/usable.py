@@ -28,3 +28,8 @@ def programs(device: torch.device) -> int:
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two_at_least(n: int) -> int:
+    """What arrays in kernels are as long as."""
+    return 1 << max(n - 1, 0).bit_length()
