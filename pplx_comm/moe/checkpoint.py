@@ -58,41 +58,68 @@ mixtral, "decoder.layers.N.mlp." of megatron, whose experts are one module, and 
 def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """The router, this rank's experts and the shared expert: name to tensor. The tensors are the layer's own memory.
 
-    family: "deepseek", "qwen", "mixtral", "megatron", "megatron_sequential"; see FAMILIES.
+    family: "deepseek", "qwen", "mixtral", "megatron", "megatron_sequential"; see FAMILIES. With expert_tp= Megatron's alone, whose
+        ranks have slices too.
     prefix: in front of every name, with its dot: "model.layers.3.mlp.".
     """
+    if layer.placement.slices > 1 and not family.startswith("megatron"):
+        raise Error(f"checkpoints of {family!r} have whole experts, and this layer has slices of them")
     return {prefix + name: tensor for name, tensor in _parts(layer, family)}
 
 
 @torch.no_grad()
 def load(layer: MoE, tensors: Mapping[str, torch.Tensor], family: str, prefix: str = "") -> None:
-    """Fills the layer from tensors of these names: whole checkpoints too, of which a rank takes its own experts.
+    """Fills the layer from tensors of these names: whole checkpoints too, of which a rank takes its own experts, or slices.
 
     Codes with a tensor of scales per 128x128 behind them (`..._scale_inv`, as DeepSeek-V3 publishes them) are multiplied out.
     """
-    for name, memory in _parts(layer, family):
-        name = prefix + name
+    of_experts = {name for name, _ in _of_experts(layer, _names(family))}
+    for part, memory in _parts(layer, family):
+        name = prefix + part
         if name not in tensors:
             raise Error(f"load: there is no tensor {name!r}")
-        found = tensors[name]
+        found, scale = tensors[name], tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            found = dequantise_weights(found, scale)
+        if part in of_experts:
+            found = _slice(layer, found, memory)
         if found.shape != memory.shape:
             raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
-        scale = tensors.get(f"{name}_scale_inv")
-        memory.copy_(found if scale is None else dequantise_weights(found, scale))
+        memory.copy_(found)
 
 
 def _parts(layer: MoE, family: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Names, and the memory that each stands for."""
+    names = _names(family)
+    yield from _of_router(layer, names, family)
+    yield from _of_experts(layer, names)
+    yield from _of_shared_expert(layer, names, family)
+
+
+def _names(family: str) -> Names:
     if family not in FAMILIES:
         raise Error(f"checkpoints of {family!r} are unknown; there are {', '.join(map(repr, FAMILIES))}")
-    names = FAMILIES[family]
-    yield from _of_router(layer, names, family)
+    return FAMILIES[family]
+
+
+def _of_experts(layer: MoE, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
     gate_up, down = local(layer.experts.gate_up).detach(), local(layer.experts.down).detach()
     for place, expert in enumerate(layer.experts.experts):
         number = place if names.local_numbers else expert
         yield from _split(names.gate_up, gate_up[place], number)
         yield names.down.format(e=number), down[place]
-    yield from _of_shared_expert(layer, names, family)
+
+
+def _slice(layer: MoE, found: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a whole expert's tensor. What is a slice already stays."""
+    slices, part = layer.placement.slices, layer.placement.part
+    if slices == 1 or found.shape == memory.shape:
+        return found
+    if found.shape[1] != memory.shape[1]:
+        return part(found, 1)
+    if len(memory) == 2 * layer.experts.down.shape[2]:
+        return torch.cat([part(half, 0) for half in found.chunk(2)])
+    return part(found, 0)
 
 
 def _of_router(layer: MoE, names: Names, family: str) -> Iterator[tuple[str, torch.Tensor]]:

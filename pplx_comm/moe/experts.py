@@ -9,14 +9,16 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pplx_comm.errors import Error
 from pplx_comm.moe.arithmetic import Codes, Quantised
+from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.routed import Extras, Options, Pass, receive
 from pplx_comm.moe.sharding import local
 from pplx_comm.moe.swiglu import swiglu
 
 
 class Experts(nn.Module):
-    """The experts of this rank.
+    """The experts of this rank, or its slices of them: `intermediate` is then that of a slice.
 
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups, as Megatron's linear_fc1 has them.
     down: [local experts, hidden, intermediate].
@@ -26,11 +28,14 @@ class Experts(nn.Module):
     """int64 []: codes that became subnormal when MXFP8 was rescaled for products that take 1x128, since the beginning."""
 
     def __init__(
-        self, experts: range, hidden: int, intermediate: int, device: torch.device, dtype: torch.dtype, constant: bool = False
+        self, placement: Placement, hidden: int, intermediate: int, device: torch.device, dtype: torch.dtype, constant: bool = False
     ) -> None:
-        """constant: for inference: the weights' e4m3 codes are kept."""
+        """intermediate: of a whole expert. constant: for inference: the weights' e4m3 codes are kept."""
         super().__init__()
-        self.experts, self.constant = experts, constant
+        self.placement, self.experts, self.constant = placement, placement.experts, constant
+        if intermediate % placement.slices:
+            raise Error(f"expert_tp={placement.slices} does not divide intermediate={intermediate}")
+        experts, intermediate = placement.experts, intermediate // placement.slices
         self._kept: tuple[Any, tuple[Codes, Codes]] | None = None
         self.gate_up = nn.Parameter(torch.empty(len(experts), 2 * intermediate, hidden, device=device, dtype=dtype))
         self.down = nn.Parameter(torch.empty(len(experts), hidden, intermediate, device=device, dtype=dtype))
@@ -39,11 +44,13 @@ class Experts(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, seed: int) -> None:
         """Uniform as nn.Linear's. They follow from the seed and the expert's number, whichever rank has it."""
+        gate_up, down = local(self.gate_up), local(self.down)
+        intermediate, hidden = down.shape[2] * self.placement.slices, down.shape[1]
         for place, expert in enumerate(self.experts):
             generator = torch.Generator().manual_seed(seed * 1_000_003 + expert)
-            for weight in (local(self.gate_up), local(self.down)):
-                one, bound = weight[place], weight.shape[-1] ** -0.5
-                one.copy_(torch.empty(one.shape).uniform_(-bound, bound, generator=generator))
+            gates, ups = _uniform(2 * intermediate, hidden, generator).chunk(2)
+            gate_up[place].copy_(torch.cat([self.placement.part(gates, 0), self.placement.part(ups, 0)]))
+            down[place].copy_(self.placement.part(_uniform(hidden, intermediate, generator), 1))
 
     def add_main_grad(self) -> None:
         """Gives the weights a float32 tensor that passes add their gradients to, in place of `grad`. Its owner clears it."""
@@ -65,6 +72,11 @@ class Experts(nn.Module):
         if self._kept is None or self._kept[0] != key:
             self._kept = key, Quantised.weights(gate_up, down)
         return self._kept[1]
+
+
+def _uniform(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    bound = columns**-0.5
+    return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
 
 
 class SharedExpert(nn.Module):

@@ -14,6 +14,7 @@ from pplx_comm.errors import Error
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
+from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.routed import Options, Pass, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
@@ -40,6 +41,8 @@ class MoE(nn.Module):
 
     hidden, intermediate: of a token, and between an expert's two products.
     num_experts, top_k: of all ranks, and how many a token visits. Expert e lives on rank e // ceil(num_experts / world_size).
+    expert_tp: tensor parallelism inside of experts: so many neighbouring ranks have the same experts, each a slice of
+        `intermediate`. Tokens travel to all of them, and combine adds up what they make. top_k * expert_tp is at most 16.
     comm: the ranks. Layers of one shape share an AllToAll.
     precision: how rows travel. "bf16" as they are, in `dtype`; "fp8" as e4m3 with a power of two per 1x128; "mxfp8" per 1x32. The
         latter two go for tokens forward and gradients back; sums come home in `dtype`.
@@ -82,6 +85,7 @@ class MoE(nn.Module):
         max_tokens_per_rank: int = 4096,
         max_rows: int | None = None,
         decode_tokens: int = 0,
+        expert_tp: int = 1,
         router: RouterOptions | None = None,
         shared_intermediate: int = 0,
         shared_gate: bool = False,
@@ -106,9 +110,12 @@ class MoE(nn.Module):
                 f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
             )
 
+        self.placement = Placement(num_experts, comm.world_size, comm.rank, expert_tp)
+        targets, choices = self.placement.num_targets, self.placement.top_k(top_k)
+
         def over(tokens: int, layout: Ragged | Padded) -> AllToAll:
             return shared_all_to_all(
-                comm, num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype,
+                comm, num_experts=targets, top_k=choices, hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype,
                 wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
             )  # fmt: skip
 
@@ -119,13 +126,13 @@ class MoE(nn.Module):
             else over(max_tokens_per_rank, Ragged(align, zero_pad=not inference, max_rows=max_rows))
         )
         device, kept = self.a2a.device, param_dtype or dtype
-        share = -(-num_experts // comm.world_size)
-        local = range(min(comm.rank * share, num_experts), min((comm.rank + 1) * share, num_experts))
         self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
-        self.experts = Experts(local, hidden, intermediate, device, kept, constant=inference)
+        self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
         self.load = torch.zeros(num_experts, device=device)
         self.reset_parameters(seed)
+        if mesh is not None and expert_tp > 1:
+            raise Error("MoE: DTensors (mesh=) know nothing of slices of experts (expert_tp=)")
         if mesh is not None:
             shard(self.experts, mesh, num_experts)
         if main_grad:
@@ -162,7 +169,7 @@ class MoE(nn.Module):
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, to)
+        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights))
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, shared, x.shape, x.dtype)
 
@@ -201,13 +208,15 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """What print() adds."""
         e = self.experts.experts
-        return f"experts {e.start} to {e.stop - 1} of {self.a2a.num_experts}, top {self.a2a.top_k}, precision={self.precision!r}"
+        of, slices = self.placement.num_experts, self.placement.slices
+        part = f", slice {self.placement.slice} of {slices}" if slices > 1 else ""
+        return f"experts {e.start} to {e.stop - 1} of {of}{part}, top {self.router.top_k}, precision={self.precision!r}"
 
 
 @torch.compiler.disable
-def _send(a2a: AllToAll, tokens: torch.Tensor, to: Routing) -> Pass:
+def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, to.ids, to.weights)
+    return send(a2a, tokens, ids, weights)
 
 
 def _quantised(precision: str, compute: str | None) -> bool:

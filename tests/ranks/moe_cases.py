@@ -34,7 +34,7 @@ def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
         case.hidden, case.intermediate, case.num_experts, case.top_k, me.comm, case.precision, compute=case.compute,
         max_tokens_per_rank=64, dtype=getattr(torch, case.dtype), shared_intermediate=case.shared,
         router=RouterOptions(score, correction_bias=True, normalise=case.normalise, load_balance=balance, z=z),
-        recompute=case.recompute, gemm=case.gemm, scaled_gemm=case.scaled_gemm,
+        expert_tp=case.expert_tp, recompute=case.recompute, gemm=case.gemm, scaled_gemm=case.scaled_gemm,
         all_to_all={"in_flight": case.in_flight, "timeout": 20.0, "device": device_of(me, case)}, **arguments,
     )  # fmt: skip
     fill(layer, world)
@@ -47,9 +47,10 @@ def fill(layer: MoE, world: World) -> None:
     layer.router.weight.copy_(p.router)
     layer.router.correction_bias.copy_(p.bias)
     gate_up, down = part_of(e.gate_up), part_of(e.down)
+    slices, number = layer.placement.slices, layer.comm.rank % layer.placement.slices
     for place, expert in enumerate(e.experts):
-        gate_up[place].copy_(torch.cat([p.gate[expert], p.up[expert]]))
-        down[place].copy_(p.down[expert])
+        gate_up[place].copy_(torch.cat([whole[expert].chunk(slices)[number] for whole in (p.gate, p.up)]))
+        down[place].copy_(p.down[expert].chunk(slices, 1)[number])
     if layer.shared is not None:
         layer.shared.gate_up.copy_(torch.cat(p.shared[:2]))
         layer.shared.down.copy_(p.shared[2])

@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 import pplx_comm as pc
 from pplx_comm.moe import MoE, RouterOptions, checkpoint, expert_parameters
+from pplx_comm.moe.experts import Experts
+from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.sharding import local as part_of
 
 SIZES = {"hidden": 64, "intermediate": 32, "num_experts": 6, "top_k": 2}
@@ -127,3 +129,29 @@ def names(me: Any, family: str, shared: bool, bias: bool) -> dict[str, Any]:
     checkpoint.load(other, saved, family, "model.layers.3.mlp.")
     same = all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
     return {"same": same, "shapes": {name: tuple(t.shape) for name, t in saved.items()}}
+
+
+def slices(me: Any, family: str) -> dict[str, Any]:
+    """Whole experts, loaded by ranks that have slices of them, beside slices that follow from the same seed; and saved."""
+    sizes = {**SIZES, "comm": me.comm, "max_tokens_per_rank": 16, "dtype": torch.float32, "expert_tp": 2}
+    one, other, third = (MoE(**sizes, seed=seed) for seed in (1, 2, 3))
+    whole = Experts(
+        Placement(one.placement.num_experts, 1, 0), SIZES["hidden"], SIZES["intermediate"], one.a2a.device, torch.float32
+    )
+    whole.reset_parameters(1)
+    tensors = {"gate.weight": one.router.weight, "router.weight": one.router.weight}
+    for e, (gate_up, down) in enumerate(zip(whole.gate_up, whole.down, strict=True)):
+        tensors |= {f"experts.{e}.{name}_proj.weight": t for name, t in zip(("gate", "up"), gate_up.chunk(2), strict=True)}
+        tensors |= {
+            f"experts.{e}.down_proj.weight": down,
+            f"experts.linear_fc1.weight{e}": gate_up,
+            f"experts.linear_fc2.weight{e}": down,
+        }
+    checkpoint.load(other, tensors, family)
+    checkpoint.load(third, checkpoint.save(one, "megatron"), "megatron")
+    loaded = [all(torch.equal(a, b) for a, b in zip(one.parameters(), each.parameters(), strict=True)) for each in (other, third)]
+    try:
+        checkpoint.save(one, "deepseek")
+    except pc.Error as problem:
+        return {"loaded": loaded, "said": str(problem)}
+    return {"loaded": loaded, "said": ""}

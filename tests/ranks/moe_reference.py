@@ -26,6 +26,7 @@ class MoECase:
     score: str = "softmax"
     normalise: bool = True
     shared: int = 32
+    expert_tp: int = 1
     recompute: str = "nothing"
     in_flight: int = 1
     gemm: str = "auto"
@@ -148,14 +149,18 @@ def expected(case: MoECase, world: World, rank: int) -> Expected:
             own = (x, mine, y, loss)
     assert own is not None
     x, mine, y, loss = own
-    share = -(-case.num_experts // case.world_size)
-    local = range(min(rank * share, case.num_experts), min((rank + 1) * share, case.num_experts))
+    tp = case.expert_tp
+    share = -(-case.num_experts // (case.world_size // tp))
+    local = range(min(rank // tp * share, case.num_experts), min((rank // tp + 1) * share, case.num_experts))
     leaves = [x, mine.router, *mine.shared, *(w for part in (p.gate, p.up, p.down) for w in (part[e] for e in local))]
     found = torch.autograd.grad(total, leaves, allow_unused=True)
     grads = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(found, leaves, strict=True)]
     dx, router, shared, experts = grads[0], grads[1], grads[2 : 2 + len(mine.shared)], grads[2 + len(mine.shared) :]
     n = len(local)
-    gates, ups, downs = experts[:n], experts[n : 2 * n], experts[2 * n :]
+    gates, ups, downs = (
+        [g.chunk(tp, dim)[rank % tp] for g in part]
+        for part, dim in ((experts[:n], 0), (experts[n : 2 * n], 0), (experts[2 * n :], 1))
+    )
     none = torch.zeros(0, dtype=torch.float64)
     return Expected(
         y.detach(), loss.detach(), dx, router,

@@ -36,6 +36,13 @@ def test_as_in_one_process(crew: Crews, spread: str) -> None:
     check(crew, 1e-5, spread=spread, score="sigmoid", normalise=False, top_k=1, num_experts=5, shared=0)
 
 
+def test_slices_of_experts(crew: Crews) -> None:
+    """Experts that two ranks share, or all four; also where experts do not divide by the groups of ranks."""
+    for expert_tp in (2, 4):
+        if expert_tp <= crew.world_size:
+            check(crew, 1e-5, spread="zipf", expert_tp=expert_tp, num_experts=5, shared=0)
+
+
 @two_ranks
 @pytest.mark.parametrize("recompute", ["activations", "dispatch"])
 def test_recomputing(crew: Crews, recompute: str) -> None:

@@ -64,6 +64,13 @@ def test_names() -> None:
                 assert found["same"] and set(found["shapes"]) == wanted, (family, found)
 
 
+def test_slices_of_experts() -> None:
+    with Crew(2) as crew:
+        for family in ("deepseek", "megatron"):
+            for found in crew.run("moe_checkpoint_cases:slices", family):
+                assert found["loaded"] == [True, True] and "whole experts" in found["said"], found
+
+
 def test_what_has_no_name() -> None:
     with pytest.raises(AssertionError, match="'mixtral' have no shared expert"):
         run_ranks(1, "moe_checkpoint_cases:names", "mixtral", True, False)
