@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from pplx_comm.errors import Error
 from pplx_comm.moe.arithmetic import Codes, Quantised
 from pplx_comm.moe.placement import Placement
-from pplx_comm.moe.routed import Extras, Options, Pass, receive
+from pplx_comm.moe.routed import Extras, Options, Pass, compute
 from pplx_comm.moe.sharding import local
 from pplx_comm.moe.swiglu import swiglu
 
@@ -59,12 +59,13 @@ class Experts(nn.Module):
 
     @torch.compiler.disable
     def forward(self, ticket: torch.Tensor, one: Pass, options: Options) -> torch.Tensor:
-        """Ends a pass that `routed.send` began. ticket: that of the pass, which wrappers of modules may replace."""
+        """The middle of a pass that `routed.send` began. Takes and returns its ticket, which wrappers of modules may replace."""
         one.ticket = ticket
         gate_up, down = local(self.gate_up), local(self.down)
         main = [getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down)]
         codes = self._codes(gate_up, down) if self.constant and options.quantised else None
-        return receive(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes))
+        compute(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes))
+        return one.ticket
 
     def _codes(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:
         """Of weights that do not change: made once, and again if they were written to."""

@@ -12,7 +12,7 @@ from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
 from pplx_comm.moe.grouped.scaled import scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
-from pplx_comm.moe.routed import Extras, Options, Pass, receive, send
+from pplx_comm.moe.routed import Extras, Options, Pass, compute, finish, receive, send
 from pplx_comm.moe.routing import (
     choose,
     expert_load,
@@ -32,9 +32,11 @@ __all__ = [
     "Segments",
     "choices",
     "choose",
+    "compute",
     "dequantise",
     "dequantise_weights",
     "expert_load",
+    "finish",
     "grouped_mm",
     "load_balance_loss",
     "quantise",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
 from pplx_comm.moe.placement import Placement
-from pplx_comm.moe.routed import Options, Pass, send
+from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
@@ -26,9 +26,12 @@ WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
 
 @dataclass(frozen=True)
 class Begun:
-    """A call between its halves."""
+    """A call between its parts."""
 
     one: Pass
+    ticket: torch.Tensor
+    """What ties its parts together for autograd."""
+    computed: bool
     shared: torch.Tensor | None
     shape: torch.Size
     dtype: torch.dtype
@@ -158,10 +161,10 @@ class MoE(nn.Module):
         return self.finish(self.begin(x, most_tokens))
 
     def begin(self, x: torch.Tensor, most_tokens: int | None = None) -> Begun:
-        """The first half of a call: the router, the send half of dispatch, and the shared expert.
+        """The first part of a call: the router, the send half of dispatch, and the shared expert.
 
-        What is computed before finish() runs while tokens travel. With in_flight=2 that may be another microbatch's first half;
-        a backward pass through both then interleaves them, too.
+        What is computed before the next part runs while tokens travel. With in_flight=2 that may be another microbatch's part; a
+        backward pass through both then interleaves them, too. See schedule.one_forward_one_backward.
         """
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
@@ -171,11 +174,17 @@ class MoE(nn.Module):
         self._note(to)
         one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights))
         shared = None if self.shared is None else self.shared(tokens)
-        return Begun(one, shared, x.shape, x.dtype)
+        return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
+
+    def compute(self, begun: Begun) -> Begun:
+        """The second part: the experts, and the send half of combine."""
+        return replace(begun, ticket=self.experts(begun.ticket, begun.one, self.options), computed=True)
 
     def finish(self, begun: Begun) -> torch.Tensor:
-        """The second half: the experts, and combine."""
-        y: torch.Tensor = self.experts(begun.one.ticket, begun.one, self.options)
+        """The last part: the receive half of combine, and the second part where that is left."""
+        if not begun.computed:
+            begun = self.compute(begun)
+        y = _finish(begun)
         return (y if begun.shared is None else y + begun.shared).reshape(begun.shape).to(begun.dtype)
 
     def _path(self, tokens: int, most_tokens: int | None) -> AllToAll:
@@ -217,6 +226,12 @@ class MoE(nn.Module):
 def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
     return send(a2a, tokens, ids, weights)
+
+
+@torch.compiler.disable
+def _finish(begun: Begun) -> torch.Tensor:
+    begun.one.ticket = begun.ticket
+    return finish(begun.one)
 
 
 def _quantised(precision: str, compute: str | None) -> bool:

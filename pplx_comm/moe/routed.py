@@ -4,9 +4,13 @@ The backward pass is a step on the plan of the forward one. It dispatches the gr
 forward and gradients back, and combine brings the tokens' gradients home in their own dtype, and behind them those of
 the router's weights.
 
-Each pass has two parts, so that what needs no other rank runs between the halves of an exchange: `send` ends with the send half of
-dispatch, and `receive` does the rest. Backwards, `receive` ends with the send half of combine and the gradients of the weights, and
-`send` waits for the tokens'.
+A pass has three parts, so that what needs no other rank, or what belongs to another pass, runs while rows travel. Each part begins
+with the receive half of an exchange and ends with the send half of the next one, and backwards just so:
+
+              forward                                       backward
+    send      dispatch, send                                combine, receive
+    compute   dispatch, receive; experts; combine, send     dispatch, receive; experts; combine, send; gradients of the weights
+    finish    combine, receive                              dispatch, send
 """
 
 from __future__ import annotations
@@ -75,13 +79,18 @@ class Pass:
 
     plan: Plan
     ticket: torch.Tensor
-    """Ties the two parts together for autograd. It holds nothing."""
+    """Ties the parts together for autograd. It holds nothing."""
 
     def __init__(self, a2a: AllToAll, x: torch.Tensor) -> None:
         self.a2a = a2a
+        self.options = Options()
         self.x: torch.Tensor | None = x
         self.sent: Dispatched | None = None
+        """On its way to the experts: of this rank's tokens, and backwards of their gradients."""
+        self.rows: Rows | None = None
+        """Backwards, the received rows, where they were dispatched again."""
         self.returning: Combining | None = None
+        """On its way home: the experts' outputs, and backwards the tokens' gradients."""
 
 
 def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
@@ -99,16 +108,33 @@ def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
     return one
 
 
-def receive(
+def compute(
     one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, extras: Extras | None = None
-) -> torch.Tensor:
-    """Ends a pass: [tokens, hidden], the experts' outputs, weighted and added.
+) -> None:
+    """The middle of a pass: the experts, and the send half of combine.
 
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
     """
-    sender = one.ticket.grad_fn
-    y: torch.Tensor = _Receive.apply(one.ticket, gate_up, down, one, options or Options(), extras or Extras(), sender)
+    one.options = options or Options()
+    one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
+
+
+def finish(one: Pass) -> torch.Tensor:
+    """Ends a pass: [tokens, hidden], the experts' outputs, weighted and added."""
+    y: torch.Tensor = _Finish.apply(one.ticket, one)
     return y
+
+
+def receive(
+    one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, extras: Extras | None = None
+) -> torch.Tensor:
+    """compute() and finish()."""
+    compute(one, gate_up, down, options, extras)
+    return finish(one)
+
+
+def _ticket(device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.float32, device=device)
 
 
 class _Send(torch.autograd.Function):
@@ -117,7 +143,7 @@ class _Send(torch.autograd.Function):
         one.sent = one.a2a.dispatch_send(x, ids, weights)
         one.plan = one.sent.plan
         ctx.one = one
-        return x.new_empty(0, dtype=torch.float32)
+        return _ticket(x.device)
 
     @staticmethod
     @once_differentiable
@@ -127,40 +153,37 @@ class _Send(torch.autograd.Function):
         return dx, dw, None, None
 
 
-class _Receive(torch.autograd.Function):
+class _Compute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, options: Options, extras: Extras,
-        sender: Any,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, extras: Extras, sender: Any
+    ) -> torch.Tensor:
         """sender: the node of _Send, which a backward pass may leave out."""
         a2a, sent, one.sent = one.a2a, one.sent, None
         if sent is None:
-            raise Error("receive: this pass has ended already")
+            raise Error("compute: this pass is past it already")
         d = a2a.dispatch_recv(sent)
         rows = _received(a2a, d)
-        arithmetic = _arithmetic(a2a, gate_up, down, rows.where, options, extras)
+        arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
         h = arithmetic.up(rows)
         out = arithmetic.down(h)
-        y = a2a.combine(out.view_as(d.x) if rows.where.room else out, d)
-        ctx.one, ctx.options, ctx.extras, ctx.sender = one, options, extras, sender
-        kept = _kept(rows, h, one.x, options.recompute)
-        one.x = None
-        ctx.save_for_backward(gate_up, down, rows.where.where, *kept)
-        assert isinstance(y, torch.Tensor)
-        return y
+        one.returning = a2a.combine_send(out.view_as(d.x) if rows.where.room else out, d)
+        ctx.one, ctx.extras, ctx.sender = one, extras, sender
+        ctx.save_for_backward(gate_up, down, rows.where.where, *_kept(rows, h, one.options.recompute))
+        return _ticket(ticket.device)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        one, options, extras, a2a = ctx.one, ctx.options, ctx.extras, ctx.one.a2a
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        one, extras, a2a = ctx.one, ctx.extras, ctx.one.a2a
         gate_up, down, offsets, x, scale, h = ctx.saved_tensors
-        where = Segments(offsets)
-        arithmetic = _arithmetic(a2a, gate_up, down, where, options, extras)
-        rows = Rows(x, scale, where) if options.recompute != "dispatch" else _dispatched_again(a2a, x, one.plan)
+        again, one.rows = one.rows, None
+        rows = Rows(x, scale, Segments(offsets)) if again is None else again
+        where = rows.where
+        arithmetic = _arithmetic(one, gate_up, down, where, extras)
         if h is None:
             h = arithmetic.up(rows)
-        g = a2a.dispatch(dy.contiguous(), plan=one.plan)
+        g, one.sent = a2a.dispatch_recv(one.sent), None
         came = _received(a2a, g)
         assert g.weights is not None
         dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
@@ -171,10 +194,36 @@ class _Receive(torch.autograd.Function):
             g.release()
         d_up = d_down = None
         if ctx.needs_input_grad[1]:
-            d_up = _weight_gradient(dh, rows.values(a2a.dtype), where, gate_up, extras.main_gate_up, options.backend)
+            d_up = _weight_gradient(dh, rows.values(a2a.dtype), where, gate_up, extras.main_gate_up, one.options.backend)
         if ctx.needs_input_grad[2]:
-            d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, options.backend)
-        return dy.new_empty(0, dtype=torch.float32), d_up, d_down, None, None, None, None
+            d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, one.options.backend)
+        return _ticket(dh.device), d_up, d_down, None, None, None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: torch.Tensor, one: Pass) -> torch.Tensor:
+        returning, one.returning = one.returning, None
+        if returning is None:
+            raise Error("finish: this pass was not computed, or has ended already")
+        y = returning.wait()
+        ctx.one = one
+        # Also where x is not needed: taking out what was saved is when a checkpoint runs the forward pass again, and that must be
+        # over before the first step of the backward pass begins.
+        ctx.save_for_backward(ticket, one.x if one.options.recompute == "dispatch" else None)
+        one.x = None
+        assert isinstance(y, torch.Tensor)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        one, a2a = ctx.one, ctx.one.a2a
+        _, x = ctx.saved_tensors
+        if x is not None:
+            one.rows = _dispatched_again(a2a, x, one.plan)
+        one.sent = a2a.dispatch_send(dy.contiguous(), plan=one.plan)
+        return _ticket(dy.device), None
 
 
 def _received(a2a: AllToAll, d: Dispatched) -> Rows:
@@ -200,19 +249,18 @@ def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
     return _received(a2a, d)
 
 
-def _kept(rows: Rows, h: torch.Tensor, x: torch.Tensor | None, recompute: str) -> tuple[torch.Tensor | None, ...]:
+def _kept(rows: Rows, h: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:
     if recompute == "dispatch":
-        return x, None, None
+        return None, None, None
     return rows.x, rows.scale, h if recompute == "nothing" else None
 
 
-def _arithmetic(
-    a2a: AllToAll, gate_up: torch.Tensor, down: torch.Tensor, where: Segments, options: Options, extras: Extras
-) -> Arithmetic:
+def _arithmetic(one: Pass, gate_up: torch.Tensor, down: torch.Tensor, where: Segments, extras: Extras) -> Arithmetic:
+    options, dtype = one.options, one.a2a.dtype
     if not options.quantised:
-        return Precise(gate_up, down, where, a2a.dtype, options.backend)
+        return Precise(gate_up, down, where, dtype, options.backend)
     codes = extras.codes or Quantised.weights(gate_up, down)
-    return Quantised(*codes, where, a2a.dtype, options.scaled_backend, extras.subnormal)
+    return Quantised(*codes, where, dtype, options.scaled_backend, extras.subnormal)
 
 
 def _weight_gradient(

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pplx_comm as pc
 from pplx_comm.moe import MoE, RouterOptions
+from pplx_comm.moe.schedule import one_forward_one_backward
 from pplx_comm.moe.sharding import local as part_of
 
 
@@ -126,6 +127,52 @@ def interleaved(layers: list[MoE], inputs: list[torch.Tensor]) -> list[torch.Ten
         outputs = [layer.finish(each) for each in begun]
         inputs = [y + x for y, x in zip(outputs, inputs, strict=True)] if place == 0 else outputs
     return inputs
+
+
+def scheduled(me: Any, case: MoECase) -> dict[str, Any]:
+    """Three microbatches through two layers, one after the other and interleaved."""
+    world = make_world(case)
+    layers = [make_layer(me, case, world) for _ in range(2)]
+    inputs = [taken(layers[0], world.x[me.rank]) * factor for factor in (1, -0.5, 0.25)]
+    dy, opened = taken(layers[0], world.dy[me.rank]), []
+
+    def begin(number: int, x: torch.Tensor, losses: torch.Tensor) -> dict[str, Any]:
+        begun = layers[number].begin(x)
+        return {"x": x, "begun": begun, "losses": losses + layers[number].aux_loss}
+
+    def compute(number: int, so_far: dict[str, Any]) -> dict[str, Any]:
+        opened.append(layers[0].a2a.stats()["open_steps"])
+        return {**so_far, "begun": layers[number].compute(so_far["begun"])}
+
+    def finish(number: int, so_far: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        return layers[number].finish(so_far["begun"]) + so_far["x"], so_far["losses"]
+
+    parts = [
+        lambda x: begin(0, x, torch.zeros(())),
+        lambda so_far: compute(0, so_far),
+        lambda so_far: begin(1, *finish(0, so_far)),
+        lambda so_far: compute(1, so_far),
+        lambda so_far: finish(1, so_far),
+        lambda both: (both[0] * dy).sum().float() + both[1],
+    ]
+    apart = []
+    for x in inputs:
+        value: Any = x
+        for part in parts:
+            value = part(value)
+        value.backward()
+        apart.append(value.detach())
+    wanted = [p.grad.clone() for layer in layers for p in layer.parameters()]
+    for layer in layers:
+        layer.zero_grad()
+    opened.clear()
+    losses = one_forward_one_backward(parts, inputs)
+    found = [p.grad for layer in layers for p in layer.parameters()]
+    same = all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    return {
+        "same": same, "losses": torch.equal(torch.stack(losses), torch.stack(apart)),
+        "most_open": max(opened), "open": layers[0].a2a.stats()["open_steps"],
+    }  # fmt: skip
 
 
 def experts_alone(me: Any, case: MoECase) -> dict[str, Any]:

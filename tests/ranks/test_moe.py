@@ -36,11 +36,12 @@ def test_as_in_one_process(crew: Crews, spread: str) -> None:
     check(crew, 1e-5, spread=spread, score="sigmoid", normalise=False, top_k=1, num_experts=5, shared=0)
 
 
-def test_slices_of_experts(crew: Crews) -> None:
-    """Experts that two ranks share, or all four; also where experts do not divide by the groups of ranks."""
-    for expert_tp in (2, 4):
-        if expert_tp <= crew.world_size:
-            check(crew, 1e-5, spread="zipf", expert_tp=expert_tp, num_experts=5, shared=0)
+@pytest.mark.parametrize(("ranks", "expert_tp"), [(2, 2), (4, 2), (4, 4)])
+def test_slices_of_experts(ranks: int, expert_tp: int) -> None:
+    """Also where experts do not divide by the groups of ranks."""
+    case = MoECase(seed(), ranks, "zipf", expert_tp=expert_tp, num_experts=5, shared=0)
+    for rank, found in enumerate(run_ranks(ranks, "moe_cases:whole_step", case)):
+        assert max(found.values()) < 1e-5, (rank, found)
 
 
 @two_ranks
@@ -90,6 +91,14 @@ def test_layers_in_flight(crew: Crews, precision: str) -> None:
     case = MoECase(seed(), crew.world_size, "zipf", precision, dtype="bfloat16", hidden=128, in_flight=2, losses=(0.0, 0.0))
     for found in crew.run("moe_cases:layers_in_flight", case):
         assert found == {"same": [True, True], "open": 0}
+
+
+@pytest.mark.parametrize(("in_flight", "recompute"), [(2, "nothing"), (4, "dispatch")])
+def test_one_forward_one_backward(in_flight: int, recompute: str) -> None:
+    """Interleaved microbatches have the same bits, and two of their steps are open at a time."""
+    case = MoECase(seed(), 2, "zipf", "fp8", dtype="bfloat16", hidden=128, in_flight=in_flight, recompute=recompute)
+    for found in run_ranks(2, "moe_cases:scheduled", case):
+        assert found == {"same": True, "losses": True, "most_open": 2, "open": 0}
 
 
 @two_ranks
