@@ -163,7 +163,7 @@ class _Compute(torch.autograd.Function):
         if sent is None:
             raise Error("compute: this pass is past it already")
         d = a2a.dispatch_recv(sent)
-        rows = _received(a2a, d)
+        rows = received(a2a, d)
         arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
         h = arithmetic.up(rows)
         out = arithmetic.down(h)
@@ -184,7 +184,7 @@ class _Compute(torch.autograd.Function):
         if h is None:
             h = arithmetic.up(rows)
         g, one.sent = a2a.dispatch_recv(one.sent), None
-        came = _received(a2a, g)
+        came = received(a2a, g)
         assert g.weights is not None
         dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
         if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
@@ -226,8 +226,8 @@ class _Finish(torch.autograd.Function):
         return _ticket(dy.device), None
 
 
-def _received(a2a: AllToAll, d: Dispatched) -> Rows:
-    """The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
+def received(a2a: AllToAll, d: Dispatched) -> Rows:
+    """The rows of a dispatch that was received. The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
 
     With max_rows there may be more than there is room for, which the next call reports.
     """
@@ -246,7 +246,7 @@ def _received(a2a: AllToAll, d: Dispatched) -> Rows:
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
     d = a2a.dispatch(x, plan=plan)
     d.release()
-    return _received(a2a, d)
+    return received(a2a, d)
 
 
 def _kept(rows: Rows, h: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:
