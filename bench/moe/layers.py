@@ -80,6 +80,7 @@ class Ours:
         mark("dispatch")
         rows = received(a2a, d)
         where, (gate_up, down) = rows.where, self._weights
+        self._where = where
         if self._quantised:
             h = F.scaled_grouped_mm(rows.codes(), gate_up, where, dtype=a2a.dtype)
             mark("up")
@@ -102,7 +103,8 @@ class Ours:
         return F.receive(one, gate_up, down, F.Options(quantised=self._quantised))
 
     def notes(self) -> dict[str, Any]:
-        return {"layout": repr(self._a2a.layout)}
+        where = self._where.where
+        return {"layout": repr(self._a2a.layout), "rows": int(where.sum() if self._where.room else where[-1])}
 
     def close(self) -> None:
         self._comm.close()
@@ -140,6 +142,8 @@ class Theirs:
 
     def prepare(self, problem: Problem) -> None:
         self.p = problem
+        self.rows: int | None = None
+        """Computed by this rank's experts, padding included, where that is known."""
 
     def forward(self, mark: Mark) -> torch.Tensor:
         return self.run(self.p.x, self.p.choice_weights, self.p.weights.gate_up, self.p.weights.down, mark)
@@ -151,7 +155,7 @@ class Theirs:
         raise NotImplementedError
 
     def notes(self) -> dict[str, Any]:
-        return {}
+        return {} if self.rows is None else {"rows": self.rows}
 
     def close(self) -> None: ...
 
@@ -175,6 +179,7 @@ class Nccl(Theirs):
         by_expert = expert.argsort(stable=True)
         offsets = theirs.view(p.world, -1).sum(0).cumsum(0, dtype=torch.int32)
         rows = rows[by_expert]
+        self.rows = len(rows)
         mark("dispatch")
         h = torch._grouped_mm(rows, gate_up.mT, offs=offsets)
         mark("up")
@@ -248,6 +253,7 @@ class Capacity(Theirs):
         buffer = x.new_zeros(self.o.experts * room + 1, x.shape[1]).index_copy(0, place, x[order // k])
         came = Exchange.apply(buffer[:-1], None, None).view(p.world, p.local_experts, room, -1)
         rows = came.transpose(0, 1).reshape(p.local_experts, p.world * room, -1)
+        self.rows = p.local_experts * p.world * room
         mark("dispatch")
         h = torch.bmm(rows, gate_up.mT)
         mark("up")
@@ -263,7 +269,7 @@ class Capacity(Theirs):
         return y
 
     def notes(self) -> dict[str, Any]:
-        return {"dropped": 1 - float(self._kept) if self._kept is not None else 0.0}
+        return {**super().notes(), "dropped": 1 - float(self._kept) if self._kept is not None else 0.0}
 
 
 class DeepEp(Theirs):

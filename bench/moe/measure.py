@@ -144,8 +144,9 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
     with torch.no_grad():
         y = layer.forward(_nothing)
         point.notes = layer.notes()
-        if "dropped" in point.notes:
-            point.notes["dropped"] = float(np.mean(world.gather(point.notes["dropped"], "dropped choices")))
+        for note, over_ranks in (("dropped", np.mean), ("rows", np.max)):
+            if note in point.notes:
+                point.notes[note] = float(over_ranks(world.gather(point.notes[note], note)))
         errors = world.gather(_error(problem, y, world), "errors")
         point.error = max(errors)
         if not point.notes.get("dropped") and not point.error < LIMITS[point.precision]:

@@ -93,7 +93,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
     out.add_argument("--plot", metavar="FILE.png", help="times against tokens (needs matplotlib)")
-    out.add_argument("--capacity-plot", metavar="FILE.png", help="ours beside padded capacity, by routing")
+    out.add_argument("--capacity-plot", metavar="FILE.png", help="what experts compute, beside padded capacity, by routing")
     return parser
 
 

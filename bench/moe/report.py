@@ -108,9 +108,10 @@ def plot(of: dict[str, Any], path: str) -> None:
 
 
 def plot_capacity(of: dict[str, Any], path: str) -> None:
-    """Ours beside layers with padded capacity, by routing, at the largest size; what was dropped is written on the bars."""
+    """What experts compute, ours and with padded capacity, by routing, at the largest size; what was dropped is on the bars."""
     plt = _pyplot()
-    routings, tokens = of["options"]["routings"], max(of["options"]["tokens"])
+    o = of["options"]
+    routings, tokens = o["routings"], max(o["tokens"])
     points = [
         p for p in of["points"] if p["tokens"] == tokens and p["precision"] == "bf16" and p["off"] is None
         and (p["layer"] == "ours" or p["layer"].startswith("capacity"))
@@ -121,13 +122,14 @@ def plot_capacity(of: dict[str, Any], path: str) -> None:
         for p in (p for p in points if p["layer"] == layer):
             at = routings.index(p["routing"]) + (place - (len(layers) - 1) / 2) * 0.8 / len(layers)
             label = ("ours, dropless" if layer == "ours" else layer) if p["routing"] == routings[0] else None
-            height = p["forward"]["p50"] / 1000
+            height = p["notes"]["rows"] / (tokens * o["top_k"])
             axis.bar(at, height, width=0.75 / len(layers), color=f"C{place}", label=label)
             dropped = p["notes"].get("dropped")
-            if dropped:
-                axis.text(at, height, f"{100 * dropped:.0f} %\ndropped", ha="center", va="bottom", fontsize=8)
+            text = f"{height:.1f}" + (f"\n{100 * dropped:.2g} %\ndropped" if dropped else "")
+            axis.text(at, height, text, ha="center", va="bottom", fontsize=8)
     axis.set_xticks(range(len(routings)), [f"{routing} routing" for routing in routings])
-    axis.set(ylabel="forward, ms, p50 of the slowest rank", title=f"{tokens} tokens per rank, bfloat16")
+    axis.set(ylabel="rows of the fullest rank's experts, beside an even share", title=f"{tokens} tokens per rank")
+    axis.margins(y=0.15)
     axis.legend(frameon=False)
     figure.suptitle(_title(of), fontsize=10)
     figure.tight_layout()
