@@ -27,11 +27,14 @@ class Rows:
         """As numbers. A block scale that is a power of two makes this exact in bfloat16."""
         return self.x if self.scale is None else dequantise(self.x, self.scale, dtype, self.where)
 
-    def codes(self, subnormal: torch.Tensor | None = None) -> Codes:
-        """As e4m3 with float32 scales per 1x128. MXFP8 adds to `subnormal` the codes that the change of scale made so."""
+    def codes(self, subnormal: torch.Tensor | None = None, mx: bool = False) -> Codes:
+        """As e4m3 with float32 scales per 1x128. MXFP8 adds to `subnormal` the codes that the change of scale made so.
+
+        mx: MXFP8 stays what it is.
+        """
         if self.scale is None:
             return quantise(self.x, self.where)
-        if self.scale.dtype == torch.uint8:
+        if self.scale.dtype == torch.uint8 and not mx:
             codes, scale, became = rescale_mx(self.x, self.scale, self.where)
             if subnormal is not None:
                 subnormal += became
@@ -98,16 +101,19 @@ class Quantised:
         return quantise_weights(gate_up), quantise_weights(down)
 
     def up(self, rows: Rows) -> torch.Tensor:
-        return self._product(rows.codes(self.subnormal), self.gate_up, False)
+        return self._product(self._received(rows, self.gate_up), self.gate_up, False)
 
     def down(self, h: torch.Tensor) -> torch.Tensor:
         return self._product(swiglu_quantise(h, self.where), self.down_weights, False)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
-        return self._product(g.codes(self.subnormal), self.down_weights, True)
+        return self._product(self._received(g, self.down_weights), self.down_weights, True)
 
     def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
         return self._product(quantise(dh, self.where), self.gate_up, True)
+
+    def _received(self, rows: Rows, weights: Codes) -> Codes:
+        return rows.codes(self.subnormal, products.takes_mx(weights, self.where, self.backend))
 
     def _product(self, x: Codes, w: Codes, transposed: bool) -> torch.Tensor:
         return products.scaled(x, w, self.where, transposed=transposed, dtype=self.dtype, backend=self.backend)

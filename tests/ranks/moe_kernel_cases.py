@@ -15,6 +15,7 @@ import torch
 from pplx_comm.moe import quantise, swiglu
 from pplx_comm.moe.grouped import triton_mm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.kernels import launch
 from pplx_comm.moe.segments import Segments
@@ -157,6 +158,47 @@ def padded(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
+def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
+    """What tl.dot_scaled means, which the interpreter does not know."""
+    import triton.language as tl
+
+    def numbers(codes: Any, scale: Any) -> Any:
+        by_block = tl.reshape(codes.to(tl.float32), (codes.shape[0], codes.shape[1] // 32, 32))
+        return tl.reshape(by_block * tl.exp2(scale.to(tl.float32) - 127)[:, :, None], codes.shape)
+
+    assert a_format == b_format == "e4m3"
+    return sums + tl.dot(numbers(a, a_scale), tl.trans(numbers(tl.trans(b), b_scale)))
+
+
+def mx(me: Any, seed: int) -> dict[str, bool]:
+    """MXFP8 rows as they travel, beside what they mean; and a layer's arithmetic, which leaves the rest to other backends."""
+    import triton.language as tl
+
+    from pplx_comm.moe.grouped import products
+
+    tl.dot_scaled = dot_scaled
+    found, width, height = {}, 192, 320
+    w = quantise.quantise_weights(normal(seed, 5, height, width) * torch.tensor([1.0, 2.0**9, 2.0**-9, 1, 1])[:, None, None])
+    room = 64
+    padded = Segments(torch.tensor([3, 0, room, 17, 16], dtype=torch.int32), room, 16)
+    for name, where, rows in (("ragged", SPREADS["zipf"], ROWS), ("padded", padded, 5 * room)):
+        there = torch.cat([torch.arange(rows)[one] for _, one in where.slices()])
+        for transposed, inner in ((False, width), (True, height)):
+            x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)) * torch.tensor([1.0, 2.0**-6]).repeat(
+                inner // 2
+            )
+            codes, scale = reference.quantise(x, "mxfp8")
+            rescaled, one, _ = quantise.rescale_mx(codes, scale)
+            for tma in (False, True):
+                seen = TritonMx(tma).product((codes, scale), w, where, transposed, torch.float32)
+                wanted = ScaledLoop().product((codes, scale), w, where, transposed, torch.float32)
+                found[f"{name} {transposed} {tma}"] = error(seen[there], wanted[there]) < 1e-3
+            by_name = products.scaled((rescaled, one), w, where, transposed=transposed, dtype=torch.float32, backend="mx")
+            found[f"{name} {transposed} others"] = error(by_name[there], wanted[there]) < 1e-3
+    found["asked for"] = products.takes_mx(w, padded, "mx") and not products.takes_mx(w, padded, "auto")
+    return found
+
+
 def weights(me: Any, seed: int) -> dict[str, bool]:
     w = normal(seed, 3, 200, 320) * torch.tensor([1.0, 2.0**20, 2.0**-20])[:, None, None]
     w[0, 130, 5] = torch.nan
@@ -187,12 +229,12 @@ def activations(me: Any, seed: int) -> dict[str, float | bool]:
 
 
 def compiled(me: Any, cache: str) -> dict[str, int]:
-    """Tensor core instructions by kernel, of each compiled for compute capability 9.0, which takes no GPU."""
+    """Tensor core instructions by kernel, of each compiled for compute capability 9.0, and 10.0 for MXFP8, which takes no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pplx_comm.moe.kernels import activation, formats, grouped, scaled
+    from pplx_comm.moe.kernels import activation, formats, grouped, mx, scaled
 
     triton.knobs.cache.dir = cache
     rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
@@ -231,6 +273,7 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
         tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
         variants.append((scaled.scaled_rows_by_weights, types, tiles))
+        variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**tiles, "MX": 32}))
     found: dict[str, int] = {}
     both = [
         (*variant, padded) for variant in variants for padded in (False, True) if not padded or "PADDED" in variant[0].arg_names
@@ -247,7 +290,8 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         }
         made = triton.compile(
             ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=aligned),
-            target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "num_stages": 3},
+            target=GPUTarget("cuda", 100 if kernel is mx.mx_rows_by_weights else 90, 32), options={"num_warps": 8, "num_stages": 3},
         )  # fmt: skip
-        found[f"{number} {kernel.__name__}"] = made.asm["ptx"].count("wgmma.mma_async")
+        ptx = made.asm["ptx"]
+        found[f"{number} {kernel.__name__}"] = ptx.count("wgmma.mma_async") + ptx.count("kind::mxf8f6f4.block_scale")
     return found

@@ -45,6 +45,8 @@ class ScaledBackend(Protocol):
 
     name: str
     waits: bool
+    mx: bool
+    """Whether it is for rows of MXFP8, whose scales are e8m0 bytes per 1x32, instead."""
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         """Whether it runs with weights of this shape, where they are, and with rows that lie so."""

@@ -17,6 +17,7 @@ from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
 from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
+from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 
 Either = TypeVar("Either", Backend, ScaledBackend)
@@ -38,7 +39,7 @@ def scaled_backends() -> list[ScaledBackend]:
     """In the order in which they are taken where nothing may be measured."""
     found: list[ScaledBackend] = [ScaledLoop()]
     if importlib.util.find_spec("triton"):
-        found.insert(0, TritonScaledMm())
+        found = [TritonScaledMm(), *found, TritonMx()]
     if importlib.util.find_spec("deep_gemm"):
         found.insert(0, DeepGemm())
     return found

@@ -11,7 +11,7 @@ from pplx_comm.moe.segments import Segments
 class DeepGemm:
     """Needs segments, or rooms, at multiples of 128, and hidden and intermediate too."""
 
-    name, waits = "deepgemm", False
+    name, waits, mx = "deepgemm", False, False
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         if codes.device.type != "cuda" or any(size % BLOCK for size in (*codes.shape[1:], where.room)):

@@ -40,7 +40,7 @@ class Loop:
 class ScaledLoop:
     """What codes mean, multiplied in float32."""
 
-    name, waits = "loop", True
+    name, waits, mx = "loop", True, False
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         return True

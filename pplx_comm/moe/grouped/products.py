@@ -52,13 +52,26 @@ def wgrad(
     return out
 
 
+def takes_mx(w: Codes, where: Segments, backend: str) -> bool:
+    """Whether rows of MXFP8 are multiplied as they are. Otherwise they become 1x128 first."""
+    if backend != "auto":
+        return named(scaled_backends(), backend).mx
+    return any(each.mx and each.takes(w[0], where) for each in scaled_backends())
+
+
 def scaled(
     x: Codes, w: Codes, where: Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
-    """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w."""
-    if backend != "auto":
+    """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
+
+    Scales of x may be those of MXFP8 where takes_mx() says so. A backend for nothing else leaves other products to the rest.
+    """
+    mx = x[1].dtype == torch.uint8
+    if backend != "auto" and named(scaled_backends(), backend).mx == mx:
         return named(scaled_backends(), backend).product(x, w, where, transposed, dtype)
-    found = [each for each in scaled_backends() if each.takes(w[0], where)]
+    found = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
+    if not found:
+        raise Error("no backend here multiplies MXFP8 as it is: rescale_mx() makes it 1x128")
 
     def run(each: ScaledBackend) -> object:
         return each.product(x, w, where, transposed, dtype)

@@ -12,7 +12,7 @@ from pplx_comm.moe.segments import Segments
 
 
 class TritonScaledMm:
-    name, waits = "triton", False
+    name, waits, mx = "triton", False, False
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
