@@ -25,8 +25,9 @@ CLASSES = {
     "moe/layer": ["MoE"],
     "moe/router": ["RouterOptions"],
     "moe/routed": ["Options"],
+    "moe/exchange": ["Exchange"],
 }
-MADE_BY_USERS = ("AllToAll", "Ragged", "Padded", "Compact", "MoE", "RouterOptions", "Options")
+MADE_BY_USERS = ("AllToAll", "Ragged", "Padded", "Compact", "MoE", "RouterOptions", "Options", "Exchange")
 
 
 def documented(text: str | None) -> str:
@@ -77,7 +78,7 @@ def api() -> str:
     parts = [
         "# API",
         "Written by `make docs` from the docstrings. `import pplx_comm as pc` has all of it, typed, but for [the layer](moe.md): "
-        "`MoE` and `RouterOptions` are in `pplx_comm.moe`, `Options` is in `pplx_comm.moe.functional`.",
+        "`MoE` and `RouterOptions` are in `pplx_comm.moe`, `Options` and `Exchange` in `pplx_comm.moe.functional`.",
     ]
     for module, names in CLASSES.items():
         tree = ast.parse((ROOT / "pplx_comm" / f"{module}.py").read_text())

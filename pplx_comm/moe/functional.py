@@ -5,9 +5,11 @@
     shared = ...                                # runs while the tokens travel
     y = receive(one, gate_up, down, Options(quantised=True)) + shared
 
-or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_quantise, scaled_grouped_mm.
+or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_quantise, scaled_grouped_mm. With experts of another
+kind, Exchange has the tokens' way there and back, with gradients.
 """
 
+from pplx_comm.moe.exchange import Exchange
 from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
 from pplx_comm.moe.grouped.scaled import scaled_grouped_mm
@@ -26,6 +28,7 @@ from pplx_comm.moe.segments import Segments, segments
 from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
 
 __all__ = [
+    "Exchange",
     "Extras",
     "Options",
     "Pass",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import Crews, seed
+from harness import Crews, run_ranks, seed
 from moe_reference import MoECase
 from test_moe import BF16, FP8, FP8_WIRE
 
@@ -51,6 +51,27 @@ def test_recomputing(crew: Crews, recompute: str) -> None:
 def test_the_host_waits_for_nothing(crew: Crews, precision: str) -> None:
     for found in crew.run("moe_gpu_cases:host_waits_for_nothing", case_of(crew, "zipf", precision), timeout=LIMIT):
         assert found["y"] < FP8, found
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", BF16), ("fp8", FP8), ("mxfp8", FP8)])
+def test_decoding(crew: Crews, precision: str, limit: float) -> None:
+    """Few tokens take Padded and masked products."""
+    case = case_of(crew, "zipf", precision, tokens=(16, 7, 0, 5))
+    for found in run_ranks(crew.world_size, "moe_cases:decoding", case, 16, timeout=LIMIT):
+        assert max(found["errors"].values()) < limit, found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_slices_and_microbatches(crew: Crews, precision: str) -> None:
+    """Tensor parallelism inside of experts; and one microbatch's forward pass between the parts of another's backward pass."""
+    case = case_of(crew, "zipf", precision, in_flight=2)
+    for found in run_ranks(crew.world_size, "moe_cases:scheduled", case, timeout=LIMIT):
+        assert found["losses"] and found["most_open"] == 2 and found["open"] == 0, found
+    if crew.world_size > 1:
+        case = case_of(crew, "zipf", precision, expert_tp=2)
+        for found in run_ranks(crew.world_size, "moe_cases:whole_step", case, timeout=LIMIT):
+            del found["loss"]
+            assert max(found.values()) < 2 * (BF16 if precision == "bf16" else FP8), found
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])

@@ -148,7 +148,7 @@ def scheduled(me: Any, case: MoECase) -> dict[str, Any]:
         return layers[number].finish(so_far["begun"]) + so_far["x"], so_far["losses"]
 
     parts = [
-        lambda x: begin(0, x, torch.zeros(())),
+        lambda x: begin(0, x, torch.zeros((), device=x.device)),
         lambda so_far: compute(0, so_far),
         lambda so_far: begin(1, *finish(0, so_far)),
         lambda so_far: compute(1, so_far),
