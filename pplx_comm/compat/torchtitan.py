@@ -60,7 +60,7 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
             )
             return local
         one = Exchange(self._all_to_all(x_TD), weighted=True)
-        rows, _ = one.receive(one.send(x_TD, topk_expert_ids_TK, topk_scores_TK))
+        rows, _ = one.dispatch(x_TD, topk_expert_ids_TK, topk_scores_TK)
         offsets = one.where.where
         return rows, (offsets[1:] - offsets[:-1]).to(num_local_tokens_per_expert_E.dtype), one
 
@@ -70,7 +70,7 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
         if not isinstance(metadata, Exchange):
             combined: torch.Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
             return combined
-        return metadata.receive_back(metadata.send_back(routed_output_RD))
+        return metadata.combine(routed_output_RD)
 
     def _all_to_all(self, x: torch.Tensor) -> AllToAll:
         self.most_tokens = max(self.most_tokens, len(x), 1)

@@ -8,7 +8,8 @@ What pplx_comm.compat puts under other libraries' layers. It is routed.py with a
     send_back       combine, send         dispatch, receive
     receive_back    combine, receive      dispatch, send
 
-A quantised wire carries tokens forward and gradients back. Rows are numbers either way.
+A quantised wire carries tokens forward and gradients back. Rows are numbers either way. dispatch() and combine() are two parts
+each, with nothing between them: one call of the AllToAll.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
-from pplx_comm.handles import Combining, Dispatched, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Ragged
 from pplx_comm.moe.routed import received
 from pplx_comm.moe.segments import Segments
@@ -43,10 +44,21 @@ class Exchange:
         self.a2a, self.weighted = a2a, weighted
         self.dispatched: Dispatched | None = None
         """The step that is open: forward that of the tokens, backward that of the gradients."""
-        self.returning: Combining | None = None
+        self.returning: Combining | Combined | None = None
         self.receiver: Any = None
         """The node of receive(), which a backward pass may leave out."""
         self.d_weights: torch.Tensor | None = None
+        self.dispatches_whole = self.combines_whole = False
+
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """send() and receive()."""
+        self.dispatches_whole = True
+        return self.receive(self.send(x, ids, weights))
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """send_back() and receive_back()."""
+        self.combines_whole = True
+        return self.receive_back(self.send_back(out))
 
     def send(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x: [tokens, hidden]. ids, weights: [tokens, top_k]. Returns a ticket for receive(), which holds nothing."""
@@ -70,6 +82,11 @@ class Exchange:
         return y
 
 
+def _home(returning: Combining | Combined | None) -> Combined:
+    assert returning is not None
+    return returning.wait() if isinstance(returning, Combining) else returning
+
+
 def _ticket(device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=torch.float32, device=device)
 
@@ -77,7 +94,8 @@ def _ticket(device: torch.device) -> torch.Tensor:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Exchange) -> torch.Tensor:
-        one.dispatched = one.a2a.dispatch_send(x.contiguous(), ids, weights.float().contiguous())
+        dispatch = one.a2a.dispatch if one.dispatches_whole else one.a2a.dispatch_send
+        one.dispatched = dispatch(x.contiguous(), ids, weights.float().contiguous())
         one.plan = one.dispatched.plan
         ctx.one, ctx.dtype = one, weights.dtype
         return _ticket(x.device)
@@ -86,7 +104,7 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         returning, ctx.one.returning = ctx.one.returning, None
-        dx, dw = returning.wait()
+        dx, dw = _home(returning)
         return dx, dw.to(ctx.dtype), None, None
 
 
@@ -108,7 +126,8 @@ class _Receive(torch.autograd.Function):
         tail, one.d_weights = one.d_weights, None
         tail = d_weights if tail is None else d_weights + tail
         assert g is not None
-        one.returning = one.a2a.combine_send(d_rows.contiguous(), g, weighted=False, tail=tail.contiguous())
+        combine = one.a2a.combine if one.dispatches_whole else one.a2a.combine_send
+        one.returning = combine(d_rows.contiguous(), g, weighted=False, tail=tail.contiguous())
         return _ticket(d_rows.device), None
 
 
@@ -117,7 +136,8 @@ class _SendBack(torch.autograd.Function):
     def forward(ctx: Any, out: torch.Tensor, one: Exchange) -> torch.Tensor:
         d, one.dispatched = one.dispatched, None
         assert d is not None
-        one.returning = one.a2a.combine_send(out.contiguous(), d, weighted=one.weighted)
+        combine = one.a2a.combine if one.combines_whole else one.a2a.combine_send
+        one.returning = combine(out.contiguous(), d, weighted=one.weighted)
         ctx.one, ctx.dtype = one, out.dtype
         ctx.save_for_backward(out if one.weighted else None)
         return _ticket(out.device)
@@ -144,10 +164,9 @@ class _ReceiveBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, one: Exchange) -> torch.Tensor:
         returning, one.returning = one.returning, None
-        assert returning is not None
         ctx.one = one
         ctx.save_for_backward(ticket)
-        y = returning.wait()
+        y = _home(returning)
         assert isinstance(y, torch.Tensor)
         return y
 
@@ -156,5 +175,5 @@ class _ReceiveBack(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         one: Exchange = ctx.one
         _ = ctx.saved_tensors  # a checkpoint runs the forward pass again now, before a step of the backward pass is open
-        one.dispatched = one.a2a.dispatch_send(dy.contiguous(), plan=one.plan)
+        one.dispatched = (one.a2a.dispatch if one.combines_whole else one.a2a.dispatch_send)(dy.contiguous(), plan=one.plan)
         return _ticket(dy.device), None

@@ -58,13 +58,13 @@ class Experts(nn.Module):
             weight.main_grad = torch.zeros_like(local(weight), dtype=torch.float32)  # type: ignore[attr-defined]
 
     @torch.compiler.disable
-    def forward(self, ticket: torch.Tensor, one: Pass, options: Options) -> torch.Tensor:
+    def forward(self, ticket: torch.Tensor, one: Pass, options: Options, whole: bool = False) -> torch.Tensor:
         """The middle of a pass that `routed.send` began. Takes and returns its ticket, which wrappers of modules may replace."""
         one.ticket = ticket
         gate_up, down = local(self.gate_up), local(self.down)
         main = [getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down)]
         codes = self._codes(gate_up, down) if self.constant and options.quantised else None
-        compute(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes))
+        compute(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes), whole=whole)
         return one.ticket
 
     def _codes(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:

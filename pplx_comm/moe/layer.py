@@ -158,7 +158,8 @@ class MoE(nn.Module):
         most_tokens: the most tokens that any rank has in this call, or more, if the ranks know: the same number on each. With
             decode_tokens=, it decides the path that all of them take.
         """
-        return self.finish(self.begin(x, most_tokens))
+        # While a shared expert is computed, tokens travel; else nothing runs between the halves.
+        return self.finish(self._begin(x, most_tokens, whole=self.shared is None))
 
     def begin(self, x: torch.Tensor, most_tokens: int | None = None) -> Begun:
         """The first part of a call: the router, the send half of dispatch, and the shared expert.
@@ -166,24 +167,30 @@ class MoE(nn.Module):
         What is computed before the next part runs while tokens travel. With in_flight=2 that may be another microbatch's part; a
         backward pass through both then interleaves them, too. See schedule.one_forward_one_backward.
         """
+        return self._begin(x, most_tokens, whole=False)
+
+    def _begin(self, x: torch.Tensor, most_tokens: int | None, whole: bool) -> Begun:
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
         tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights))
+        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), whole)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
 
     def compute(self, begun: Begun) -> Begun:
         """The second part: the experts, and the send half of combine."""
-        return replace(begun, ticket=self.experts(begun.ticket, begun.one, self.options), computed=True)
+        return self._compute(begun, whole=False)
+
+    def _compute(self, begun: Begun, whole: bool) -> Begun:
+        return replace(begun, ticket=self.experts(begun.ticket, begun.one, self.options, whole), computed=True)
 
     def finish(self, begun: Begun) -> torch.Tensor:
         """The last part: the receive half of combine, and the second part where that is left."""
         if not begun.computed:
-            begun = self.compute(begun)
+            begun = self._compute(begun, whole=True)
         y = _finish(begun)
         return (y if begun.shared is None else y + begun.shared).reshape(begun.shape).to(begun.dtype)
 
@@ -223,9 +230,9 @@ class MoE(nn.Module):
 
 
 @torch.compiler.disable
-def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
+def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, whole: bool) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights)
+    return send(a2a, tokens, ids, weights, whole=whole)
 
 
 @torch.compiler.disable

@@ -11,6 +11,8 @@ with the receive half of an exchange and ends with the send half of the next one
     send      dispatch, send                                combine, receive
     compute   dispatch, receive; experts; combine, send     dispatch, receive; experts; combine, send; gradients of the weights
     finish    combine, receive                              dispatch, send
+
+Where nothing runs between two parts, their halves are one call, which is faster: `whole=True`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
-from pplx_comm.handles import Combining, Dispatched, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Compact, Padded, Ragged
 from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
 from pplx_comm.moe.grouped import products
@@ -84,17 +86,19 @@ class Pass:
     def __init__(self, a2a: AllToAll, x: torch.Tensor) -> None:
         self.a2a = a2a
         self.options = Options()
+        self.combines_whole = False
+        """Whether compute() is followed by finish(), and backwards finish() by compute()."""
         self.x: torch.Tensor | None = x
         self.sent: Dispatched | None = None
         """On its way to the experts: of this rank's tokens, and backwards of their gradients."""
         self.rows: Rows | None = None
         """Backwards, the received rows, where they were dispatched again."""
-        self.returning: Combining | None = None
-        """On its way home: the experts' outputs, and backwards the tokens' gradients."""
+        self.returning: Combining | Combined | None = None
+        """On its way home, or there: the experts' outputs, and backwards the tokens' gradients."""
 
 
-def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Pass:
-    """Begins a pass: the send half of dispatch. Every rank calls it.
+def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, whole: bool = False) -> Pass:
+    """Begins a pass: the send half of dispatch. Every rank calls it. whole: the receive half too, where compute() follows.
 
     a2a: of layout Ragged, for gradients with zero_pad=True; without gradients also of layout Padded, for few tokens.
     x: [tokens, hidden]. ids, weights: [tokens, top_k].
@@ -104,18 +108,24 @@ def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tenso
     if isinstance(a2a.layout, Padded) and torch.is_grad_enabled():
         raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
-    one.ticket = _Send.apply(x, weights, ids, one)
+    one.ticket = _Send.apply(x, weights, ids, one, whole)
     return one
 
 
 def compute(
-    one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, extras: Extras | None = None
+    one: Pass,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    options: Options | None = None,
+    extras: Extras | None = None,
+    *,
+    whole: bool = False,
 ) -> None:
-    """The middle of a pass: the experts, and the send half of combine.
+    """The middle of a pass: the experts, and the send half of combine. whole: the receive half too, where finish() follows.
 
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
     """
-    one.options = options or Options()
+    one.options, one.combines_whole = options or Options(), whole
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
 
@@ -129,8 +139,14 @@ def receive(
     one: Pass, gate_up: torch.Tensor, down: torch.Tensor, options: Options | None = None, extras: Extras | None = None
 ) -> torch.Tensor:
     """compute() and finish()."""
-    compute(one, gate_up, down, options, extras)
+    compute(one, gate_up, down, options, extras, whole=True)
     return finish(one)
+
+
+def _home(returning: Combining | Combined | None) -> Combined:
+    if returning is None:
+        raise Error("finish: this pass was not computed, or has ended already")
+    return returning.wait() if isinstance(returning, Combining) else returning
 
 
 def _ticket(device: torch.device) -> torch.Tensor:
@@ -139,8 +155,8 @@ def _ticket(device: torch.device) -> torch.Tensor:
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Pass) -> torch.Tensor:
-        one.sent = one.a2a.dispatch_send(x, ids, weights)
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Pass, whole: bool) -> torch.Tensor:
+        one.sent = (one.a2a.dispatch if whole else one.a2a.dispatch_send)(x, ids, weights)
         one.plan = one.sent.plan
         ctx.one = one
         return _ticket(x.device)
@@ -149,8 +165,8 @@ class _Send(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         returning, ctx.one.returning = ctx.one.returning, None
-        dx, dw = returning.wait()
-        return dx, dw, None, None
+        dx, dw = _home(returning)
+        return dx, dw, None, None, None
 
 
 class _Compute(torch.autograd.Function):
@@ -167,7 +183,8 @@ class _Compute(torch.autograd.Function):
         arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
         h = arithmetic.up(rows)
         out = arithmetic.down(h)
-        one.returning = a2a.combine_send(out.view_as(d.x) if rows.where.room else out, d)
+        combine = a2a.combine if one.combines_whole else a2a.combine_send
+        one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
         ctx.one, ctx.extras, ctx.sender = one, extras, sender
         ctx.save_for_backward(gate_up, down, rows.where.where, *_kept(rows, h, one.options.recompute))
         return _ticket(ticket.device)
@@ -204,9 +221,7 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, one: Pass) -> torch.Tensor:
         returning, one.returning = one.returning, None
-        if returning is None:
-            raise Error("finish: this pass was not computed, or has ended already")
-        y = returning.wait()
+        y = _home(returning)
         ctx.one = one
         # Also where x is not needed: taking out what was saved is when a checkpoint runs the forward pass again, and that must be
         # over before the first step of the backward pass begins.
@@ -222,7 +237,7 @@ class _Finish(torch.autograd.Function):
         _, x = ctx.saved_tensors
         if x is not None:
             one.rows = _dispatched_again(a2a, x, one.plan)
-        one.sent = a2a.dispatch_send(dy.contiguous(), plan=one.plan)
+        one.sent = (a2a.dispatch if one.combines_whole else a2a.dispatch_send)(dy.contiguous(), plan=one.plan)
         return _ticket(dy.device), None
 
 
