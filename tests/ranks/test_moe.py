@@ -51,7 +51,7 @@ def test_recomputing(crew: Crews, recompute: str) -> None:
 
 
 @two_ranks
-@pytest.mark.parametrize("how", ["checkpoint", "main_grad", "compiled"])
+@pytest.mark.parametrize("how", ["checkpoint", "main_grad", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_ways_to_train(crew: Crews, how: str) -> None:
     check(crew, 1e-5, how, spread="zipf")
 

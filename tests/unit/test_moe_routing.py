@@ -116,6 +116,7 @@ def test_inference(comm: pc.Communicator) -> None:
         assert torch.equal(after, plain(x)) and not torch.equal(after, before)
 
 
+@pytest.mark.slow
 def test_compute_is_compiled_whole() -> None:
     """What a layer computes between its steps has no break: the router, and the shared expert with its activation."""
     options = RouterOptions("sigmoid", correction_bias=True, groups=4, top_groups=2, load_balance=0.1, z=0.1)
