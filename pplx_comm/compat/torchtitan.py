@@ -33,7 +33,8 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
         precision: how rows travel: "bf16", which is their own dtype; "fp8", e4m3 with a power of two per 1x128; "mxfp8", per 1x32.
             Quantised wires carry tokens forward and gradients back.
         align: an expert's rows begin at multiples of this. 16 suits torch._grouped_mm in bfloat16; torchao's FP8 wants 16 or 32.
-        num_max_tokens_per_rank: in one call. None follows the calls: torchtitan pads sequences, so ranks have the same number.
+        num_max_tokens_per_rank: in one call. None follows the calls, by powers of two: torchtitan pads sequences, so ranks have the
+            same number.
         """
 
         precision: str = "bf16"
@@ -73,7 +74,8 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
         return metadata.combine(routed_output_RD)
 
     def _all_to_all(self, x: torch.Tensor) -> AllToAll:
-        self.most_tokens = max(self.most_tokens, len(x), 1)
+        if len(x) > self.most_tokens:
+            self.most_tokens = 1 << max(len(x) - 1, 0).bit_length()
         return rows_by_expert(
             self.ep_mesh.get_group(), x, num_experts=self.num_experts, top_k=self.top_k, most_tokens=self.most_tokens,
             precision=self.precision, align=self.align,
