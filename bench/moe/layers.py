@@ -160,37 +160,45 @@ class Theirs:
     def close(self) -> None: ...
 
 
-class Nccl(Theirs):
+def by_all_to_all(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, mark: Mark
+) -> tuple[torch.Tensor, int]:
     """A sort by expert, all_to_all_single of counts and of copies, a sort on the other side, torch._grouped_mm. The host waits for
-    the counts, as torchtitan's and Megatron-Core's all-to-all dispatchers do."""
+    the counts, as torchtitan's and Megatron-Core's all-to-all dispatchers do.
 
+    Returns sums of tokens, and how many rows there were.
+    """
+    k, local, world = ids.shape[1], len(gate_up), torch.distributed.get_world_size()
+    chosen = ids.flatten()
+    order = chosen.argsort(stable=True)
+    mine = torch.bincount(chosen, minlength=local * world)
+    theirs = torch.empty_like(mine)
+    torch.distributed.all_to_all_single(theirs, mine)
+    go, come = (counts.view(world, -1).sum(1).tolist() for counts in (mine, theirs))
+    rows = Exchange.apply(x[order // k], come, go)
+    expert = torch.arange(local, device=x.device).repeat(world).repeat_interleave(theirs)
+    by_expert = expert.argsort(stable=True)
+    offsets = theirs.view(world, -1).sum(0).cumsum(0, dtype=torch.int32)
+    rows = rows[by_expert]
+    mark("dispatch")
+    h = torch._grouped_mm(rows, gate_up.mT, offs=offsets)
+    mark("up")
+    a = swiglu(h)
+    mark("activation")
+    out = torch._grouped_mm(a, down.mT, offs=offsets)
+    mark("down")
+    back = Exchange.apply(out[by_expert.argsort()], go, come)
+    copies = back[order.argsort()].view(len(x), k, -1)
+    y = torch.bmm(weights[:, None].to(copies.dtype), copies).squeeze(1)
+    mark("combine")
+    return y, len(rows)
+
+
+class Nccl(Theirs):
     name, trains, in_graphs = "nccl", True, False
 
     def run(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, mark: Mark) -> torch.Tensor:
-        p, k = self.p, self.o.top_k
-        chosen = p.ids.flatten()
-        order = chosen.argsort(stable=True)
-        mine = torch.bincount(chosen, minlength=self.o.experts)
-        theirs = torch.empty_like(mine)
-        torch.distributed.all_to_all_single(theirs, mine)
-        go, come = (counts.view(p.world, -1).sum(1).tolist() for counts in (mine, theirs))
-        rows = Exchange.apply(x[order // k], come, go)
-        expert = torch.arange(p.local_experts, device=x.device).repeat(p.world).repeat_interleave(theirs)
-        by_expert = expert.argsort(stable=True)
-        offsets = theirs.view(p.world, -1).sum(0).cumsum(0, dtype=torch.int32)
-        rows = rows[by_expert]
-        self.rows = len(rows)
-        mark("dispatch")
-        h = torch._grouped_mm(rows, gate_up.mT, offs=offsets)
-        mark("up")
-        a = swiglu(h)
-        mark("activation")
-        out = torch._grouped_mm(a, down.mT, offs=offsets)
-        mark("down")
-        back = Exchange.apply(out[by_expert.argsort()], go, come)
-        copies = back[order.argsort()].view(p.tokens, k, -1)
-        y = torch.bmm(weights[:, None].to(copies.dtype), copies).squeeze(1)
-        mark("combine")
+        y, self.rows = by_all_to_all(x, self.p.ids, weights, gate_up, down, mark)
         return y
 
 

@@ -97,3 +97,15 @@ def test_gradients_are_those_of_the_textbook() -> None:
     finally:
         torch.distributed.destroy_process_group()
         world.close()
+
+
+def test_a_model_beside_all_to_all(tmp_path: Path) -> None:
+    """All variants train, from the same loss; `nccl` is the same model to the last bits of bfloat16."""
+    file = tmp_path / "train.json"
+    arguments = ["--variants", "bf16,fp8,nccl", "--steps", "1", "--rounds", "1", "--timeout", "60", "--json", str(file)]
+    statuses, said = ranks_of(ROOT / "bench" / "train.py", *arguments)
+    assert statuses == [0, 0] and "beside nccl" in said, said
+    of = json.loads(file.read_text())
+    assert set(of["tokens_per_second"]) == {"bf16", "fp8", "nccl"} and min(of["tokens_per_second"].values()) > 0
+    losses = of["first_loss"]
+    assert losses["nccl"] == pytest.approx(losses["bf16"], rel=1e-3) and losses["fp8"] != losses["bf16"]
