@@ -117,7 +117,7 @@ def _slice(layer: MoE, found: torch.Tensor, memory: torch.Tensor) -> torch.Tenso
         return found
     if found.shape[1] != memory.shape[1]:
         return part(found, 1)
-    if len(memory) == 2 * layer.experts.down.shape[2]:
+    if len(memory) == 2 * local(layer.experts.down).shape[2]:
         return torch.cat([part(half, 0) for half in found.chunk(2)])
     return part(found, 0)
 

@@ -13,7 +13,7 @@ from pplx_comm.errors import Error
 from pplx_comm.moe.arithmetic import Codes, Quantised
 from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.routed import Extras, Options, Pass, compute
-from pplx_comm.moe.sharding import local
+from pplx_comm.moe.sharding import local, own
 from pplx_comm.moe.swiglu import swiglu
 
 
@@ -55,14 +55,14 @@ class Experts(nn.Module):
     def add_main_grad(self) -> None:
         """Gives the weights a float32 tensor that passes add their gradients to, in place of `grad`. Its owner clears it."""
         for weight in (self.gate_up, self.down):
-            weight.main_grad = torch.zeros_like(local(weight), dtype=torch.float32)  # type: ignore[attr-defined]
+            weight.main_grad = torch.zeros_like(own(weight), dtype=torch.float32)  # type: ignore[attr-defined]
 
     @torch.compiler.disable
     def forward(self, ticket: torch.Tensor, one: Pass, options: Options, whole: bool = False) -> torch.Tensor:
         """The middle of a pass that `routed.send` began. Takes and returns its ticket, which wrappers of modules may replace."""
         one.ticket = ticket
         gate_up, down = local(self.gate_up), local(self.down)
-        main = [getattr(weight, "main_grad", None) for weight in (self.gate_up, self.down)]
+        main = [None if m is None else m.flatten(1, -2) for m in (getattr(w, "main_grad", None) for w in (self.gate_up, self.down))]
         codes = self._codes(gate_up, down) if self.constant and options.quantised else None
         compute(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes), whole=whole)
         return one.ticket

@@ -65,7 +65,7 @@ class MoE(nn.Module):
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
     mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
-        and FSDP2 want them.
+        and FSDP2 want them. With expert_tp=, its second dimension are the ranks that share experts.
     seed: parameters follow from it, the same on all ranks, and an expert's whichever rank has it.
     all_to_all: further arguments of the AllToAll: device, transport, in_flight, timeout, ...
     """
@@ -134,10 +134,8 @@ class MoE(nn.Module):
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
         self.load = torch.zeros(num_experts, device=device)
         self.reset_parameters(seed)
-        if mesh is not None and expert_tp > 1:
-            raise Error("MoE: DTensors (mesh=) know nothing of slices of experts (expert_tp=)")
         if mesh is not None:
-            shard(self.experts, mesh, num_experts)
+            shard(self.experts, mesh, num_experts, expert_tp)
         if main_grad:
             self.experts.add_main_grad()
 

@@ -33,22 +33,23 @@ def start(me: Any, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=me.rank, world_size=me.world_size)
 
 
-def reshard(me: Any, store: str, load_from: str | None, save_to: str, seed: int) -> list[bool]:
+def reshard(me: Any, store: str, load_from: str | None, save_to: str, expert_tp: int, seed: int) -> list[bool]:
     """Loads what another number of ranks saved, if there is something, and saves. Whether each parameter is that of `seed`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
 
     start(me, store)
-    mesh = init_device_mesh("cpu", (me.world_size,), mesh_dim_names=("ep",))
-    layer = make_layer(me.comm, seed if load_from is None else seed + 1, mesh)
-    wanted = make_layer(me.comm, seed)
+    shape = (me.world_size // expert_tp, expert_tp)[: 1 if expert_tp == 1 else 2]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("ep", "tp")[: len(shape)])
+    layer = make_layer(me.comm, seed if load_from is None else seed + 1, mesh, expert_tp=expert_tp)
+    wanted = make_layer(me.comm, seed, expert_tp=expert_tp)
     if load_from is not None:
         state = layer.state_dict()
         dcp.load(state, checkpoint_id=load_from)
         layer.load_state_dict(state)
     dcp.save(layer.state_dict(), checkpoint_id=save_to)
     pairs = zip(layer.parameters(), wanted.parameters(), strict=True)
-    return [torch.equal(part_of(a).detach(), b.detach()) for a, b in pairs]
+    return [a.is_leaf and torch.equal(part_of(a).detach(), b.detach()) for a, b in pairs]
 
 
 def whole_world(rank: int, world_size: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -95,7 +96,7 @@ def everywhere(t: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
-    assert seen.shape == wanted.shape, (seen.shape, wanted.shape)
+    seen = seen.reshape(wanted.shape)  # DTensors have gates and ups in a dimension of their own
     return float((seen - wanted).norm() / wanted.norm()) if bool(seen.isfinite().all()) else math.inf
 
 
@@ -155,3 +156,18 @@ def slices(me: Any, family: str) -> dict[str, Any]:
     except pc.Error as problem:
         return {"loaded": loaded, "said": str(problem)}
     return {"loaded": loaded, "said": ""}
+
+
+def main_grad(me: Any, store: str, seed: int) -> dict[str, float]:
+    """Gradients of experts as DTensors, shared by two ranks, in float32 main_grad: beside those of experts that are plain tensors."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    start(me, store)
+    mesh = init_device_mesh("cpu", (me.world_size // 2, 2), mesh_dim_names=("ep", "tp"))
+    x, dy = whole_world(me.rank, me.world_size, seed)
+    plain, layer = (make_layer(me.comm, seed, m, expert_tp=2, main_grad=m is not None) for m in (None, mesh))
+    wanted = train_step(plain, plain, x[me.rank], dy[me.rank])
+    train_step(layer, layer, x[me.rank], dy[me.rank])
+    found = {name: w.main_grad for name, w in layer.experts.named_parameters()}
+    assert all(found[name].shape == w.to_local().shape and w.grad is None for name, w in layer.experts.named_parameters())
+    return {name: error(found[name], wanted[f"experts.{name}"]) for name in found}

@@ -13,20 +13,20 @@ from pplx_comm.moe import MoE, checkpoint, functional
 
 
 def test_resharded(tmp_path: Path) -> None:
-    """One rank saves, two load and save, four load and save (the last one has no expert), one loads."""
+    """One rank saves, two load and save, four (the last one has no expert), four and two that share experts, and one loads."""
     before = None
-    for number, ranks in enumerate((1, 2, 4, 1)):
+    for number, (ranks, expert_tp) in enumerate(((1, 1), (2, 1), (4, 1), (4, 2), (2, 2), (1, 1))):
         store, now = str(tmp_path / f"store{number}"), str(tmp_path / f"checkpoint{number}")
-        for same in run_ranks(ranks, "moe_checkpoint_cases:reshard", store, before, now, seed(), timeout=120):
-            assert len(same) == 5 and all(same), (ranks, same)
+        for same in run_ranks(ranks, "moe_checkpoint_cases:reshard", store, before, now, expert_tp, seed(), timeout=120):
+            assert len(same) == 5 and all(same), (ranks, expert_tp, same)
         before = now
 
 
-def test_fsdp_and_ddp(tmp_path: Path) -> None:
+def test_fsdp_ddp_and_main_grad(tmp_path: Path) -> None:
     with Crew(4) as crew:
-        for case in ("fsdp", "ddp"):
+        for case in ("fsdp", "ddp", "main_grad"):
             for found in crew.run(f"moe_checkpoint_cases:{case}", str(tmp_path / case), seed(), timeout=120):
-                assert len(found) >= 3 and max(found.values()) < 1e-5, (case, found)
+                assert len(found) >= 2 and max(found.values()) < 1e-5, (case, found)
 
 
 PREFIX = "model.layers.3.mlp."
