@@ -8,6 +8,7 @@ The stages are noted by a build made for it, in which a launch takes a little lo
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -51,19 +52,31 @@ def show(options: Options, world: World, _: Sequence[str]) -> None:
     options = replace(options, pairs=min(options.pairs, 8))
     for tokens in options.tokens:
         size = gpu.Size(options, world, device, tokens, [])
-        for transport in options.transports:
-            with size.open(world.comm, transport) as a2a:
-                times = _slowest(world, _stages(module, options, world, device, size, a2a))
+        for transport, num_sms in itertools.product(options.transports, options.num_sms):
+            with size.open(world.comm, transport, num_sms) as a2a:
+                times, spent = _stages(module, options, world, device, size, a2a)
+                times = _slowest(world, times)
             if world.rank == 0:
-                print(f"{transport.name}, {tokens} tokens: us after the launch of the slowest rank\n")
+                sms = f", {num_sms} SMs" if num_sms else ""
+                print(f"{transport.name}, {tokens} tokens{sms}: us after the launch of the slowest rank\n")
                 print(_table(times), flush=True)
                 print()
+                if spent:
+                    print("thousands of cycles of a warp in one launch\n")
+                    print(_spans_table(spent), flush=True)
+                    print()
 
 
-def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> dict[str, list[float]]:
-    """By stage: when the first, the middle and the last warp came there, in the median of all replays."""
+Numbers = dict[str, list[float]]
+
+
+def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> tuple[Numbers, Numbers]:
+    """By stage: when the first, the middle and the last warp came there, in the median of all replays.
+
+    And by what the warps of this rank spent their time with: how many there were, the median of them and the most of one.
+    """
     names: list[str] = module.stages
-    noted = torch.zeros(len(names), MOST_WARPS, dtype=torch.int64, device=device.device)
+    noted = torch.zeros(len(names) + len(module.spans), MOST_WARPS, dtype=torch.int64, device=device.device)
     a2a._steps.device.core.note_stages(noted.data_ptr(), MOST_WARPS)
     replay = device.capture(lambda: size.pairs(a2a))
     each: dict[str, list[list[float]]] = {name: [] for name in names}
@@ -76,7 +89,7 @@ def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.
         if turn < gpu.WARMING:
             continue
         begin = 0
-        for name, row in zip(names, noted.cpu().numpy(), strict=True):
+        for name, row in zip(names, noted.cpu().numpy(), strict=False):
             if name.endswith(BEGINS):
                 begin = row[row > 0].max()  # of the last launch; its thread blocks begin within a microsecond
             came = row[row >= begin] - begin  # a warp that had nothing to do has noted an earlier launch
@@ -84,7 +97,11 @@ def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.
                 each[name].append([float(np.quantile(came, share)) / 1000 for share in (FIRST, MEDIAN, LAST)])
     a2a._steps.device.core.note_stages(0, 0)
     a2a.check()
-    return {name: np.median(np.array(times), axis=0).tolist() for name, times in each.items() if times}
+    spent = {}
+    for name, row in zip(module.spans, noted.cpu().numpy()[len(names) :], strict=True):
+        if (warps := row[row > 0] / options.pairs / 1000).size:
+            spent[name] = [float(warps.size), float(np.median(warps)), float(warps.max())]
+    return {name: np.median(np.array(times), axis=0).tolist() for name, times in each.items() if times}, spent
 
 
 def _slowest(world: World, mine: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -100,6 +117,12 @@ def _slowest(world: World, mine: dict[str, list[float]]) -> dict[str, list[float
 def _table(times: dict[str, list[float]]) -> str:
     cells = [["stage", "first warp", "middle", "last"]]
     cells += [[name, *(f"{one:.1f}" for one in of_stage)] for name, of_stage in times.items()]
+    return "\n".join(markdown(cells))
+
+
+def _spans_table(spent: dict[str, list[float]]) -> str:
+    cells = [["it", "warps", "middle", "most"]]
+    cells += [[name, f"{warps:.0f}", f"{middle:.2f}", f"{most:.2f}"] for name, (warps, middle, most) in spent.items()]
     return "\n".join(markdown(cells))
 
 

@@ -17,7 +17,7 @@ PHASES = ("dispatch", "combine", "round trip")
 
 
 def find(of: list[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
-    return next((one for one in of if all(one[name] == value for name, value in wanted.items())), {})
+    return next((one for one in of if all(one.get(name) == value for name, value in wanted.items())), {})
 
 
 def middle(values: list[float | None], form: str) -> str:
@@ -26,30 +26,61 @@ def middle(values: list[float | None], form: str) -> str:
     return format(median(had), form) if had else "off"
 
 
-def rows(runs: list[dict[str, Any]], transport: str, tokens: int, peers: list[str]) -> list[str]:
-    points = [find(run["points"], transport=transport, tokens=tokens) for run in runs]
+def sms(num_sms: int | None) -> str:
+    return "all" if num_sms is None else str(num_sms)
+
+
+def rows(runs: list[dict[str, Any]], point: dict[str, Any], peers: list[str]) -> list[str]:
+    """Of a point of the first run, which all have."""
+    which = {name: point.get(name) for name in ("transport", "tokens", "num_sms")}
+    points = [find(run["points"], **which) for run in runs]
+    begin = [str(which["transport"]), str(which["tokens"]), sms(which["num_sms"])]
     reasons = [point.get("off") for point in points if point.get("off")]
     if reasons:
-        return [f"| {transport} | {tokens} | off: {reasons[0]} |" + " |" * (3 + len(peers))]
+        return [f"| {' | '.join(begin)} | off: {reasons[0]} |" + " |" * (6 + len(peers))]
     lines = []
     for phase in PHASES:
         ours = [point["phases"][phase]["p50"] for point in points]
-        floors = [point["floor"].get(phase, {}).get("p50") for point in points]
-        ratios = [point["ratio"].get(phase) for point in points]
-        cells = [transport, str(tokens), phase, middle([*ours], ".1f"), middle(floors, ".1f"), middle(ratios, ".2f")]
+
+        def bare(kind: str, ratio: str, phase: str = phase) -> list[str]:
+            figures = [point.get(kind, {}).get(phase, {}).get("p50") for point in points]
+            return [middle(figures, ".1f"), middle([point.get(ratio, {}).get(phase) for point in points], ".2f")]
+
+        cells = [*begin, phase, middle([*ours], ".1f"), *bare("floor", "ratio"), *bare("composite", "ratio_to_composite")]
+        cells.append(_to_best(points, ours, phase))
         for peer in peers:
-            theirs = [find(run["peers"], peer=peer, tokens=tokens).get("phases", {}).get(phase, {}).get("p50") for run in runs]
+            theirs = [_beside(run, peer, which, phase) for run in runs]
             times = [them / us if them is not None else None for them, us in zip(theirs, ours, strict=True)]
             cells.append(middle(times, ".2f"))
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
+def _beside(run: dict[str, Any], peer: str, which: dict[str, Any], phase: str) -> float | None:
+    """A peer's p50 at the setting, or at its only one."""
+    found = [one for one in run["peers"] if (one["peer"], one["tokens"]) == (peer, which["tokens"])]
+    for wanted in (which["num_sms"], None):
+        for one in found:
+            if one.get("num_sms") == wanted:
+                figure = one["phases"].get(phase, {}).get("p50")
+                return None if figure is None else float(figure)
+    return None
+
+
+def _to_best(points: list[dict[str, Any]], ours: list[float], phase: str) -> str:
+    """What ours takes of the fastest peer's time, and which that is."""
+    best = [point.get("best_peer", {}).get(phase) for point in points]
+    ratio = middle([us / one["p50"] if one else None for one, us in zip(best, ours, strict=True)], ".2f")
+    names = dict.fromkeys(one["peer"] + (f" on {one['num_sms']}" if one["num_sms"] else "") for one in best if one)
+    return f"{ratio} ({', '.join(names)})" if names else ratio
+
+
 def summary(runs: list[dict[str, Any]]) -> str:
     first = runs[0]
     peers = sorted({peer["peer"] for run in runs for peer in run["peers"]})
     machine, versions = first["machine"], first["versions"]
-    head = ["transport", "tokens", "phase", "us", "floor us", "ours / floor", *(f"{peer} / ours" for peer in peers)]
+    head = ["transport", "tokens", "SMs", "phase", "us", "floor us", "ours / floor", "composite us", "ours / composite"]
+    head += ["ours / best peer", *(f"{peer} / ours" for peer in peers)]
     lines = [
         f"Median of {len(runs)} runs; each figure is the p50 of its run, each ratio is taken within its run.",
         "",
@@ -62,9 +93,9 @@ def summary(runs: list[dict[str, Any]]) -> str:
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
     ]
-    for transport in dict.fromkeys(point["transport"] for point in first["points"]):
-        for tokens in first["options"]["tokens"]:
-            lines += rows(runs, transport, tokens, peers)
+    transports = list(dict.fromkeys(point["transport"] for point in first["points"]))
+    for point in sorted(first["points"], key=lambda one: transports.index(one["transport"])):
+        lines += rows(runs, point, peers)
     return "\n".join(lines)
 
 

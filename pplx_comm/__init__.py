@@ -12,16 +12,20 @@ if TYPE_CHECKING:
     from pplx_comm.communicator import Communicator
     from pplx_comm.errors import Error, PeerError, StepTimeout
     from pplx_comm.handles import Combining, Dispatched, Plan
+    from pplx_comm.hooks import HOOK_ROWS, RAISED, ExpertGroup
     from pplx_comm.layouts import Compact, Padded, Ragged
     from pplx_comm.wire import Wire
 
 __all__ = [
+    "HOOK_ROWS",
+    "RAISED",
     "AllToAll",
     "Combining",
     "Communicator",
     "Compact",
     "Dispatched",
     "Error",
+    "ExpertGroup",
     "Padded",
     "PeerError",
     "Plan",
@@ -33,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     "AllToAll": "all_to_all", "Communicator": "communicator", "Error": "errors", "PeerError": "errors", "StepTimeout": "errors",
+    "ExpertGroup": "hooks", "HOOK_ROWS": "hooks", "RAISED": "hooks",
     "Combining": "handles", "Dispatched": "handles", "Plan": "handles", "Compact": "layouts", "Padded": "layouts",
     "Ragged": "layouts", "Wire": "wire",
 }  # fmt: skip

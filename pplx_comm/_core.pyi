@@ -5,7 +5,7 @@ The host half of pplx_comm: the CPU device, the proxy and the fabric.
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Tokens', 'Wire', 'chaos', 'cleanup_dead_peer', 'deadlines', 'isa', 'libfabric_status', 'make_plan', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
+__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Tokens', 'Wire', 'chaos', 'cleanup_dead_peer', 'deadlines', 'hook_layout', 'isa', 'libfabric_status', 'make_plan', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
 class Dtype:
     """
     Members:
@@ -201,8 +201,18 @@ class Config:
     def in_flight(self, arg0: int) -> None:
         ...
     @property
+    def in_pieces(self) -> bool:
+        """
+        Whether blocks may go in pieces.
+        """
+    @property
     def invalid(self) -> str:
         ...
+    @property
+    def least_slot_bytes(self) -> int:
+        """
+        What steps that never go in pieces need.
+        """
     @property
     def local_experts(self) -> int:
         ...
@@ -278,11 +288,22 @@ class Config:
         Of the part that peers write into.
         """
     @property
+    def slot_bytes(self) -> int:
+        ...
+    @slot_bytes.setter
+    def slot_bytes(self, arg0: int) -> None:
+        ...
+    @property
     def top_k(self) -> int:
         ...
     @top_k.setter
     def top_k(self, arg0: int) -> None:
         ...
+    @property
+    def whole_slot_bytes(self) -> int:
+        """
+        With so many slot_bytes all blocks are whole.
+        """
     @property
     def world(self) -> int:
         ...
@@ -358,6 +379,26 @@ class OutputLayout:
         """
         By name; without what this layout and wire do not have.
         """
+class HookLayout:
+    """
+    Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.
+    """
+    @property
+    def arrived(self) -> int:
+        ...
+    @property
+    def count(self) -> int:
+        """
+        Words of each of these two.
+        """
+    @property
+    def ready(self) -> int:
+        ...
+    @property
+    def words(self) -> int:
+        """
+        All of them.
+        """
 class Tokens:
     """
     What a dispatch sends: addresses, 0 for none, and strides in bytes.
@@ -368,13 +409,13 @@ class Outputs:
     """
     Where a dispatch writes: addresses of x, of scale, and of the buffer of output_layout().
     """
-    def __init__(self, *, x: int, scales: int = 0, small: int) -> None:
+    def __init__(self, *, x: int, scales: int = 0, small: int, hooks: int = 0) -> None:
         ...
 class ExpertOutputs:
     """
     What a combine sends: addresses, 0 for none, and strides in bytes.
     """
-    def __init__(self, *, expert_out: int, stride: int, weighted: bool, uses_weights: bool = False, weights: int = 0, has_tail: bool = False, tail: int = 0) -> None:
+    def __init__(self, *, expert_out: int, stride: int, weighted: bool, uses_weights: bool = False, weights: int = 0, has_tail: bool = False, tail: int = 0, ready: int = 0, ready_value: int = 0) -> None:
         ...
 class Result:
     """
@@ -419,6 +460,10 @@ class Carried:
 class Exchange(Carried):
     def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], threads: int, timeout: float) -> None:
         ...
+    def check_order(self, step: int) -> None:
+        """
+        Raises if dispatch_recv may not receive this step yet.
+        """
     def close(self) -> None:
         """
         Ends the calls that other threads wait in.
@@ -570,6 +615,8 @@ def deadlines() -> list:
     """
     Name, seconds and meaning of every deadline of C++ code.
     """
+def hook_layout(config: Config) -> HookLayout:
+    ...
 def isa() -> str:
     """
     The instruction set that the CPU device uses.
@@ -598,5 +645,7 @@ def proxy_of(rank: int, peer: int, proxies: int) -> int:
     """
 BOTH: int = 3
 FIRST_STEP_FACTOR: int = 3
+HOOK_ROWS: int = 128
+RAISED: int = 2147483648
 RECV: int = 2
 SEND: int = 1

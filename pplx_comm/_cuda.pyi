@@ -6,12 +6,12 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'Tokens', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.
     """
-    def __init__(self, *, stream: int, halves: int, plan: int, buffer: int) -> None:
+    def __init__(self, *, stream: int, halves: int, plan: int, buffer: int, hooks: int = 0) -> None:
         ...
 class Tokens:
     """
@@ -29,7 +29,7 @@ class ExpertOutputs:
     """
     What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
     """
-    def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
+    def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0, ready: int = 0, ready_value: int = 0) -> None:
         ...
 class Result:
     """
@@ -64,6 +64,16 @@ class SharedMemory:
     @property
     def nbytes(self) -> int:
         ...
+class StreamEvent:
+    """
+    A place in a stream, which others wait for.
+    """
+    def __init__(self) -> None:
+        ...
+    def record(self, stream: int) -> None:
+        ...
+    def wait(self, stream: int) -> None:
+        ...
 class HostHeap(pplx_comm._core.Carried):
     """
     What the proxy moves, and the words about it.
@@ -74,8 +84,16 @@ class HostHeap(pplx_comm._core.Carried):
         Of host memory.
         """
 class Exchange:
-    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int) -> None:
+    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, many_tokens: int) -> None:
         ...
+    def await_experts(self, launch: Launch, first: int, count: int) -> None:
+        """
+        Whatever is launched behind it on that stream has the rows of these experts.
+        """
+    def clear_hooks(self, words: int, stream: int) -> None:
+        """
+        Before the dispatch that they are of.
+        """
     def combine(self, launch: Launch, outputs: ExpertOutputs, result: Result) -> None:
         ...
     @typing.overload
@@ -112,11 +130,21 @@ class Exchange:
         """
         Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.
         """
+    def use_hooks(self) -> None:
+        """
+        Once, before the first step that has hooks.
+        """
     @property
     def arrivals_on_gpu(self) -> bool:
         """
         Whether the proxy raises its words in GPU memory.
         """
+    @property
+    def bulk_combines(self) -> int:
+        ...
+    @property
+    def bulk_dispatches(self) -> int:
+        ...
     @property
     def generation(self) -> int:
         ...

@@ -54,6 +54,12 @@ class AllToAll:
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as ranks of one tensor parallel group do. Replicas share a
         node, and pass the same to every call (accumulate's out too). Each sends and adds up a part of the tokens, and in
         combine_recv gives the finished rows to the others: with several steps in flight they must receive them in the same order.
+    slot_bytes: the most bytes for the dispatch and combine blocks of a step that a rank receives. If blocks of max_tokens_per_rank
+        rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
+        stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
+        order of the steps. None: no limit. On the CPU only.
+    hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=;
+        combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A death is noticed within 1 s.
     scale_layout: layout of d.scale: "row", or "tma": column-major, columns at multiples of 16 bytes. x_scale may have any strides.
@@ -82,7 +88,9 @@ class AllToAll:
         node_size: int | None = None,
         in_flight: int = 1,
         replicas: int = 1,
+        slot_bytes: int | None = None,
         num_sms: int | None = None,
+        hooks: bool = False,
         timeout: float = 100.0,
         scale_layout: str = "row",
         placement: str | None = None,
@@ -91,8 +99,9 @@ class AllToAll:
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
-            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, num_sms=num_sms,
-            timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
+            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
+            num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout, placement=placement,
+            first_step=self._first_step,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -131,6 +140,7 @@ class AllToAll:
         *,
         x_scale: torch.Tensor | None = None,
         plan: Plan | None = None,
+        expert_groups: int | None = None,
         async_op: bool = False,
     ) -> Dispatched:
         """Sends every token to the ranks that own its experts.
@@ -142,13 +152,36 @@ class AllToAll:
             ceil(hidden / 128)], powers of two with FP8_UE8M0; with MXFP8 uint8 (or float8_e8m0fnu) [tokens, ceil(hidden / 32)].
             With any strides.
         plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as in a backward pass.
+        expert_groups: for Ragged and Padded, with hooks=True: d.group(i) is the i-th of so many parts of the local experts, and
+            d.group(i).wait() waits for their rows alone, so that a GEMM of any kind begins while rows of others travel.
         async_op: returns after the send half; d.wait() is the receive half.
         """
         if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
             if async_op:
                 self._graph.refuse("dispatch")
+            if expert_groups is not None:
+                self._graph.refuse_hooks("dispatch", "expert_groups")
             return self._graph.dispatch(x, topk_ids, topk_weights, x_scale, plan)
-        return self._steps.dispatch(_core.SEND if async_op else _core.BOTH, x, topk_ids, topk_weights, x_scale, plan)
+        halves = _core.SEND if async_op else _core.BOTH
+        if expert_groups is not None:
+            return self._dispatch(halves, x, topk_ids, topk_weights, x_scale, plan, expert_groups)
+        return self._steps.dispatch(halves, x, topk_ids, topk_weights, x_scale, plan)
+
+    def _dispatch(
+        self,
+        halves: int,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        x_scale: torch.Tensor | None,
+        plan: Plan | None,
+        expert_groups: int | None,
+    ) -> Dispatched:
+        if expert_groups is not None:
+            self._steps.device.checks.expert_groups(expert_groups)
+        d = self._steps.dispatch(halves, x, topk_ids, topk_weights, x_scale, plan)
+        d.expert_groups = expert_groups or 0
+        return d
 
     def dispatch_send(
         self,
@@ -158,11 +191,12 @@ class AllToAll:
         *,
         x_scale: torch.Tensor | None = None,
         plan: Plan | None = None,
+        expert_groups: int | None = None,
     ) -> Dispatched:
-        """The send half of dispatch. When it returns, x may be overwritten."""
+        """The send half of dispatch. When it returns, x may be overwritten; with slot_bytes, after dispatch_recv."""
         if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
             self._graph.refuse("dispatch_send")
-        return self._steps.dispatch(_core.SEND, x, topk_ids, topk_weights, x_scale, plan)
+        return self._dispatch(_core.SEND, x, topk_ids, topk_weights, x_scale, plan, expert_groups)
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
         """The receive half of dispatch: fills d's tensors."""
@@ -180,6 +214,8 @@ class AllToAll:
         tail: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
         async_op: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Combining:
         """Brings the expert outputs back: y[t] = sum over t's choices of weight * expert_out.
@@ -192,6 +228,12 @@ class AllToAll:
             and returns unchanged to its token: combine then returns (y, [tokens, top_k]), with 0 for dropped choices.
         out: [tokens, hidden], the tensor to write.
         accumulate: adds to what out holds.
+        ready: with hooks=True: uint32 or int32 words, shaped like d.arrived, by which a kernel that is still running says that it
+            has written rows of expert_out (and tail): rows of a block of 128 (Padded: of an expert) are read once its word is at
+            least ready_value. d.ready has such words, 0 when the step begins; words of the caller's own must be 0 before that
+            kernel begins. It stores rows, then adds to their word with release semantics, 1 per tile for instance. It was launched
+            before, and waits for nothing of this combine. If a word is not raised in time, that is a StepTimeout of this rank.
+        ready_value: from 1 on; tiles of a block if each adds 1.
         async_op: returns after the send half; .wait() returns the result.
 
         The backward pass of y = combine(out, d) where out = experts(d.x), with gradients dY of y:
@@ -201,9 +243,11 @@ class AllToAll:
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             if async_op:
                 self._graph.refuse("combine")
+            if ready is not None:
+                self._graph.refuse_hooks("combine", "ready")
             return self._graph.combine(expert_out, d, weights, weighted, tail, out, accumulate)
         halves = _core.SEND if async_op else _core.BOTH
-        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
+        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
 
     def combine_send(
         self,
@@ -215,11 +259,13 @@ class AllToAll:
         tail: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
     ) -> Combining:
-        """The send half of combine. When it returns, expert_out may be overwritten."""
+        """The send half of combine. When it returns, expert_out may be overwritten; with slot_bytes, after combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
-        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
         assert isinstance(c, Combining)
         return c
 
@@ -265,7 +311,10 @@ class AllToAll:
         return self._steps.reset(timeout, self._graph.renew)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy."""
+        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy.
+
+        bulk_dispatches, bulk_combines: launches on GPUs of many tokens, by bulk copies.
+        """
         return self._steps.stats()
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -283,6 +332,7 @@ class AllToAll:
         layout: Ragged | Padded | Compact | None = None,
         in_flight: int = 1,
         replicas: int = 1,
+        slot_bytes: int | None = None,
         remote_peers: int = 0,
     ) -> int:
         """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
@@ -290,7 +340,7 @@ class AllToAll:
             integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
-            replicas=replicas,
+            replicas=replicas, slot_bytes=slot_bytes,
         )  # fmt: skip
         c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from typing import Protocol
 
 import torch
+
+from pplx_comm.errors import Error
+from pplx_comm.hooks import ExpertGroup, Hooks
 
 Combined = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 """The tokens' outputs; with tail= also what came back with them."""
@@ -19,6 +23,10 @@ class Owner(Protocol):
     def combine_recv(self, c: Combining) -> Combined: ...
 
     def release(self, d: Dispatched) -> None: ...
+
+    def watch(self, d: Dispatched) -> None: ...
+
+    def await_experts(self, d: Dispatched, experts: range) -> None: ...
 
 
 class Plan:
@@ -82,6 +90,47 @@ class Dispatched:
     owner: Owner
     receiving: threading.Lock
     """Held by the thread that receives: several may wait."""
+    hooks: Hooks | None = None
+    """With hooks=True."""
+    expert_groups = 0
+    """Groups that this dispatch was asked for."""
+
+    @property
+    def planned(self) -> torch.Tensor:
+        """With hooks=True: uint32 [1]. `RAISED` is set in it once counts, offsets and num_rows are there."""
+        return self._hooks("planned").planned
+
+    @property
+    def arrived(self) -> torch.Tensor:
+        """With hooks=True: uint32 [blocks of 128 rows of d.x], Padded: [local experts]. `RAISED` is set in a word once all rows of
+        the block (the expert) are there, at once where it has none. A kernel that waits for one loads it with acquire semantics
+        and compares; then it may read the block's rows, and counts, offsets and num_rows too. See docs/design.md, Hooks."""
+        return self._hooks("arrived").arrived
+
+    @property
+    def ready(self) -> torch.Tensor:
+        """With hooks=True: uint32, shaped like arrived: words for combine(ready=d.ready), 0 when the step begins."""
+        return self._hooks("ready").ready
+
+    def _hooks(self, name: str) -> Hooks:
+        if self.hooks is None:
+            raise Error(f"d.{name} needs an AllToAll with hooks=True, and no torch.compile or autograd around its dispatch")
+        return self.hooks
+
+    def watch(self) -> None:
+        """Makes the current stream wait until d's words are those of this dispatch: call it on the stream of a kernel that is to
+        wait for them, before its launch. It does not wait for the dispatch. On the CPU there is nothing to wait for."""
+        self._hooks("watch()")
+        self.owner.watch(self)
+
+    def group(self, number: int) -> ExpertGroup:
+        """Of dispatch(expert_groups=g), the group number 0 to g - 1: local experts in order, in equal parts."""
+        groups = self.expert_groups
+        if not 0 <= number < groups:
+            raise Error(f"d.group({number}): this dispatch has {groups} groups; dispatch(expert_groups=) says how many")
+        n = len(self.counts)
+        experts = range(number * n // groups, (number + 1) * n // groups)
+        return ExpertGroup(self, experts, functools.partial(self.owner.await_experts, self))
 
     def wait(self) -> Dispatched:
         """The receive half of an async dispatch. Any thread may call it, also again."""

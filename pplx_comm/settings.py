@@ -177,6 +177,11 @@ class Settings:
         "PPLX_COMM_PLACEMENT", _one_of("auto", "host", "device"), "'auto', 'host' or 'device'",
         "Where the blocks for other nodes lie, where placement= says nothing", value="auto", default="auto",
     )  # fmt: skip
+    bulk_tokens: int = _variable(
+        "PPLX_COMM_BULK_TOKENS", _whole(1), "a positive integer",
+        "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
+        default="768",
+    )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
     )  # fmt: skip

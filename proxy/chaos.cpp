@@ -10,8 +10,9 @@
 namespace pplx {
 namespace {
 
-// Eight bits of the step travel, so an immediate of 256 steps ago looks like today's. A rank sends a peer at least two a step.
-constexpr std::size_t kPast = 64;
+// Of the number of a piece three bits travel, of the step five, so eight pieces later, or 32 steps, a copy would look current. A replay
+// may be twice as many arrivals old.
+constexpr std::size_t kPast = 3;
 constexpr std::size_t kMostParts = 4096;       // may wait: real queues are finite
 constexpr std::size_t kErrorsKept = 64;
 constexpr std::uint32_t kLongestBurst = 4;
@@ -189,6 +190,7 @@ Post ChaosFabric::write(const Write& write) {
 // decides, not chance.
 std::uint32_t ChaosFabric::pieces_of(const Write& write) const {
   Immediate i = unpack(write.immediate);
+  if (i.op == Op::Credit) return 1;   // it has no shards
   const std::uint32_t most = std::min(4u, kMaxShards / i.shards);
   if (most < 2) return 1;
   i.shard = 0;

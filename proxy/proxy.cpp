@@ -45,10 +45,12 @@ void Proxy::attach(ProxyObject o) {
   auto object = std::make_unique<Object>();
   object->heap = heap_of(o.config);
   object->life = ++life_ & 0xffffffu;
-  const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world;
+  const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world, mail = object->heap.mailbox_words(o.config);
   for (std::uint32_t op = 0; op < kOps; ++op) object->layout[op] = block_layout(o.config, Op(op));
-  object->seen.resize(align_up(words, kBatch));   // the heap has that much room behind the mailbox
-  object->out.resize(words);
+  object->words = static_cast<std::uint32_t>(words);
+  object->seen.resize(align_up(mail, kBatch));   // the heap has that much room behind the mailbox
+  object->out.resize(words * object->places() + (mail - words));
+  if (object->heap.in_pieces) object->senders.resize(words);
   object->in.resize(words);
   for (std::uint32_t set = 0; set < o.config.in_flight; ++set)
     for (std::uint32_t peer = 0; peer < o.config.world; ++peer)
@@ -77,7 +79,7 @@ void Proxy::detach(std::uint32_t number) {
     for (std::uint32_t peer : object->remote) {
       const Outgoing& out = object->out[object->heap.word_index(object->o.config, set, Op::Dispatch, peer)];
       const Incoming& in = object->in[object->heap.word_index(object->o.config, set, Op::Combine, peer)];
-      if (out.begun && !in.mask.complete(out.step)) --awaited_;
+      if (out.begun && !(in.begun && in.step == out.step && in.done > 0)) --awaited_;
     }
   objects_[number].reset();
 }
@@ -91,7 +93,7 @@ std::uint32_t Proxy::outstanding(std::uint32_t number) const {
   if (object == nullptr) return 0;
   std::uint32_t n = object->outstanding;
   for (const Job& job : queue_) n += job.object == number;
-  for (std::size_t index = 0; index < object->out.size(); ++index) {
+  for (std::size_t index = 0; index < object->heap.mailbox_words(object->o.config); ++index) {
     n += load_mail<HostAtomics>(mailbox_entry(object->heap, object->o.memory, index)) != object->seen[index];
   }
   return n;
@@ -132,20 +134,24 @@ bool Proxy::take_mail() {
     const std::uint64_t* const seen = object.seen.data();
     const std::size_t words = object.seen.size();
     const std::uint32_t world = object.o.config.world;
+    const auto rows = static_cast<std::uint32_t>(object.heap.mailbox_words(object.o.config) / world);
     for (std::size_t at = 0; at < words; at += kBatch) {
       if (!differ(mail + at, seen + at)) continue;
       const auto first = static_cast<std::uint32_t>(at / world), last = static_cast<std::uint32_t>((at + kBatch - 1) / world);
-      for (std::uint32_t row = first; row <= last && row < object.o.config.in_flight * kOps; ++row) moved |= take_row(number, object, row);
+      for (std::uint32_t row = first; row <= last && row < rows; ++row) moved |= take_row(number, object, row);
     }
   }
   return moved;
 }
 
-// Looks at the mailbox of one op of one set. Posts blocks as it finds them, not after the whole look: a peer waits for the first write.
+// Looks at the mailbox, or the credits, of one op of one set. Posts blocks as it finds them, not after the whole look: a peer waits for the first write.
 bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
   const std::uint32_t world = object.o.config.world, rank = object.o.config.rank;
   const std::uint64_t* const mail = word(object, object.heap.mailbox) + std::size_t{row} * world;
   std::uint64_t* const seen = object.seen.data() + std::size_t{row} * world;
+  const std::uint32_t rows = object.o.config.in_flight * kOps;
+  const bool credits = row >= rows;
+  const std::uint32_t first = credits ? object.words * object.places() + (row - rows) * world : row * world;   // in `out`
   Job batch[kBatch] = {};
   std::uint32_t count = 0;
   bool moved = false;
@@ -160,35 +166,91 @@ bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
     const std::uint64_t found = load_acquire(mail + peer);
     if (found == seen[peer]) continue;
     seen[peer] = found;
-    const Job job{number, row * world + peer, peer, Op(row % kOps)};
-    if (!begin(object, job, found)) continue;
-    moved = true;
-    batch[count++] = job;
-    if (count == kBatch) flush();
+    if (!object.o.peers[peer]) continue;
+    Job job{number, first + peer, peer, Op(credits ? (row - rows) % kPieceOps : row % kOps)};
+    const auto take = [&] {
+      moved = true;
+      batch[count++] = job;
+      if (count == kBatch) flush();
+    };
+    const Mail mail = read_mail(found);
+    if (credits) {
+      if (begin_credit(object, job, found)) take();
+    } else if (mail.in_pieces) {
+      while (begin_piece(object, job, first + peer, mail)) take();
+    } else {
+      begin(object, job, mail);
+      take();
+    }
   }
   flush();
   return moved;
 }
 
-// True if the word announces a block to send.
-bool Proxy::begin(Object& object, const Job& job, std::uint64_t mail) {
-  const Mail m = read_mail(mail);
-  if (!object.o.peers[job.peer]) return false;
+// A whole block.
+void Proxy::begin(Object& object, const Job& job, Mail mail) {
+  const Config& c = object.o.config;
   Outgoing& out = object.out[job.index];
   out.begun = true;
-  out.step = m.step;
+  out.step = mail.step;
+  out.piece = 0;
   out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, job.index));
-  out.bytes = object.layout[std::uint32_t(job.op)].bytes(m.rows);
+  out.target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);
+  out.bytes = object.layout[std::uint32_t(job.op)].bytes(mail.rows);
+  begin_shards(out);
+  if (job.op == Op::Dispatch) ++awaited_;
+  if (object.heap.in_pieces) object.senders[job.index] = {mail.step, 1};
+}
+
+// The next piece that the mail announces, in its place. False: all of them are under way. The device announces a piece when its place is
+// free here and at the peer.
+bool Proxy::begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail) {
+  const Config& c = object.o.config;
+  const std::uint32_t rows = object.heap.piece_rows;
+  Sender& sender = object.senders[word];
+  if (!object.out[word].begun || sender.step != mail.step) sender = {mail.step};
+  const std::uint32_t piece = sender.begun, from = piece * rows;
+  if (mail.rows <= from) return false;
+  ++sender.begun;
+  job.index = word + object.words * (piece % kPlaces);
+  Outgoing& out = object.out[job.index];
+  const std::uint64_t place = object.heap.piece_at(job.op, piece);
+  out.begun = true;
+  out.step = mail.step;
+  out.piece = piece;
+  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + place;
+  out.target = object.heap.slot_at(c, set_of(c, mail.step), job.op, c.rank) + place;
+  out.bytes = object.layout[std::uint32_t(job.op)].bytes(std::min(rows, mail.rows - from));
+  begin_shards(out);
+  if (piece == 0 && job.op == Op::Dispatch) ++awaited_;
+  return true;
+}
+
+// A credit for each piece that has been read, even if a later one says more: one that is overtaken by six others would count again, but
+// none can be, for without it no piece goes that the others are for. True if a job is to be made: there is one in the queue until all
+// credits have been posted.
+bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
+  const Config& c = object.o.config;
+  Outgoing& out = object.out[job.index];
+  const bool queued = out.begun && out.posted < out.shards;
+  const auto step = static_cast<std::uint32_t>(mail);
+  if (!out.begun || out.step != step) out.posted = 0;
+  out.begun = true;
+  out.step = step;
+  out.target = object.heap.slot_at(c, set_of(c, step), job.op, c.rank);
+  out.shards = pieces_in(mail, object.o.generation, step);
+  return !queued;
+}
+
+void Proxy::begin_shards(Outgoing& out) const {
   out.shards = 1;
-  out.piece = out.bytes;
+  out.shard_bytes = out.bytes;
   if (out.bytes > shard_bytes_) {
     out.shards = static_cast<std::uint32_t>(std::min<std::uint64_t>((out.bytes + shard_bytes_ - 1) / shard_bytes_, endpoints_));
-    out.piece = align_up((out.bytes + out.shards - 1) / out.shards, 64);
+    out.shard_bytes = align_up((out.bytes + out.shards - 1) / out.shards, 64);
   }
   out.unsent = out.shards;
   out.posted = 0;
-  if (job.op == Op::Dispatch) ++awaited_;
-  return true;
 }
 
 // `more` is set only when another write on the endpoint is certain: the next shard of every block is tried, later ones only if the fabric
@@ -208,7 +270,7 @@ bool Proxy::post(const Job* jobs, std::uint32_t count) {
 bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_come) {
   const Config& c = object.o.config;
   Outgoing& out = object.out[job.index];
-  const std::uint64_t target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);
+  const bool credit = object.is_credit(job.index);
   Write w;
   w.peer = static_cast<int>(job.peer);
   w.source = &object.o.region;
@@ -216,13 +278,14 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
   w.context = context_of(object.life, job.object, job.index);
   bool moved = false;
   while (out.posted < out.shards) {
-    const std::uint64_t begin = std::min(out.bytes, out.piece * out.posted), end = std::min(out.bytes, begin + out.piece);
+    const std::uint64_t begin = std::min(out.bytes, out.shard_bytes * out.posted), end = std::min(out.bytes, begin + out.shard_bytes);
     const std::uint32_t endpoint = endpoint_of(job, out.posted);
     w.endpoint = static_cast<int>(endpoint);
     w.source_offset = out.source + begin;
     w.bytes = end - begin;
-    w.target_offset = target + begin;
-    w.immediate = pack({job.op, c.object, c.rank, out.step, out.posted, out.shards});
+    w.target_offset = out.target + begin;
+    w.immediate = credit ? pack({Op::Credit, c.object, c.rank, out.step, std::uint32_t(job.op), 1, out.posted})
+                         : pack({job.op, c.object, c.rank, out.step, out.posted, out.shards, out.piece});
     w.more = to_come[endpoint] > 0;
     try {
       if (fabric_.write(w) == Post::Again) {
@@ -259,33 +322,81 @@ bool Proxy::take_completions() {
 void Proxy::arrived(std::uint32_t bits) {
   const Immediate i = unpack(bits);
   Object* object = objects_[i.object].get();
-  if (object == nullptr || static_cast<std::uint32_t>(i.op) >= kOps || i.source >= object->o.config.world ||
+  const bool is_credit = i.op == Op::Credit && object != nullptr && object->heap.in_pieces && i.shard < kPieceOps;
+  if (object == nullptr || (static_cast<std::uint32_t>(i.op) >= kOps && !is_credit) || i.source >= object->o.config.world ||
       !object->o.peers[i.source]) {
     ++stats_.dropped;
+    return;
+  }
+  if (is_credit) {
+    credited(*object, i);
     return;
   }
   const Config& c = object->o.config;
   const std::uint32_t set = set_of(c, i.step);
   Incoming& in = object->in[object->heap.word_index(c, set, i.op, i.source)];
   const Outgoing& asked = object->out[object->heap.word_index(c, set, Op::Dispatch, i.source)];
-  const std::uint32_t step = i.op == Op::Dispatch ? in.next : asked.step;
-  const bool open = (i.op == Op::Dispatch || asked.begun) && (step & 0xffu) == i.step;
-  if (!open) {
+  const bool current = in.begun && same_step(in.step, i);   // more of a dispatch that has begun
+  const std::uint32_t step = i.op != Op::Dispatch ? asked.step : current ? in.step : in.next;
+  const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);
+  if (!open || i.shard >= i.shards) {
     ++stats_.dropped;
     return;
   }
-  switch (in.mask.add(step, i.shard, i.shards)) {
+  if (!in.begun || in.step != step) {
+    in.begun = true;
+    in.step = step;
+    in.done = 0;
+    if (i.op == Op::Dispatch) in.next = step + c.in_flight;
+  }
+  const std::uint32_t ahead = pieces_ahead(i.piece, in.done), piece = in.done + ahead;
+  if (ahead >= object->places()) {
+    ++stats_.duplicates;
+    return;
+  }
+  switch (in.masks[piece % kPlaces].add(step, i.shard, i.shards, piece)) {
     case ShardMask::Outcome::Pending: return;
     case ShardMask::Outcome::Duplicate: ++stats_.duplicates; return;
     case ShardMask::Outcome::Inconsistent: ++stats_.dropped; return;
     case ShardMask::Outcome::Complete: break;
   }
-  if (i.op == Op::Dispatch) in.next += c.in_flight;
+  const bool first = in.done == 0;
+  while (in.masks[in.done % kPlaces].complete(step, in.done)) ++in.done;
+  if (in.done == 0) return;
+  if (object->heap.in_pieces && i.op != Op::Weights)
+    store_release(word(*object, object->heap.count_at(c, object->heap.pieces, set, i.op, i.source)),
+                  pieces_word(object->o.generation, step, in.done));
+  if (!first) return;
   if (i.op == Op::Combine) --awaited_;
   char* const memory = object->o.arrivals == nullptr ? object->o.memory : object->o.arrivals;
   raise_arrival<HostAtomics>(memory, object->heap, c, signal_of(i.op), i.source, object->o.generation, step);
   if (object->o.arrivals != nullptr)
     std::atomic_thread_fence(std::memory_order_seq_cst);   // or the processor would hold the store back, to combine it with its neighbours
+}
+
+// The peer has read a piece of a block that this rank sends in pieces.
+void Proxy::credited(Object& object, const Immediate& i) {
+  const Config& c = object.o.config;
+  const Op op = Op(i.shard);
+  const std::uint32_t set = set_of(c, i.step), index = static_cast<std::uint32_t>(object.heap.word_index(c, set, op, i.source));
+  Sender& sender = object.senders[index];
+  if (!object.out[index].begun || !same_step(sender.step, i)) {
+    ++stats_.dropped;
+    return;
+  }
+  const std::uint32_t ahead = pieces_ahead(i.piece, sender.consumed);
+  if (ahead >= kPlaces || sender.consumed + ahead >= sender.begun || (ahead == 1 && sender.next_has_credit)) {
+    ++stats_.duplicates;
+    return;
+  }
+  if (ahead == 1) {
+    sender.next_has_credit = true;
+    return;
+  }
+  sender.consumed += sender.next_has_credit ? 2 : 1;
+  sender.next_has_credit = false;
+  store_release(word(object, object.heap.count_at(c, object.heap.consumed, set, op, i.source)),
+                pieces_word(object.o.generation, sender.step, sender.consumed));
 }
 
 Proxy::Object* Proxy::owner_of(std::uint64_t context) {
@@ -299,9 +410,25 @@ void Proxy::sent(std::uint64_t context) {
   if (object == nullptr) return;   // its AllToAll was closed
   --object->outstanding;
   --outstanding_;
-  Outgoing& out = object->out[index_in(context)];
-  if (--out.unsent == 0)
-    say_sent<HostAtomics>(mailbox_entry(object->heap, object->o.memory, index_in(context)), object->o.generation, out.step);
+  const std::uint32_t index = index_in(context);
+  if (object->is_credit(index)) return;
+  Outgoing& out = object->out[index];
+  if (--out.unsent == 0) left(*object, index % object->words);
+}
+
+// All shards of a block, or of one of its pieces, have left.
+void Proxy::left(Object& object, std::uint32_t word) {
+  const Config& c = object.o.config;
+  if (object.heap.in_pieces) {
+    Sender& sender = object.senders[word];
+    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % kPlaces)].unsent == 0) ++sender.left;
+    const Op op = Op(word / c.world % kOps);
+    if (op != Op::Weights)
+      store_release(Proxy::word(object, object.heap.count_at(c, object.heap.left, set_of(c, sender.step), op, word % c.world)),
+                    pieces_word(object.o.generation, sender.step, sender.left));
+    if (sender.left < sender.begun) return;
+  }
+  say_sent<HostAtomics>(mailbox_entry(object.heap, object.o.memory, word), object.o.generation, object.out[word].step);
 }
 
 void Proxy::failed(const Completion& completion) {
@@ -315,9 +442,10 @@ void Proxy::failed(const Completion& completion) {
   --object->outstanding;
   --outstanding_;
   const std::uint32_t index = index_in(completion.context);
+  const std::uint32_t world = object->o.config.world, credits = object->words * object->places();
   ProxyFailure failure;
-  failure.peer = index % object->o.config.world;
-  failure.op = Op(index / object->o.config.world % kOps);
+  failure.peer = index % world;
+  failure.op = object->is_credit(index) ? Op((index - credits) / world % kPieceOps) : Op(index % object->words / world % kOps);
   failure.step = object->out[index].step;
   failure.message = why;
   if (object->o.on_failure) object->o.on_failure(failure);

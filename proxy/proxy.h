@@ -65,31 +65,49 @@ class Proxy {
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // A block on its way from this rank to one peer, for one op of one set.
+  // A block, or a piece of one, on its way from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
+  // shard each, without data.
   struct Outgoing {
-    std::uint64_t source = 0, bytes = 0, piece = 0;     // piece: bytes of every shard but the last
-    std::uint32_t step = 0;
+    std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
+    std::uint64_t target = 0;                               // where it begins in the peer's heap
+    std::uint32_t step = 0, piece = 0;
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
   };
+  // How far a block in pieces has come.
+  struct Sender {
+    std::uint32_t step = 0;
+    std::uint32_t begun = 0;         // pieces that have been announced
+    std::uint32_t left = 0;          // leading pieces that have left for good
+    std::uint32_t consumed = 0;      // leading pieces that have a credit
+    bool next_has_credit = false;    // the one behind those has come before it
+  };
   struct Incoming {
-    ShardMask mask;
+    ShardMask masks[kPlaces];        // of the pieces under way, by place
+    std::uint32_t step = 0;          // whose pieces they are
+    std::uint32_t done = 0;          // leading pieces of it that have landed
     std::uint32_t next = 0;          // dispatch: the step that comes next
+    bool begun = false;
   };
   struct Object {
     ProxyObject o;
     Heap heap;
     BlockLayout layout[kOps];
     std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
+    std::uint32_t words = 0;         // of the mailbox, without credits
     std::vector<std::uint32_t> remote;
     std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
-    std::vector<Outgoing> out;       // by word_index
+    std::vector<Outgoing> out;       // by word_index, and again for the other place of an AllToAll in pieces; then the credits
+    std::vector<Sender> senders;     // by word_index; of an AllToAll in pieces
     std::vector<Incoming> in;
     std::uint32_t outstanding = 0;
+
+    std::uint32_t places() const { return heap.in_pieces ? kPlaces : 1; }
+    bool is_credit(std::uint32_t index) const { return index >= words * places(); }
   };
   struct Job {
-    std::uint32_t object, index, peer;
-    Op op;
+    std::uint32_t object, index, peer;   // index: in `out`
+    Op op;                               // of a credit: whose pieces it counts
   };
 
   // Blocks posted in one go; also the words of a cache line.
@@ -98,7 +116,10 @@ class Proxy {
   bool retry();
   bool take_mail();
   bool take_row(std::uint32_t number, Object& object, std::uint32_t row);
-  bool begin(Object& object, const Job& job, std::uint64_t mail);
+  void begin(Object& object, const Job& job, Mail mail);
+  bool begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail);
+  bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
+  void begin_shards(Outgoing& out) const;
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
   // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all small
@@ -108,7 +129,9 @@ class Proxy {
   }
   bool take_completions();
   void arrived(std::uint32_t immediate);
+  void credited(Object& object, const Immediate& credit);
   void sent(std::uint64_t context);
+  void left(Object& object, std::uint32_t word);
   void failed(const Completion& completion);
   Object* owner_of(std::uint64_t context);
   static std::uint64_t* word(const Object& object, std::uint64_t at) {

@@ -19,6 +19,7 @@ CLASSES = {
     "communicator": ["Communicator"],
     "all_to_all": ["AllToAll"],
     "handles": ["Dispatched", "Combining", "Plan"],
+    "hooks": ["ExpertGroup"],
     "layouts": ["Ragged", "Padded", "Compact"],
     "wire": ["Wire"],
     "errors": ["Error", "PeerError", "StepTimeout"],

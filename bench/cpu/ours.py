@@ -23,7 +23,7 @@ class Ours:
         try:
             self._a2a = all_to_all.AllToAll(
                 self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=shape.tokens,
-                dtype=o.dtype, wire=o.wire, layout=o.layout, transport=transport.transport,
+                dtype=o.dtype, wire=o.wire, layout=shape.layout, transport=transport.transport,
                 provider=transport.provider, node_size=transport.node_size, timeout=timeout,
             )  # fmt: skip
         except BaseException:

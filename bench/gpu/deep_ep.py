@@ -20,7 +20,7 @@ MOST_LOW_LATENCY = 512
 """Tokens of a rank. DeepEP keeps that mode for decoding: its buffers grow with experts x tokens."""
 
 SMS = 24
-"""What its own tests give the normal mode; --num-sms is another number."""
+"""What its own tests give the normal mode; the measured setting "all" means that, too."""
 
 DISPATCH_CHUNKS, COMBINE_CHUNKS = tuple(range(4, 33, 4)), tuple(range(2, 17, 2))
 """Tokens sent at once, as its own tests try them; the configuration that it comes with is tried too."""
@@ -33,7 +33,7 @@ class Mode(Protocol):
     how: str
     in_graphs: bool
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None: ...
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None: ...
 
     def dispatch(self, i: int) -> None: ...
 
@@ -53,12 +53,18 @@ class DeepEp:
         self._made = library, group, world, options, device
         self._modes: dict[type[LowLatency | Normal], Mode] = {}
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
-        kind = LowLatency if shape.tokens <= MOST_LOW_LATENCY else Normal
+    def _kind(self, shape: Shape) -> type[LowLatency | Normal]:
+        return LowLatency if shape.tokens <= MOST_LOW_LATENCY else Normal
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        return self._kind(shape) is Normal
+
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
+        kind = self._kind(shape)
         if kind not in self._modes:
             self._modes[kind] = kind(*self._made)
         mode = self._mode = self._modes[kind]
-        mode.prepare(shape, inputs)
+        mode.prepare(shape, inputs, num_sms)
         self.how, self.in_graphs = mode.how, mode.in_graphs
 
     def dispatch(self, i: int) -> None:
@@ -94,7 +100,7 @@ class LowLatency:
         )  # fmt: skip
         self._rows = 0
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         o = self._options
         rows = rows_of_a_rank(shape.tokens, self._world.size)
         if rows != self._rows:  # its words lie elsewhere now
@@ -127,23 +133,28 @@ class Normal:
     def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
         self._world, self._options, self._device = world, options, device
         self._id_dtype = getattr(library, "topk_idx_t", torch.int64)
-        sms = (options.num_sms or SMS) // 2 * 2
-        library.Buffer.set_num_sms(sms)
-        own = library.Buffer.get_dispatch_config(world.size), library.Buffer.get_combine_config(world.size)
-        self._configs: list[list[Any]] = [[own[0]], [own[1]]]
-        if world.together:  # how to tune it across nodes is another matter
-            for configs, chunks in zip(self._configs, (DISPATCH_CHUNKS, COMBINE_CHUNKS), strict=True):
-                configs += [library.Config(sms, chunk, CHUNKS_UNDER_WAY) for chunk in chunks]
+        self._library = library
         row = options.hidden * options.dtype.itemsize
+        configs = [config for num_sms in options.num_sms for of_phase in self._configs(_even(num_sms)) for config in of_phase]
         nvlink, rdma = (
-            max(getattr(config, name)(row, world.size) for configs in self._configs for config in configs)
+            max(getattr(config, name)(row, world.size) for config in configs)
             for name in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
         )
         self._buffer = library.Buffer(group, nvlink, 0 if world.together else rdma, explicitly_destroy=True)
         self.in_graphs = world.together and "num_worst_tokens" in inspect.signature(self._buffer.dispatch).parameters
-        self.how = f"normal mode, {sms} SMs{', tuned' if world.together else ''}"
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+    def _configs(self, sms: int) -> list[list[Any]]:
+        """To try, for dispatch and for combine, with that many multiprocessors from now on."""
+        library, world = self._library, self._world
+        library.Buffer.set_num_sms(sms)
+        own = library.Buffer.get_dispatch_config(world.size), library.Buffer.get_combine_config(world.size)
+        configs: list[list[Any]] = [[own[0]], [own[1]]]
+        if world.together:  # how to tune it across nodes is another matter
+            for of_phase, chunks in zip(configs, (DISPATCH_CHUNKS, COMBINE_CHUNKS), strict=True):
+                of_phase += [library.Config(sms, chunk, CHUNKS_UNDER_WAY) for chunk in chunks]
+        return configs
+
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         o = self._options
         self._weights, self._ids = inputs.weights, [ids.to(self._id_dtype) for ids in inputs.ids]
         self._x: list[Any] = [_quantised(x) if shape.quantised else x for x in inputs.x]
@@ -152,16 +163,19 @@ class Normal:
         device = inputs.x[0].device
         self._answers = torch.randn(o.hidden, device=device).to(o.dtype).expand(most, -1).contiguous()
         self._state: dict[int, tuple[Any, Any, int]] = {}
-        self._dispatch_config, self._combine_config = (configs[0] for configs in self._configs)
-        self._tune()
+        sms = _even(num_sms)
+        self.how = f"normal mode, {sms} SMs{', tuned' if self._world.together else ''}"
+        configs = self._configs(sms)
+        self._dispatch_config, self._combine_config = (of_phase[0] for of_phase in configs)
+        self._tune(configs)
 
-    def _tune(self) -> None:
+    def _tune(self, configs: list[list[Any]]) -> None:
         """With the first input, whose layout is known after one call."""
         self.dispatch(0)
         handle, _, rows = self._state[0]
         answers = self._answers[:rows]
-        self._dispatch_config = self._best(self._configs[0], lambda c: self._buffer.dispatch(self._x[0], handle=handle, config=c))
-        self._combine_config = self._best(self._configs[1], lambda c: self._buffer.combine(answers, handle, config=c))
+        self._dispatch_config = self._best(configs[0], lambda c: self._buffer.dispatch(self._x[0], handle=handle, config=c))
+        self._combine_config = self._best(configs[1], lambda c: self._buffer.combine(answers, handle, config=c))
 
     def _best(self, configs: Sequence[Any], call: Callable[[Any], Any]) -> Any:
         """On every rank the same: what the slowest rank is fastest with."""
@@ -198,6 +212,11 @@ class Normal:
 
     def close(self) -> None:
         self._buffer.destroy()
+
+
+def _even(num_sms: int | None) -> int:
+    """It takes them in pairs."""
+    return max(2, (num_sms or SMS) // 2 * 2)
 
 
 def _quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.composite import Geometry, Work
 from bench.harness.world import World
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
@@ -32,6 +34,7 @@ class Cuda:
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name()
+        self.multiprocessors = int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
     def capture(self, steps: Callable[[], None]) -> Replay:
         """A graph of everything that `steps` launches."""
@@ -84,27 +87,119 @@ class Cuda:
             runtime.cudaHostUnregister(address)
 
     @contextlib.contextmanager
-    def pushing(self, world: World, area_bytes: int, num_sms: int | None) -> Iterator[Callable[[list[int]], None]]:
-        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU. Collective, on one node."""
-        own = cuda_module().SharedMemory(self.device.index, world.size * area_bytes, "the floor of the benchmark")
-        descriptions = world.gather(describe(own), "memory of the floor")
+    def sharing(self, world: World, nbytes: int, what: str) -> Iterator[list[int]]:
+        """As much memory on each rank's GPU: the addresses, by rank. Collective, on one node."""
+        own = cuda_module().SharedMemory(self.device.index, nbytes, what)
+        descriptions = world.gather(describe(own), what)
         fds = [own.descriptor()] if own.has_descriptor else []
         received: dict[int, list[int]] = {}
         try:
-            received = world.comm.control.share_fds(fds, "bench: memory of the floor")
+            received = world.comm.control.share_fds(fds, f"bench: {what}")
             memory = {rank: open_heap(self.device.index, descriptions[rank], theirs) for rank, theirs in received.items()}
         finally:
             for some in (fds, *received.values()):
                 close_all(some)
-        addresses = [(own if rank == world.rank else memory[rank]).address for rank in range(world.size)]
-        blocks = num_sms or torch.cuda.get_device_properties(self.device).multi_processor_count
-
-        def push(bytes_to: list[int]) -> None:
-            instruments().push(torch.cuda.current_stream().cuda_stream, world.rank, blocks, addresses, area_bytes, bytes_to)
-
-        yield push
-        torch.cuda.synchronize()
+        yield [(own if rank == world.rank else memory[rank]).address for rank in range(world.size)]
+        self.synchronize()
         world.barrier()  # peers have stored in it
+
+    @contextlib.contextmanager
+    def pushing(self, world: World, area_bytes: int) -> Iterator[Callable[[list[int], int | None], None]]:
+        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU, by so many multiprocessors."""
+        with self.sharing(world, world.size * area_bytes, "the floor of the benchmark") as addresses:
+
+            def push(bytes_to: list[int], num_sms: int | None) -> None:
+                instruments().push(self.stream(), world.rank, self._blocks(num_sms), addresses, area_bytes, bytes_to)
+
+            yield push
+
+    def composite(self, phase: str, work: Work, geometry: Geometry) -> Callable[[int | None], None]:
+        """A call that launches it on so many multiprocessors."""
+        units, others = (torch.from_numpy(array.view("u1")).to(self.device) for array in (work.units, work.others))
+        bare = instruments().Composite(
+            units=units.data_ptr(), count=len(work.units), others=others.data_ptr(), most=work.others.shape[1],
+            rows=[(row.bytes, row.part_bytes, row.source_bytes) for row in work.rows],
+        )  # fmt: skip
+        kept = units, others
+
+        def launch(num_sms: int | None) -> None:
+            assert kept
+            if phase == "dispatch":
+                bare.spread(self.stream(), self._blocks(num_sms), geometry.fold)
+            else:
+                bare.gather(self.stream(), self._blocks(num_sms), geometry.dtype)
+
+        return launch
+
+    # ---- several streams ---------------------------------------------------------------------------------------------
+
+    def streams(self, n: int, *, first: bool) -> list[torch.cuda.Stream]:
+        """New ones; `first`: thread blocks of theirs get multiprocessors that become free before those of others."""
+        return [torch.cuda.Stream(self.device, priority=-1 if first else 0) for _ in range(n)]
+
+    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(stream)
+
+    def delay(self, microseconds: float) -> None:
+        """On the current stream, by one thread."""
+        torch.cuda._sleep(int(microseconds * self._cycles_of_microsecond))
+
+    @functools.cached_property
+    def _cycles_of_microsecond(self) -> float:
+        cycles = 10_000_000
+        took = [self.time(lambda: torch.cuda._sleep(cycles)) for _ in range(3)]
+        return cycles / min(took)
+
+    def gate(self, microseconds: float) -> Gate:
+        """Opens so long after what is queued on the current stream."""
+        self.delay(microseconds)
+        return Gate()
+
+    def stopwatch(self, stream: torch.cuda.Stream) -> Stopwatch:
+        """Runs from now on."""
+        return Stopwatch(stream)
+
+    @contextlib.contextmanager
+    def leaving(self, num_sms: int) -> Iterator[None]:
+        """GEMMs that are launched meanwhile leave so many multiprocessors to others, where torch can tell them to."""
+        tell = getattr(torch._C, "_set_sm_carveout_experimental", lambda n: None)
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # the other one cannot be told
+        tell(num_sms or None)
+        try:
+            yield
+        finally:
+            tell(None)
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream().cuda_stream)
+
+    def _blocks(self, num_sms: int | None) -> int:
+        return min(num_sms or self.multiprocessors, self.multiprocessors)
+
+
+class Gate:
+    """Behind what is queued on the current stream."""
+
+    def __init__(self) -> None:
+        self._opened = torch.cuda.Event()
+        self._opened.record()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._opened)
+
+
+class Stopwatch:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._begin.record(stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def microseconds(self) -> float:
+        """When all that it timed has ended."""
+        return float(self._begin.elapsed_time(self._end)) * 1000
 
 
 def local_rank() -> int:

@@ -4,17 +4,20 @@ A graph has --pairs dispatches and combines on as many different inputs, so that
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
 trip is a dispatch and a combine of one rank.
 
-The floor inside a node is bare stores of the same bytes. Where peers are reached by the proxy, it is the sum of what cannot be left
-out: the bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the
-same run), and one way from the GPU to the host and back.
+The floor inside a node is bare stores of the same bytes; the composite floor (composite.py) reads and stores all that the step
+does. Where peers are reached by the proxy, the floor is the sum of what cannot be left out: the bare provider moving the same
+bytes between the same processes, the kernels' own time (that of transport mapped, in the same run), and one way from the GPU to
+the host and back.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -22,6 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from bench.gpu.composite import Geometry, Places, Plan, Traffic, mean_traffic
 from bench.gpu.peers import PEERS, GpuPeer, Inputs
 from bench.harness.batch import Batch, Shape, Source
 from bench.harness.clock import Clock, Figure, Times, total
@@ -36,6 +40,8 @@ from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
 
 T = TypeVar("T")
+Launch = Callable[[int | None], None]
+"""On so many multiprocessors; None: all."""
 
 WARMING = 2
 """Replays that do not count."""
@@ -45,8 +51,10 @@ PINGS = 1000
 PEER_INPUTS = 8
 """Inputs that a peer gets at most: it keeps what it prepares of each."""
 BARE_TURNS = 60
-EXPERT_OUTPUTS = 8
+EXPERT_OUTPUTS, EXPERT_OUTPUT_BYTES = 8, 16 << 30
+"""Different ones, so that L2 is not warm; as many as fit, in large steps, where a single one is larger than L2."""
 PUSHES = 50
+COMPOSITE_INPUTS, COMPOSITE_TURNS = 4, 12
 EAGER_TURNS = 5
 EAGER_WARMING = 2
 EAGER_ROUNDS = 4
@@ -55,7 +63,7 @@ _TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token
 
 
 def run(options: Options, world: World, device: Any) -> Results:
-    results = Results()
+    results = Results(multiprocessors=device.multiprocessors)
     notes: list[str] = []
     peers: list[GpuPeer] = []
     for name in options.peers:
@@ -79,6 +87,14 @@ def run(options: Options, world: World, device: Any) -> Results:
     return results
 
 
+@dataclass(frozen=True)
+class Bare:
+    """The composite floor, by phase: a launch for each input, and a launch's bytes."""
+
+    launches: dict[str, list[Launch]]
+    traffic: dict[str, Traffic]
+
+
 class Size:
     """Everything at one number of tokens."""
 
@@ -96,41 +112,53 @@ class Size:
         first = self._batches[0].expert_out
         self._outputs = [first.to(at, copy=True)]
         generator = torch.Generator().manual_seed(options.seed)
-        for _ in range(min(EXPERT_OUTPUTS, options.pairs) - 1):
+        for _ in range(min(EXPERT_OUTPUTS, options.pairs, EXPERT_OUTPUT_BYTES // first.nbytes) - 1):
             row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
             self._outputs.append(row.expand(first.shape).clone())
 
-    def open(self, comm: Communicator, transport: Transport) -> AllToAll:
+    def answers(self, i: int) -> torch.Tensor:
+        """Of the experts, to input i."""
+        return self._outputs[i % len(self._outputs)]
+
+    def open(self, comm: Communicator, transport: Transport, num_sms: int | None, in_flight: int = 1) -> AllToAll:
         o = self._options
         return AllToAll(
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
-            dtype=o.dtype, wire=o.wire, layout=o.layout, device=self._device.device, transport=transport.transport,
-            provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=o.num_sms,
+            dtype=o.dtype, wire=o.wire, layout=self._shape.layout, device=self._device.device, transport=transport.transport,
+            provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=num_sms,
+            in_flight=in_flight,
         )  # fmt: skip
 
     def measure(self, peers: list[GpuPeer], results: Results) -> None:
         world, tokens = self._world, self._shape.tokens
         points: list[Point] = []
+        inside = []
         for transport in self._options.transports:
             remote = remote_ranks(world, transport)
-            try:
-                if any(world.gather(len(remote), "remote ranks")):
-                    points.append(self._across(transport, remote, points))
-                else:
-                    points.append(self._inside(transport))
-            except Off as off:
-                points.append(Point(transport.name, tokens, off=str(off)))
+            across = any(world.gather(len(remote), "remote ranks"))
+            for num_sms in self._options.num_sms:
+                try:
+                    if across:
+                        points.append(self._across(transport, remote, num_sms, points))
+                    else:
+                        points.append(self._inside(transport, num_sms))
+                        inside.append(points[-1])
+                except Off as off:
+                    points.append(Point(transport.name, tokens, num_sms, off=str(off)))
+        if inside:
+            self._floors(inside)
+            self._composites(inside)
         results.points += points
         self._peers(peers, results)
         ids = np.ascontiguousarray(self._batches[0].ids)
         results.routing_digest[tokens] = hashlib.sha256(ids.tobytes()).hexdigest()[:16]
         world.barrier()
 
-    def _across(self, transport: Transport, remote: frozenset[int], points: list[Point]) -> Point:
-        world, point = self._world, Point(transport.name, self._shape.tokens)
+    def _across(self, transport: Transport, remote: frozenset[int], num_sms: int | None, points: list[Point]) -> Point:
+        world, point = self._world, Point(transport.name, self._shape.tokens, num_sms)
         comm = world.fresh()  # a proxy's thread must not run while others are measured
         try:
-            a2a = world.all_or_none(lambda: self.open(comm, transport), f"transport {transport.name}")
+            a2a = world.all_or_none(lambda: self.open(comm, transport, num_sms), f"transport {transport.name}")
             with a2a:
                 if self._options.check:
                     self._check(a2a)
@@ -139,7 +167,7 @@ class Size:
         finally:
             comm.close()
         point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
-        inside = next((p for p in points if p.transport == MAPPED and p.off is None), None)
+        inside = next((p for p in points if (p.transport, p.num_sms, p.off) == (MAPPED, num_sms, None)), None)
         if inside is None:
             point.floor_off = "its kernels' part needs --transport mapped before it, and all ranks on one node"
             return point
@@ -171,26 +199,25 @@ class Size:
             writes.close()
         return {phase: Figure.of(times[writes.name, phase]) for phase in PHASES}
 
-    def _inside(self, transport: Transport) -> Point:
-        world, point = self._world, Point(MAPPED, self._shape.tokens)
-        a2a = world.all_or_none(lambda: self.open(world.comm, transport), f"transport {transport.name}")
+    def _inside(self, transport: Transport, num_sms: int | None) -> Point:
+        world, point = self._world, Point(MAPPED, self._shape.tokens, num_sms)
+        a2a = world.all_or_none(lambda: self.open(world.comm, transport, num_sms), f"transport {transport.name}")
         with a2a:
             if self._options.check:
                 self._check(a2a)
             self._kernels(a2a, point)
             self._eager(a2a, point)
             point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
-        self._floor(point)
-        point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
         return point
 
     def _peers(self, peers: list[GpuPeer], results: Results) -> None:
         tokens = self._shape.tokens
         for peer in list(peers):
             try:
-                figures = self._peer(peer)
-                how = f"{peer.how}, {'in a graph' if peer.in_graphs else 'call by call'}"
-                results.peers.append(PeerPoint(peer.name, tokens, figures, {}, how))
+                for num_sms in self._options.num_sms if peer.has_num_sms(self._shape) else (None,):
+                    figures = self._peer(peer, num_sms)
+                    how = f"{peer.how}, {'in a graph' if peer.in_graphs else 'call by call'}"
+                    results.peers.append(PeerPoint(peer.name, tokens, figures, {}, how, num_sms))
             except Off as off:  # its state is unknown: neither used again nor closed
                 peers.remove(peer)
                 results.peers_off[peer.name] = f"at {tokens} tokens: {off}".splitlines()[0]
@@ -198,12 +225,12 @@ class Size:
     def pairs(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
-            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            a2a.combine(self.answers(i), d)
 
     def _pairs_in_halves(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights))
-            a2a.combine_recv(a2a.combine_send(self._outputs[i % len(self._outputs)], d))
+            a2a.combine_recv(a2a.combine_send(self.answers(i), d))
 
     def _check(self, a2a: AllToAll) -> None:
         batch: Batch = self._batches[0]
@@ -284,7 +311,7 @@ class Size:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
             between = now()
-            a2a.combine(self._outputs[i % len(self._outputs)], d)
+            a2a.combine(self.answers(i), d)
             after = now()
             dispatch, combine, before = dispatch + between - before, combine + after - between, after
         return dispatch * 1e6 / len(self.x), combine * 1e6 / len(self.x)
@@ -297,19 +324,56 @@ class Size:
         rows = np.sum([batch.rows[me] if op == 0 else batch.rows[:, me] for batch in self._batches], axis=0) / pairs
         return [0 if peer == me else int(n * self._shape.config.row_bytes(op)) // 16 * 16 for peer, n in enumerate(rows)]
 
-    def _floor(self, point: Point) -> None:
+    def _floors(self, points: list[Point]) -> None:
         bytes_to = {phase: self._bytes_to(op) for op, phase in enumerate(PHASES)}
         most = max(n for of in self._world.gather(list(bytes_to.values()), "bytes of the floor") for one in of for n in one)
-        with self._device.pushing(self._world, most, self._options.num_sms) as push:
+        with self._device.pushing(self._world, most) as push:
+            for point in points:
+                for phase in PHASES:
+
+                    def pushes(to: list[int] = bytes_to[phase], num_sms: int | None = point.num_sms) -> None:
+                        for _ in range(PUSHES):
+                            push(to, num_sms)
+
+                    point.floor[phase] = Figure.of(self._slowest(self._replay(pushes, PUSHES), "floor"))
+                point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+
+    def _composites(self, points: list[Point]) -> None:
+        with self.composites(COMPOSITE_INPUTS) as bare:
+            for point in points:
+                for phase in PHASES:
+                    launches, turns = bare.launches[phase], COMPOSITE_TURNS * len(bare.launches[phase])
+
+                    def launch(launches: list[Launch] = launches, num_sms: int | None = point.num_sms) -> None:
+                        for _ in range(COMPOSITE_TURNS):
+                            for one in launches:
+                                one(num_sms)
+
+                    point.composite[phase] = Figure.of(self._slowest(self._replay(launch, turns), "composite floor"))
+                    point.traffic[phase] = asdict(bare.traffic[phase])
+                point.composite["round trip"] = total([point.composite[phase] for phase in PHASES])
+
+    @contextlib.contextmanager
+    def composites(self, inputs: int) -> Iterator[Bare]:
+        """The bare kernels of the first inputs. Collective."""
+        geometry, at = Geometry(self._shape), self._device.device
+        batches = self._batches[:inputs]
+        with self._device.sharing(self._world, geometry.area_bytes, "memory of the composite floor") as area:
+            out = torch.empty(max(geometry.out_bytes(batch) for batch in batches), dtype=torch.uint8, device=at)
+            y = torch.empty(self._shape.tokens * geometry.summed.bytes, dtype=torch.uint8, device=at)
+            launches: dict[str, list[Launch]] = {phase: [] for phase in PHASES}
+            traffic = {}
             for phase in PHASES:
+                works = []
+                for i, batch in enumerate(batches):
+                    tensors = out, y, self.x[i], self.answers(i)
+                    places = Places(tuple(area), *(tensor.data_ptr() for tensor in tensors))
+                    works.append(Plan(batch, geometry, places).of(phase))
+                    launches[phase].append(self._device.composite(phase, works[-1], geometry))
+                traffic[phase] = mean_traffic(works)
+            yield Bare(launches, traffic)
 
-                def pushes(to: list[int] = bytes_to[phase]) -> None:
-                    for _ in range(PUSHES):
-                        push(to)
-
-                point.floor[phase] = Figure.of(self._slowest(self._replay(pushes, PUSHES), "floor"))
-
-    def _peer(self, peer: GpuPeer) -> dict[str, Figure]:
+    def _peer(self, peer: GpuPeer, num_sms: int | None) -> dict[str, Figure]:
         """Of the slowest rank, a call's share of as many calls as there are inputs: in a graph where the peer allows it, else with
         whatever its host code waits for. Off where one fails."""
         patience = 2 * self._options.timeout  # ranks that wait in the peer for one that failed give up after one of it
@@ -333,7 +397,7 @@ class Size:
                 peer.dispatch(i)
                 peer.combine(i)
 
-        together("prepares", lambda: peer.prepare(self._shape, inputs))
+        together("prepares", lambda: peer.prepare(self._shape, inputs, num_sms))
         together("first calls", round_trips)  # what a library sets up at its first call cannot be captured
         self._device.synchronize()
         figures: dict[str, Figure] = {}

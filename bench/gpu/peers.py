@@ -39,8 +39,12 @@ class GpuPeer(Protocol):
     in_graphs: bool
     """Whether these calls can be captured."""
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
-        """Collective, before any call at this size."""
+    def has_num_sms(self, shape: Shape) -> bool:
+        """Whether the multiprocessors that it takes can be set at this size."""
+        ...
+
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
+        """Collective, before any call at this size, and with this setting."""
         ...
 
     def dispatch(self, i: int) -> None:
@@ -52,6 +56,13 @@ class GpuPeer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class NoSuchSetting:
+    """Collectives take as many multiprocessors as they think fit."""
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        return False
 
 
 def group(world: World, options: Limits, backend: str) -> Any:
@@ -72,7 +83,7 @@ def group_of(world: World, options: Limits, device: torch.device) -> Any:
     return group(world, options, "nccl" if device.type == "cuda" else "gloo")
 
 
-class AllToAllSingle:
+class AllToAllSingle(NoSuchSetting):
     """all_to_all_single between the permutes that bring top-k copies to their experts, and back; see cpu/peers.Peer."""
 
     name, how, in_graphs = "nccl", "all_to_all_single, counts known", True
@@ -87,7 +98,7 @@ class AllToAllSingle:
     def rows(self, out: torch.Tensor, mine: torch.Tensor, out_rows: list[int], my_rows: list[int]) -> None:
         dist.all_to_all_single(out, mine, out_rows, my_rows)
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         self._peer = Peer(self._world, shape, self, self._device)
         self._packed = [self._peer.pack(x).clone() for x in inputs.x]
         self._routes = [self._peer.route(ids) for ids in inputs.ids]
@@ -107,7 +118,7 @@ class AllToAllSingle:
             dist.destroy_process_group()
 
 
-class GatherAndReduce:
+class GatherAndReduce(NoSuchSetting):
     """Every rank gets all tokens with their routing, computes what its experts add to each, and the sums are scattered."""
 
     name, how, in_graphs = "ag_rs", "all_gather_into_tensor, reduce_scatter_tensor", True
@@ -116,7 +127,7 @@ class GatherAndReduce:
         self._world, self._device = world, device.device
         group_of(world, options, self._device)
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         pack, o = Packing(shape, self._device), shape.options
         routes = [
             (ids.to(torch.int32).view(torch.uint8), w.view(torch.uint8)) for ids, w in zip(inputs.ids, inputs.weights, strict=True)
@@ -136,7 +147,7 @@ class GatherAndReduce:
     def close(self) -> None: ...
 
 
-class SymmetricMemory:
+class SymmetricMemory(NoSuchSetting):
     name, in_graphs = "symm_mem", True
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
@@ -152,7 +163,7 @@ class SymmetricMemory:
         self._memory.rendezvous(tensor, self._group)
         return tensor
 
-    def prepare(self, shape: Shape, inputs: Inputs) -> None:
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         self._way = symmetric.way_of(shape, self._group, self._empty)
         self.how = self._way.how
         self._x, self._weights = inputs.x, inputs.weights

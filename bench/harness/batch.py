@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,7 +18,7 @@ import pplx_comm._core as _core
 from bench import _instruments
 from bench.harness.options import Options
 from bench.harness.quantise import quantise
-from pplx_comm.layouts import Compact, Padded
+from pplx_comm.layouts import Compact, Layout, Padded, Ragged
 from pplx_comm.wire import Wire
 from pplx_comm.wiring.config import make_config
 
@@ -44,11 +44,23 @@ class Shape:
     world: int
 
     @cached_property
+    def layout(self) -> Layout:
+        """With room for the worst case, which is taken without asking up to 1 GiB only."""
+        o, everybody = self.options, self.world * self.tokens
+        if isinstance(o.layout, Ragged) and o.layout.max_rows is None:
+            choices, align = everybody * o.top_k, o.layout.align
+            gaps = min(-(-o.experts // self.world), choices) * (align - 1)
+            return replace(o.layout, max_rows=-(-(choices + gaps) // align) * align)
+        if isinstance(o.layout, Padded) and o.layout.max_tokens_per_expert is None:
+            return replace(o.layout, max_tokens_per_expert=everybody)
+        return o.layout
+
+    @cached_property
     def config(self) -> _core.Config:
         o = self.options
         return make_config(
             self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden,
-            max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=o.layout, in_flight=1,
+            max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=self.layout, in_flight=1,
             scale_layout="row",
         )  # fmt: skip
 

@@ -46,7 +46,8 @@ class Options:
     threads: int | None
     pairs: int
     replays: int
-    num_sms: int | None
+    num_sms: tuple[int | None, ...]
+    """Multiprocessors that a launch may take, one setting after the other; None: all."""
     timeout: float
     json: str | None
     plot: str | None
@@ -65,6 +66,12 @@ def _pairs(text: str) -> int:
     if value < 2:
         raise argparse.ArgumentTypeError("must be at least 2: a time is from one launch to the next")
     return value
+
+
+def num_sms(text: str) -> tuple[int | None, ...]:
+    """As they are measured: few first, all last."""
+    given = {None if part.strip() == "all" else positive(part) for part in text.split(",")}
+    return tuple(sorted(given, key=lambda n: (n is None, n)))
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -123,7 +130,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pairs", type=_pairs, default=32, help="dispatches and combines of a graph, each pair on an input of its own (32)"
     )
     cuda.add_argument("--replays", type=positive, default=10, help="replays of each graph (10)")
-    cuda.add_argument("--num-sms", type=positive, help="multiprocessors that a launch may take (all)")
+    cuda.add_argument(
+        "--num-sms", type=num_sms, default=(None,), metavar="N,N,...",
+        help="multiprocessors that a launch may take, for the library, the floors and DeepEP's normal mode: 8,16,24,32,all (all)",
+    )  # fmt: skip
 
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")

@@ -7,10 +7,11 @@ import os
 import shlex
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.harness.clock import Figure
 from bench.harness.options import Options
 from bench.harness.results import FUSED, Point, Results
 from bench.harness.world import World
@@ -54,27 +55,37 @@ def _size(nbytes: float) -> str:
     return f"{nbytes / 1024:.1f}" if nbytes < 100 * 1024 else f"{nbytes / 1024:.0f}"
 
 
-def _point_rows(point: Point, results: Results, peers: list[str]) -> list[list[str]]:
+def sms(num_sms: int | None) -> str:
+    return "all" if num_sms is None else str(num_sms)
+
+
+def _point_rows(point: Point, results: Results, peers: list[str], columns: Columns) -> list[list[str]]:
     rows = []
     for i, phase in enumerate(FUSED):
         ours = point.phases[phase]
         row = [
             point.transport if i == 0 else "",
             str(point.tokens) if i == 0 else "",
+            *([sms(point.num_sms) if i == 0 else ""] if columns.num_sms else []),
             str(ours.n) if i == 0 else "",
             phase,
         ]
         row += [_number(ours.p50), _number(ours.p90), _number(ours.p99)]
-        ratio = point.ratio(phase)
-        row += ["off", ""] if ratio is None else [_number(point.floor[phase].p50), _times(ratio)]
+        row += _bare(point.floor, phase, point.ratio(phase))
+        if columns.composite:
+            row += _bare(point.composite, phase, point.ratio_to_composite(phase))
         for name in peers:
-            peer = results.peer(name, point.tokens)
+            peer = results.peer(name, point.tokens, point.num_sms)
             figure = peer.phases[phase] if peer else None
             row += ["off", ""] if figure is None else [_number(figure.p50), _times(figure.p50 / ours.p50)]
         sent = point.bytes_per_rank
         row.append(_size(sent[phase] if phase in sent else sum(sent.values())))
         rows.append(row)
     return rows
+
+
+def _bare(bare: dict[str, Figure], phase: str, ratio: float | None) -> list[str]:
+    return ["off", ""] if ratio is None else [_number(bare[phase].p50), _times(ratio)]
 
 
 def _besides(point: Point) -> str:
@@ -95,17 +106,27 @@ def _layout(layout: Layout) -> str:
     return type(layout).__name__ if isinstance(layout, Compact) else f"{type(layout).__name__}(align={layout.align})"
 
 
+@dataclass(frozen=True)
+class Columns:
+    """Those that not every run has."""
+
+    num_sms: bool
+    composite: bool
+
+
 def table(options: Options, results: Results, world: World) -> str:
     measured_peers = {point.peer for point in results.peers}  # also those that failed at a later size
     peers = [name for name in options.peers if name in measured_peers or name not in results.peers_off]
-    header = ["transport", "tokens", "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
+    columns = Columns(options.num_sms != (None,), any(point.composite for point in results.points))
+    header = ["transport", "tokens", *(["SMs"] if columns.num_sms else []), "n", "us", "p50", "p90", "p99", "floor", "ours/floor"]
+    header += ["composite", "/comp"] if columns.composite else []
     for name in peers:
         header += [name, "/ours"]
     header.append("KiB sent")
     measured = [point for point in results.points if point.off is None]
-    rows = {id(point): _point_rows(point, results, peers) for point in measured}
+    rows = {id(point): _point_rows(point, results, peers, columns) for point in measured}
     widths = [max(len(row[i]) for row in [header, *(row for of in rows.values() for row in of)]) for i in range(len(header))]
-    left = (0, 3)
+    left = (0, header.index("us"))
 
     def line(cells: list[str]) -> str:
         aligned = [f"{cell:<{w}}" if i in left else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths, strict=True))]
@@ -121,12 +142,12 @@ def table(options: Options, results: Results, world: World) -> str:
         *([device] if device else []),
         "",
     ]
-    indent = sum(widths[:3]) + 6
+    indent = sum(widths[: header.index("us")]) + 2 * header.index("us")
     for name in dict.fromkeys(point.transport for point in results.points):
         lines += [line(header), "-" * (sum(widths) + 2 * (len(widths) - 1))]
         for point in (point for point in results.points if point.transport == name):
             if point.off is not None:
-                lines.append(f"{name}  {point.tokens} tokens off: {point.off}")
+                lines.append(f"{name}  {point.tokens} tokens{_with(point.num_sms)} off: {point.off}")
                 continue
             lines += [line(row) for row in rows[id(point)]]
             lines.append(" " * indent + _besides(point))
@@ -140,12 +161,16 @@ def table(options: Options, results: Results, world: World) -> str:
     return "\n".join(lines).rstrip()
 
 
+def _with(num_sms: int | None) -> str:
+    return "" if num_sms is None else f" on {num_sms} SMs"
+
+
 def _peers_said(results: Results) -> list[str]:
     """How each peer was called, at which sizes."""
-    tokens: dict[tuple[str, str], list[str]] = {}
+    tokens: dict[tuple[str, str], dict[str, None]] = {}
     for point in results.peers:
         if point.how:
-            tokens.setdefault((point.peer, point.how), []).append(str(point.tokens))
+            tokens.setdefault((point.peer, point.how), {})[str(point.tokens)] = None
     return [f"{name} at {', '.join(sizes)}: {how}" for (name, how), sizes in tokens.items()]
 
 
@@ -167,7 +192,8 @@ def _machine_line() -> str:
     return f"{m['cpu']}, {m['cores_allowed']} cores{bound if m['cores_allowed'] < 3 <= (os.cpu_count() or 1) else ''}"
 
 
-def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:
+def origin(options: Options, world: World, arguments: list[str]) -> dict[str, Any]:
+    """What was run, where, of which version."""
     fabric = libfabric.status()
     libraries = {**versions(), "libfabric": fabric["version"]}
     if world.mpi is not None:
@@ -185,14 +211,32 @@ def record(options: Options, results: Results, world: World, arguments: list[str
         "software_device": software_device(options, world),
         "versions": libraries,
         "unit": "us",
+    }
+
+
+def record(options: Options, results: Results, world: World, arguments: list[str]) -> dict[str, Any]:
+    return {
+        **origin(options, world, arguments),
+        "multiprocessors": results.multiprocessors,
         "points": [
-            {**asdict(point), "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)}} for point in results.points
+            {
+                **asdict(point),
+                "ratio": {p: point.ratio(p) for p in point.phases if point.ratio(p)},
+                "ratio_to_composite": {p: point.ratio_to_composite(p) for p in point.phases if point.ratio_to_composite(p)},
+                "best_peer": {p: _best(results, point, p) for p in point.phases},
+            }
+            for point in results.points
         ],
         "peers": [asdict(peer) for peer in results.peers],
         "peers_off": results.peers_off,
         "nothing": {tokens: asdict(figure) for tokens, figure in results.nothing.items()},
         "routing_digest": results.routing_digest,
     }
+
+
+def _best(results: Results, point: Point, phase: str) -> dict[str, Any] | None:
+    best = results.best_peer(point.tokens, point.num_sms, phase)
+    return {"peer": best.peer, "num_sms": best.num_sms, "p50": best.phases[phase].p50} if best else None
 
 
 def write_json(path: str, what: dict[str, Any]) -> None:

@@ -13,10 +13,12 @@ HALVES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 @dataclass
 class Point:
-    """One transport at one number of tokens."""
+    """One transport at one number of tokens and of multiprocessors."""
 
     transport: str
     tokens: int
+    num_sms: int | None = None
+    """Multiprocessors that a launch may take; None: all."""
     off: str | None = None
     phases: dict[str, Figure] = field(default_factory=dict)
     floor: dict[str, Figure] = field(default_factory=dict)
@@ -25,10 +27,20 @@ class Point:
     floor_copy: dict[str, str] = field(default_factory=dict)
     """Which copy was the fastest, by phase."""
     floor_off: str | None = None
+    composite: dict[str, Figure] = field(default_factory=dict)
+    """On GPUs inside a node: bare kernels that read and store all that the step does, on as many multiprocessors."""
+    traffic: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By phase: bytes that the composite of this rank reads, writes, and of those pushes to other ranks."""
     bytes_per_rank: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, phase: str) -> float | None:
-        return self.phases[phase].p50 / self.floor[phase].p50 if phase in self.floor else None
+        return self._ratio(phase, self.floor)
+
+    def ratio_to_composite(self, phase: str) -> float | None:
+        return self._ratio(phase, self.composite)
+
+    def _ratio(self, phase: str, bare: dict[str, Figure]) -> float | None:
+        return self.phases[phase].p50 / bare[phase].p50 if phase in bare and phase in self.phases else None
 
 
 @dataclass
@@ -39,10 +51,14 @@ class PeerPoint:
     bytes_per_rank: dict[str, float]
     how: str = ""
     """How it was called."""
+    num_sms: int | None = None
+    """The setting of Point.num_sms that it was given; None, too, where a peer has no such setting and is measured once."""
 
 
 @dataclass
 class Results:
+    multiprocessors: int | None = None
+    """Of a GPU."""
     points: list[Point] = field(default_factory=list)
     peers: list[PeerPoint] = field(default_factory=list)
     peers_off: dict[str, str] = field(default_factory=dict)
@@ -51,5 +67,19 @@ class Results:
     routing_digest: dict[int, str] = field(default_factory=dict)
     """By tokens: a digest of the first iteration's routing. Runs can be compared only where it is the same."""
 
-    def peer(self, name: str, tokens: int) -> PeerPoint | None:
-        return next((point for point in self.peers if (point.peer, point.tokens) == (name, tokens)), None)
+    def peer(self, name: str, tokens: int, num_sms: int | None = None) -> PeerPoint | None:
+        """Beside that point of ours."""
+        of_size = [point for point in self.peers if (point.peer, point.tokens) == (name, tokens)]
+        return next((point for wanted in (num_sms, None) for point in of_size if point.num_sms == wanted), None)
+
+    def best_peer(self, tokens: int, num_sms: int | None, phase: str) -> PeerPoint | None:
+        """The fastest, with at most as many multiprocessors where they can be set."""
+        found = [point for point in self.peers if point.tokens == tokens and phase in point.phases and self._may(point, num_sms)]
+        return min(found, key=lambda point: point.phases[phase].p50, default=None)
+
+    def _may(self, point: PeerPoint, num_sms: int | None) -> bool:
+        if num_sms is None:
+            return True
+        if point.num_sms is not None:
+            return point.num_sms <= num_sms
+        return all(one.num_sms is None for one in self.peers if (one.peer, one.tokens) == (point.peer, point.tokens))

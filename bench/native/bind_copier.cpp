@@ -44,7 +44,7 @@ std::uint64_t read_all(const char* from, std::int64_t bytes) {
   return sum;
 }
 
-class CopyRun final : public cpu::PhaseRun {
+class CopyRun final : public cpu::StagedRun {
  public:
   CopyRun(const CopyOp* ops, std::uint32_t n, CopyKernel copy) : ops_(ops), n_(n), copy_(copy) {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ import pplx_comm._core as _core
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
-from pplx_comm.device.outputs import Outputs, Reserved
+from pplx_comm.device.outputs import Filled, Outputs, Reserved
 from pplx_comm.device.parts import Tickets
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
+from pplx_comm.hooks import HOOK_ROWS, RAISED, Hooks
 from pplx_comm.wiring.record import CLOSED
+
+_BETWEEN_LOOKS = 50e-6  # seconds
 
 
 class CpuPlan(Plan):
@@ -44,6 +48,8 @@ class CpuDispatched(Dispatched):
     """The output row of every choice of every received row, for the combine."""
     small: torch.Tensor
     """The memory of all but x and scale."""
+    filled: Filled | None = None
+    """With hooks its tensors are there before the receive half."""
 
     def __init__(self, plan: CpuPlan, step: int, inputs: tuple[Any, ...] = (), memory: Reserved | None = None) -> None:
         self.owner = plan.owner
@@ -57,6 +63,11 @@ class CpuDispatched(Dispatched):
             setattr(self, name, None)
 
 
+class CpuCombining(Combining):
+    inputs: tuple[Any, ...] = ()
+    """Must live until the step's rows are sent."""
+
+
 class Cpu:
     """The phases of one AllToAll."""
 
@@ -65,9 +76,11 @@ class Cpu:
         self.checks = Checks(session)
         self._config, self._wire, self._dtype = session.config, session.wire, session.dtype
         self._hidden, self._top_k = session.hidden, session.top_k
+        self._in_pieces: bool = session.config.in_pieces
         self._alive = session.control.alive()
         self._held = Held()
         self._outputs = Outputs(session.config)
+        self._hooks = _core.hook_layout(session.config) if session.request.hooks else None
         calls = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv", "release")
         self._failing = {call: Failing(session, call) for call in calls}
 
@@ -131,8 +144,11 @@ class Cpu:
                     keep_own_rows=bool(halves & _core.RECV),
                 ),
             )
-            d = CpuDispatched(plan, step, (x, weights), memory)
+            d = CpuDispatched(plan, step, (x, weights, x_scale), memory)
             d.zeroed = zeroed
+            if self._hooks is not None and not apart:
+                d.hooks = Hooks(torch.zeros(self._hooks.words, dtype=torch.uint32), self._hooks)
+                d.filled = self._outputs.fill(d, memory, zeroed)
         return d
 
     def _make_plan(self, owner: Owner, ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> CpuPlan:
@@ -143,11 +159,46 @@ class Cpu:
         assert isinstance(d, CpuDispatched)
         assert d.memory is not None
         with self._failing["dispatch_recv"]:
-            outputs = self._outputs.fill(d, d.memory, d.zeroed)
-            d.small, d.memory = outputs.small, None
-            d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
+            if self._in_pieces:
+                self.core.check_order(d.step)  # before the memory is taken
+            outputs = self._outputs.fill(d, d.memory, d.zeroed) if d.filled is None else d.filled
+            d.small, d.memory, d.filled = outputs.small, None, None
+            try:
+                d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
+            except BaseException:
+                if d.hooks is not None:  # nobody shall wait for what does not come
+                    d.hooks.failed = True
+                    d.hooks.planned.fill_(RAISED)
+                    d.hooks.arrived.fill_(RAISED)
+                raise
         d.received = True
         d.inputs = ()
+
+    def watch(self, d: Dispatched) -> None:
+        """Its words are this step's since the send half returned."""
+
+    def await_experts(self, owner: Owner, d: Dispatched, experts: range) -> None:
+        if not d.received and d.receiving.acquire(blocking=False):
+            d.receiving.release()
+            owner.dispatch_recv(d)
+        assert d.hooks is not None
+        planned, arrived = d.hooks.planned.view(torch.int32), d.hooks.arrived.view(torch.int32)
+        self._await_raised(d, planned)
+        if d.offsets is None:
+            self._await_raised(d, arrived[experts.start : experts.stop])
+            return
+        begin, last = int(d.offsets[experts.start]), experts.stop - 1
+        end = int(d.offsets[last]) + int(d.counts[last])
+        self._await_raised(d, arrived[begin // HOOK_ROWS : -(-end // HOOK_ROWS)])
+
+    def _await_raised(self, d: Dispatched, words: torch.Tensor) -> None:
+        """The thread in the receive half gives up in time, and then raises them."""
+        assert d.hooks is not None
+        while not d.received and not bool((words < 0).all()):
+            time.sleep(_BETWEEN_LOOKS)
+        if d.hooks.failed:
+            self.core.raise_trouble()
+            raise Error("the receive half of this dispatch failed")
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
@@ -161,6 +212,8 @@ class Cpu:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
     ) -> Combining:
         checks, core = self.checks, self.core
         checks.received(d)
@@ -174,11 +227,13 @@ class Cpu:
         tail = checks.tail(tail)
         if tail is not None:
             checks.enough_rows("tail", tail.shape[0], routes.needed_rows)
+        ready = checks.ready(ready, ready_value)
         out = checks.out(out, accumulate, plan.tokens)
         if out is None:
             out = self._outputs.tensor((plan.tokens, self._hidden), self._dtype)
         tail_out = None if tail is None else self._outputs.tensor((plan.tokens, self._top_k), torch.float32)
-        c = Combining(d, out, accumulate, tail_out)
+        c = CpuCombining(d, out, accumulate, tail_out)
+        c.inputs = (expert_out, weights, tail, ready)
         d.used = True
         with self._failing["combine_send"]:
             core.combine_send(
@@ -193,6 +248,8 @@ class Cpu:
                     weights=0 if weights is None else weights.data_ptr(),
                     has_tail=tail is not None,
                     tail=0 if tail is None else tail.data_ptr(),
+                    ready=0 if ready is None else ready.data_ptr(),
+                    ready_value=ready_value,
                 ),
             )
         return c
@@ -209,11 +266,13 @@ class Cpu:
                 ),
             )
         c.done = True
+        if isinstance(c, CpuCombining):
+            c.inputs = ()
 
     def release(self, d: Dispatched) -> None:
-        d.used = True
         with self._failing["release"]:
             self.core.release(d.step)
+        d.used = True
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.gpus import built
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
+from pplx_comm.hooks import Hooks
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.wiring.record import CLOSED
 
@@ -123,6 +124,9 @@ class Cuda:
         self._y_stride = session.hidden * session.dtype.itemsize
         self._scale_size = session.wire.scale_dtype.itemsize
         self._known: dict[Any, Any] = {}
+        self._hooks = _core.hook_layout(config) if session.request.hooks else None
+        if self._hooks is not None:
+            self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
         self.absent = {name for name in optional if name not in self.parts}  # what this layout and wire do not have
 
@@ -137,7 +141,8 @@ class Cuda:
         self.core.set_num_sms(num_sms)
 
     def stats(self) -> dict[str, Any]:
-        return {"steps": self.core.steps}
+        core = self.core
+        return {"steps": core.steps, "bulk_dispatches": core.bulk_dispatches, "bulk_combines": core.bulk_combines}
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""
@@ -213,7 +218,11 @@ class Cuda:
             d.received = True
         else:
             d.receiving = threading.Lock()  # wanted soon
-        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=plan_at, buffer=at)
+        if self._hooks is not None and not apart:
+            d.hooks = self._cleared_hooks()
+            launch = self._hooked_launch(halves, d)
+        else:
+            launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=plan_at, buffer=at)
         weights_at = 0 if weights is None else weights.data_ptr()
         if x_scale is None:
             sent = self._tokens(count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
@@ -253,6 +262,34 @@ class Cuda:
 
     def _launch(self, halves: int, d: DeviceDispatched) -> _cuda.Launch:
         return self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
+
+    def _hooked_launch(self, halves: int, d: DeviceDispatched) -> _cuda.Launch:
+        hooks = 0 if d.hooks is None else d.hooks.words.data_ptr()
+        return self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at, hooks=hooks)
+
+    # ---- hooks -------------------------------------------------------------------------------------------------------
+
+    def _cleared_hooks(self) -> Hooks:
+        """What is launched behind their event finds the words of this dispatch; the dispatch itself comes after it."""
+        assert self._hooks is not None
+        stream = raw_stream(self._index)
+        hooks = Hooks(torch.empty(self._hooks.words, dtype=torch.uint32, device=self._device), self._hooks)
+        self.core.clear_hooks(hooks.words.data_ptr(), stream)
+        hooks.begun = built().StreamEvent()
+        hooks.begun.record(stream)
+        return hooks
+
+    def watch(self, d: Dispatched) -> None:
+        assert d.hooks is not None
+        d.hooks.begun.wait(raw_stream(self._index))
+
+    def await_experts(self, owner: Owner, d: Dispatched, experts: range) -> None:
+        assert isinstance(d, DeviceDispatched)
+        self._check_generation("group", d)
+        if not d.received:
+            raise Error("group: the receive half of this dispatch was not launched yet: call wait() (or dispatch_recv) first")
+        self.watch(d)
+        self.core.await_experts(self._hooked_launch(_core.RECV, d), experts.start, len(experts))
 
     def _inputs(
         self, x: torch.Tensor, topk_ids: torch.Tensor | None, topk_weights: torch.Tensor | None, x_scale: torch.Tensor | None
@@ -298,7 +335,7 @@ class Cuda:
     def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("dispatch_recv", d)
-        self.core.dispatch(self._launch(_core.RECV, d), self._tokens(count=d.tokens))
+        self.core.dispatch(self._hooked_launch(_core.RECV, d), self._tokens(count=d.tokens))
         d.received = True
 
     # ---- combine -----------------------------------------------------------------------------------------------------
@@ -313,6 +350,8 @@ class Cuda:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
     ) -> Combining | Combined:
         checks = self.checks
         if not d.received or d.used:
@@ -321,6 +360,8 @@ class Cuda:
         if d.generation != self.core.generation:
             self._check_generation("combine", d)
         tokens = d.tokens
+        if ready is not None:
+            checks.ready(ready, ready_value)
         try:
             key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
             at = expert_out.data_ptr()
@@ -333,6 +374,8 @@ class Cuda:
             checks.expert_rows(expert_out)
             rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
             count = rows.shape[0]
+            if ready is not None and rows.data_ptr() != at:  # nobody has written what would be copied
+                raise Error("combine: with ready= the rows of expert_out must start at multiples of 16 bytes")
             if rows.data_ptr() == at and expert_out.is_contiguous():
                 self._remember(key, (stride, count))
             expert_out, at = rows, rows.data_ptr()
@@ -355,6 +398,7 @@ class Cuda:
             expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
             weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
             tail_rows=0 if tail is None else self._tail_rows(tail),
+            ready=0 if ready is None else ready.data_ptr(), ready_value=ready_value,
         )  # fmt: skip
         self.core.combine(self._launch(halves, d), outputs, self._result(tokens, y, y_stride, accumulate, tail_out))
         if not halves & _core.RECV:

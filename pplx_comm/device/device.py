@@ -47,12 +47,22 @@ class Device(Protocol):
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
+        ready: torch.Tensor | None = None,
+        ready_value: int = 1,
     ) -> Combining | Combined:
         """Like dispatch: where one launch does both halves, the result."""
 
     def combine_recv(self, c: Combining) -> None: ...
 
     def release(self, d: Dispatched) -> None: ...
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------------
+
+    def watch(self, d: Dispatched) -> None:
+        """See Dispatched."""
+
+    def await_experts(self, owner: Owner, d: Dispatched, experts: range) -> None:
+        """See ExpertGroup.wait()."""
 
     # ---- life ------------------------------------------------------------------------------------------------------------
 

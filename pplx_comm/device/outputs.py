@@ -74,4 +74,5 @@ class Outputs:
         for name, part in self.parts.items():
             setattr(d, name, part.of(small))
         scales = 0 if d.scale is None else d.scale.data_ptr()
-        return Filled(_core.Outputs(x=d.x.data_ptr(), scales=scales, small=small.data_ptr()), small)
+        hooks = 0 if d.hooks is None else d.hooks.words.data_ptr()
+        return Filled(_core.Outputs(x=d.x.data_ptr(), scales=scales, small=small.data_ptr(), hooks=hooks), small)

@@ -116,6 +116,9 @@ class Graph:
     def refuse(self, call: str) -> None:
         raise Error(f"{call}: torch.compile and autograd take dispatch() and combine() whole, without async_op or halves")
 
+    def refuse_hooks(self, call: str, argument: str) -> None:
+        raise Error(f"{call}: torch.compile and autograd know nothing of what runs beside their operators, so not of {argument}=")
+
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
     def dispatch(

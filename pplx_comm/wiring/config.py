@@ -53,6 +53,7 @@ def make_config(
     in_flight: int,
     scale_layout: str,
     replicas: int = 1,
+    slot_bytes: int | None = None,
     first_step: int = 1,
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
@@ -79,6 +80,13 @@ def make_config(
     c.first_step = first_step
     if c.invalid:
         raise Error(c.invalid)
+    if slot_bytes is not None:
+        c.slot_bytes = integer("slot_bytes", slot_bytes, 1, 1 << 62)
+        if c.in_pieces and c.slot_bytes < c.least_slot_bytes:
+            raise Error(
+                f"slot_bytes={slot_bytes} must be at least {c.least_slot_bytes} here: steps of up to 256 tokens a rank never go "
+                "in pieces"
+            )
     return c
 
 
@@ -141,7 +149,9 @@ class Arguments:
     node_size: int | None
     in_flight: int
     replicas: int
+    slot_bytes: int | None
     num_sms: int | None
+    hooks: bool
     timeout: float
     scale_layout: str
     placement: str | None
@@ -160,14 +170,21 @@ class Arguments:
             config = make_config(
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
-                in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, first_step=self.first_step,
+                in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
+                first_step=self.first_step,
             )  # fmt: skip
+            if where.type == "cuda" and config.in_pieces:
+                raise Error(
+                    f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces yet. Give it at least "
+                    f"{config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
+                )
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
-            config, self._compared(config, where, error), self.transport, self.provider or settings.provider, self.node_size,
+            config, self._compared(config, where, settings, error), self.transport,
+            self.provider or settings.provider, self.node_size,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
-            num_sms=self.num_sms or 0, placement=self.placement or settings.placement, settings=settings,
+            num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
         )  # fmt: skip
 
     def _device(self) -> torch.device:
@@ -192,10 +209,12 @@ class Arguments:
         if self.node_size is not None:
             integer("node_size", self.node_size, 1, world_size)
         integer("proxy_threads", self.proxy_threads, 1, 2)
+        if not isinstance(self.hooks, bool):
+            raise Error(f"hooks={self.hooks!r} must be True or False")
         if self.num_sms is not None:
             integer("num_sms", self.num_sms, 1, 1 << 20)
 
-    def _compared(self, config: _core.Config, where: torch.device, error: str | None) -> dict[str, Any]:
+    def _compared(self, config: _core.Config, where: torch.device, settings: Settings, error: str | None) -> dict[str, Any]:
         """What must be equal on all ranks, as JSON carries it."""
         wire = repr(self.wire) if error and not isinstance(self.wire, Wire) else Wire.of(self.wire).value
         compared = {
@@ -203,8 +222,8 @@ class Arguments:
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
             "node_size": self.node_size,
-            "in_flight": self.in_flight, "replicas": self.replicas, "timeout": self.timeout, "scale_layout": self.scale_layout,
-            "first_step": config.first_step,
+            "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes, "timeout": self.timeout,
+            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
         }  # fmt: skip
         return {
             name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()

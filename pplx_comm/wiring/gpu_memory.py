@@ -77,8 +77,8 @@ def make_gpu_exchange(
     on_gpu = attempts.run(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
-    gdrcopy = request.settings.gdrcopy
-    arguments = config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms
+    gdrcopy, many_tokens = request.settings.gdrcopy, request.settings.bulk_tokens
+    arguments = config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms, many_tokens
     exchange = attempts.run(lambda: make(*arguments))
     agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
     assert exchange is not None

@@ -25,6 +25,7 @@ class Request:
     proxies: int = 1  # threads, of each rank
     gpu: int | None = None  # None: the CPU device
     num_sms: int = 0  # 0: all
+    hooks: bool = False  # words for kernels that run beside its own
     placement: str = "auto"  # of remote peers' blocks: see wiring/placement.py
     settings: Settings = field(default_factory=Settings)
 

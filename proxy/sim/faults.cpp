@@ -35,11 +35,15 @@ const char* name_of(Fault fault) {
     case Fault::CorruptRows: return "header: rows";
     case Fault::CorruptCounts: return "header: counts";
     case Fault::CorruptFlags: return "header: flags";
+    case Fault::CorruptPiece: return "header: piece";
     case Fault::StaleWrite: return "write of an old generation";
     case Fault::StaleWord: return "word of an old generation";
     case Fault::WokeTooLate: return "rank woke after reset";
     case Fault::Finished: return "rows finished for replicas";
     case Fault::ReplicaLost: return "replica lost";
+    case Fault::Piece: return "piece arrived";
+    case Fault::Credit: return "credit arrived";
+    case Fault::CreditReordered: return "credits reordered";
     case Fault::Count: break;
   }
   return "?";

@@ -44,11 +44,15 @@ enum class Fault : std::uint8_t {
   CorruptRows,         // ... an impossible number of rows
   CorruptCounts,       // ... impossible counts
   CorruptFlags,        // ... a release flag on a block that is no release
+  CorruptPiece,        // ... another number of a piece, or of pieces
   StaleWrite,          // a write of an earlier generation reached memory that is no longer registered
   StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was expected
   WokeTooLate,         // a vanished rank went on after the others had reset without it
   Finished,            // a rank finished rows of the output for its replicas
   ReplicaLost,         // replicas went on without one of them
+  Piece,               // a piece that is not the first of its block arrived
+  Credit,              // a credit arrived
+  CreditReordered,     // a credit arrived after a later one
   Count
 };
 inline constexpr std::size_t kFaults = static_cast<std::size_t>(Fault::Count);

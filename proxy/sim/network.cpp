@@ -7,8 +7,14 @@ namespace pplx::sim {
 namespace {
 
 constexpr int kLinkError = 104, kRemoteAccess = 13;
-// Eight bits of the step travel, so immediates that are more than 256 steps of a set old look current. No network repeats that late.
 constexpr std::size_t kHistory = 64;
+// Five bits of the step travel, and three of the piece, so an immediate that is 32 steps or eight pieces old looks current. No network
+// repeats that late: what is repeated is among the last few of its stream.
+constexpr std::uint64_t kRecent = 4;
+
+// Of the stream that an immediate belongs to, and of what it says within it. A credit has no shards; there they name an op.
+std::uint32_t stream_of(std::uint32_t immediate) { return immediate & (unpack(immediate).op == Op::Credit ? 0xffff00ffu : 0xffff0000u); }
+std::uint32_t number_of(std::uint32_t immediate) { return immediate >> 8 & 0xffu; }
 
 }  // namespace
 
@@ -123,9 +129,13 @@ Post Network::post(Port& from, const Write& write) {
 bool Network::trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate) {
   if (trap_.fired || trap_.rank != from.rank || trap_.kind == Trap::Kind::None || trap_.kind == Trap::Kind::CompletionsLost)
     return false;
-  if (immediate.shard != 0 || write.bytes < sizeof(BlockHeader)) return false;   // the first shard has the header
   BlockHeader header;
-  std::memcpy(&header, static_cast<const char*>(write.source->base) + write.source_offset, sizeof header);
+  if (immediate.op == Op::Credit) {
+    if (trap_.kind == Trap::Kind::Corrupt) return false;
+  } else {
+    if (immediate.shard != 0 || write.bytes < sizeof header) return false;   // the first shard has the header
+    std::memcpy(&header, static_cast<const char*>(write.source->base) + write.source_offset, sizeof header);
+  }
   if (!trap_.fits(immediate, static_cast<std::uint32_t>(write.peer), header, write.bytes)) return false;
   trap_.fired = true;
   trap_.peer = static_cast<std::uint32_t>(write.peer);
@@ -211,7 +221,7 @@ void Network::run(std::uint32_t what) {
   } else if (action == kArrive) {
     arrive(number, f);
   } else if (action == kRepeat) {
-    if (ports_[f.to]->open) {
+    if (ports_[f.to]->open && is_recent(*ports_[f.to], f.arrival)) {
       totals_.count(Fault::Duplicated);
       if (log_.on()) log_.line("rank %u: %s arrived once more", ports_[f.to]->rank, text(f).c_str());
       push_arrival(*ports_[f.to], f.write.immediate);
@@ -297,21 +307,24 @@ void Network::arrive(std::uint32_t number, Flight& f) {
   if (f.order < among.arrived) totals_.count(Fault::Reordered);
   among.arrived = std::max(among.arrived, f.order);
   const auto op = static_cast<std::size_t>(f.immediate.op);
-  const std::uint32_t block = f.immediate.object << 8 | f.immediate.step;
+  const std::uint32_t block = f.immediate.object << 8 | f.immediate.step << 3 | f.immediate.piece;
   if (among.block[op] == block && f.immediate.shard < among.shard[op]) totals_.count(Fault::ShardsReordered);
   among.block[op] = block;
   among.shard[op] = f.immediate.shard;
   if (log_.on()) log_.line("rank %u: %s arrived", to.rank, text(f).c_str());
   push_arrival(to, f.write.immediate);
+  f.arrival = note(to, f.write.immediate);
 
   if (random_.chance(profile_.duplicated)) schedule(number, kRepeat, random_.between<Time>(1, 4 * profile_.latency));
   if (!to.history.empty() && random_.chance(profile_.replayed)) {
-    const std::uint32_t old = to.history[random_.below(to.history.size())];
-    const Immediate i = unpack(old);
-    totals_.count(Fault::Replayed);
-    log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
-              i.shard);
-    push_arrival(to, old);
+    const Arrival& old = to.history[random_.below(to.history.size())];
+    const Immediate i = unpack(old.immediate);
+    if (is_recent(to, old)) {
+      totals_.count(Fault::Replayed);
+      log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
+                i.shard);
+      push_arrival(to, old.immediate);
+    }
   }
   if (random_.chance(profile_.stranger)) {
     const Immediate i{static_cast<Op>(random_.below(8)), static_cast<std::uint32_t>(random_.below(8)),
@@ -320,8 +333,35 @@ void Network::arrive(std::uint32_t number, Flight& f) {
     log_.line("rank %u: an immediate of nobody arrived", to.rank);
     push_arrival(to, pack(i));
   }
-  to.history.push_back(f.write.immediate);
+  to.history.push_back(f.arrival);
   if (to.history.size() > kHistory) to.history.pop_front();
+}
+
+bool Network::is_recent(const Port& port, const Arrival& arrival) {
+  const auto stream = port.streams.find(stream_of(arrival.immediate));
+  return stream != port.streams.end() && arrival.at + kRecent >= stream->second.last;
+}
+
+Network::Arrival Network::note(Port& port, std::uint32_t immediate) {
+  const Immediate i = unpack(immediate);
+  Stream& stream = port.streams[stream_of(immediate)];
+  for (const Arrival& other : stream.latest)   // of two pieces that are under way at once numbers differ
+    if (number_of(other.immediate) == number_of(immediate) && is_recent(port, other)) return {immediate, other.at};
+  std::uint64_t forward = 1;   // another step
+  if (!stream.latest.empty() && unpack(stream.latest.back().immediate).step == i.step)
+    forward = (i.piece - unpack(stream.latest.back().immediate).piece) & 7u;
+  const bool late = forward > kRecent;
+  if (i.op == Op::Credit) {
+    totals_.count(Fault::Credit);
+    if (late) totals_.count(Fault::CreditReordered);
+  } else if (i.piece > 0) {
+    totals_.count(Fault::Piece);
+  }
+  if (late) return {immediate, stream.last - (8 - forward)};   // behind a later one
+  stream.last += forward;
+  stream.latest.push_back({immediate, stream.last});
+  if (stream.latest.size() > kRecent) stream.latest.pop_front();
+  return stream.latest.back();
 }
 
 void Network::hold_up(std::uint32_t port, Time then) {

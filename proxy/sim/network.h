@@ -65,6 +65,15 @@ class Network final : public Clock::Task {
     std::size_t bytes = 0;
     std::uint64_t key = 0;                               // of the region it lies in
   };
+  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: pieces, and steps, are counted.
+  struct Arrival {
+    std::uint32_t immediate = 0;
+    std::uint64_t at = 0;
+  };
+  struct Stream {
+    std::deque<Arrival> latest;
+    std::uint64_t last = 0;
+  };
   struct Port {
     std::uint32_t number = 0, rank = 0;
     int endpoints = 1;
@@ -77,7 +86,8 @@ class Network final : public Clock::Task {
     std::uint32_t under_way = 0;
     bool overran = false;
     std::unordered_map<int, Time> busy_until;            // by peer
-    std::deque<std::uint32_t> history;                   // immediates that arrived, for replay
+    std::deque<Arrival> history;                         // for replay
+    std::unordered_map<std::uint32_t, Stream> streams;
     std::function<void()> on_ready;
   };
 
@@ -102,7 +112,7 @@ class Network final : public Clock::Task {
   void run(std::uint32_t what) override;
 
  private:
-  static constexpr std::uint32_t kMostPieces = 4;
+  static constexpr std::uint32_t kMostPieces = 4, kOpCodes = 8;
   enum Action : std::uint32_t { kRead, kLand = kMostPieces, kSent = 2 * kMostPieces, kArrive, kTryPeer, kRepeat, kActions = 16 };
   enum class Fate : std::uint8_t { Whole, Fails, FailsUnsaid, Corrupt };
 
@@ -123,14 +133,15 @@ class Network final : public Clock::Task {
     std::uint32_t events = 0;                            // still to come; the flight ends with the last one
     std::uint64_t order = 0;                             // among its pair's writes
     Time not_before = 0;                                 // of the pieces still to land
+    Arrival arrival;
     Time patience = 0;                                   // before the next try at a target that does not know the initiator
     Fate fate = Fate::Whole;
     bool lost = false;
   };
   struct Pair {
     std::uint64_t posted = 0, arrived = 0;
-    std::array<std::uint32_t, kOps> block{};             // the block whose shards arrived last, and the last of them
-    std::array<std::uint32_t, kOps> shard{};
+    std::array<std::uint32_t, kOpCodes> block{};         // the block whose shards arrived last, and the last of them
+    std::array<std::uint32_t, kOpCodes> shard{};
   };
 
   bool trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate);
@@ -141,6 +152,8 @@ class Network final : public Clock::Task {
   void sent(Flight& flight);
   void arrive(std::uint32_t number, Flight& flight);
   void push(Port& at, const Due& due);
+  static bool is_recent(const Port& port, const Arrival& arrival);
+  Arrival note(Port& port, std::uint32_t immediate);
   std::string text(const Flight& flight) const;
   Pair& pair(std::uint32_t from, std::uint32_t to) { return pairs_[std::uint64_t{from} << 32 | to]; }
 

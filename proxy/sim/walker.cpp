@@ -62,16 +62,30 @@ void Walker::begin() {
   }
 }
 
+// What a rank may do with its tensors after a half: write them again. In pieces they stay until the receive half is done.
+void Walker::poison_tokens() {
+  poison(scales_in_);
+  poison(weights_);
+  if (!step_->keep_own || (quantised(c_.wire) && !step_->quantised)) poison(x_);
+}
+
+void Walker::poison_expert_outputs() {
+  if (step_->late) poison_slots(Op::Weights);
+  poison(expert_out_);
+  poison(late_weights_);
+  poison(tail_);
+}
+
 void Walker::finish() {
+  const bool in_pieces = e_.blocks().heap().in_pieces;
   switch (stage_) {
     case 0:
-      poison(scales_in_);
-      poison(weights_);
-      if (!step_->keep_own || (quantised(c_.wire) && !step_->quantised)) poison(x_);
+      if (!in_pieces) poison_tokens();
       return;
     case 1:
       e_.finish_dispatch_recv(number_, received_);
       poison_slots(Op::Dispatch);
+      poison_tokens();
       poison(x_);
       check_dispatch();
       run_experts();
@@ -80,13 +94,11 @@ void Walker::finish() {
       return;
     case 2:
       e_.finish_combine_send(number_);
-      if (step_->late) poison_slots(Op::Weights);
-      poison(expert_out_);
-      poison(late_weights_);
-      poison(tail_);
+      if (!in_pieces) poison_expert_outputs();
       return;
     default:
       e_.finish_combine_recv(number_);
+      if (in_pieces) poison_expert_outputs();
       poison_slots(Op::Combine);
       poison_slices();
       if (!step_->released) check_combine();

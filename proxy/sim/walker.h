@@ -19,6 +19,11 @@ class Walker {
   enum class Progress { None, Some, Closed };
   Progress advance();                        // begins the next phase, or polls the current one
   bool has_sent() const { return stage_ > 0; }
+  // Of an AllToAll in pieces: whether `earlier`, a step before this one, has begun the receive half that this one would begin next.
+  bool in_order_after(const Walker& earlier) const {
+    const bool receives = !run_ && (stage_ == 1 || stage_ == 3);
+    return !receives || earlier.stage_ > stage_ || (earlier.stage_ == stage_ && earlier.run_);
+  }
   std::uint32_t number() const { return number_; }    // the step's own number, once it is sent
   Phase phase() const { return phase_; }
   cpu::Waiting waiting() const { return run_ ? run_->waiting() : cpu::Waiting(); }
@@ -32,6 +37,8 @@ class Walker {
   void begin_dispatch_recv();
   void begin_combine_send();
   void begin_combine_recv();
+  void poison_tokens();
+  void poison_expert_outputs();
   void check_dispatch() const;
   void check_row(std::uint64_t row, std::uint64_t expert, const Choice& choice) const;
   void run_experts();

@@ -30,7 +30,10 @@ const char* name_of(Trouble trouble) {
 
 bool is_trap(Trouble trouble) { return trouble >= Trouble::FailWrite; }
 
-Phase phase_of(Op op) { return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights; }
+Phase phase_of(const Immediate& i) {
+  const Op op = i.op == Op::Credit ? Op(i.shard) : i.op;   // a credit names the op whose pieces it counts
+  return op == Op::Dispatch ? Phase::DispatchRecv : op == Op::Combine ? Phase::CombineRecv : Phase::Weights;
+}
 
 std::string rank_text(std::uint32_t rank) { return "rank " + std::to_string(rank); }
 
@@ -46,13 +49,14 @@ std::string World::describe() const {
   return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " +
          std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
          ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
-         std::to_string(c.in_flight) + ", " + (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
+         std::to_string(c.in_flight) + ", " +
+         (in_pieces(c) ? "slots of " + std::to_string(heap_of(c).slot_rows) + " rows, " : "") + (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
          std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) + " generation(s)";
 }
 
 // ---- the beginning -------------------------------------------------------------------------------------------------------------
 
-Config World::draw_config(std::uint32_t object, Random& replicas) {
+Config World::draw_config(std::uint32_t object, Random& replicas, Random& pieces) {
   const auto world = static_cast<std::uint32_t>(ranks_.size());
   const bool small = world <= 8, large = world > 24;
   Config c;
@@ -65,6 +69,8 @@ Config World::draw_config(std::uint32_t object, Random& replicas) {
   const std::uint32_t unit = 16 / dtype_bytes(c.dtype);
   c.hidden = unit * random_.between(1u, (large ? 32u : small ? 200u : 64u) / unit);
   c.max_tokens = random_.between(1u, large ? 3u : small ? 16u : 6u);
+  const bool goes_in_pieces = pieces.chance(0.35);
+  if (goes_in_pieces && small && pieces.chance(0.5)) c.max_tokens *= pieces.between(2u, 4u);
   c.in_flight = 1u << random_.below(large ? 2 : 4);
   c.align = random_.chance(0.5) ? 1u : random_.chance(0.5) ? 8u : random_.between(2u, 40u);
   c.layout = static_cast<LayoutKind>(random_.below(3));
@@ -77,13 +83,21 @@ Config World::draw_config(std::uint32_t object, Random& replicas) {
   c.max_per_expert = most;
   if (replicas_ > 1 && replicas.chance(0.8)) c.replicas = replicas_;
   if (random_.chance(0.06)) c.max_rows = c.max_per_expert = random_.between(1u, std::max(1u, most / 4));
+  if (goes_in_pieces) draw_pieces(c, pieces);
   return c;
+}
+
+// Slots of a few rows: from one row in a piece to the whole block in two.
+void World::draw_pieces(Config& c, Random& pieces) const {
+  const std::uint32_t most = std::max(1u, max_rows_of_block(c) / kPlaces), rows = pieces.chance(0.6) ? std::min(most, pieces.between(1u, 3u)) : pieces.between(1u, most);
+  c.whole_tokens = pieces.between(1u, kPlaces * rows);
+  c.slot_bytes = std::uint64_t{c.world} * kPlaces * (dispatch_block(c).bytes(rows) + combine_block(c).bytes(rows) + 2 * 63);
 }
 
 void World::build() {
   const double size = static_cast<double>(random_.below(1000)) / 1000;
   // Drawn separately, so that worlds without replicas stay as they were.
-  Random replicas(mix(seed_ + 2));
+  Random replicas(mix(seed_ + 2)), pieces(mix(seed_ + 3));
   replicas_ = replicas.chance(0.75) ? 1 : replicas.chance(0.6) ? 2 : replicas.between(3u, 4u);
   const std::uint32_t drawn = size < 0.70    ? random_.between(2u, 6u)
                               : size < 0.93  ? random_.between(7u, 16u)
@@ -122,7 +136,8 @@ void World::build() {
   }
   scripts_.resize(objects_);
   for (std::uint32_t o = 0; o < objects_; ++o) {
-    const Config config = draw_config(o, replicas);
+    const Config config = draw_config(o, replicas, pieces);
+    in_pieces_ |= in_pieces(config);
     for (Rank& rank : ranks_) {
       Object& object = rank.objects[o];
       object.config = config;
@@ -180,11 +195,11 @@ void World::start(Rank& rank) {
         object.exchange->failures().lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
-      // The immediate of a step whose eight bits no step of this generation has.
+      // The immediate of a step whose five bits no step of this generation has.
       std::vector<std::uint32_t> strays;
-      const std::uint32_t low = object.config.first_step & 0xffu;
+      const std::uint32_t low = object.config.first_step & 0x1fu;
       for (const Rank& peer : ranks_)
-        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x100 && random_.chance(0.1))
+        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x20 && random_.chance(0.1))
           strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
       rank.proxy->attach(std::move(o));
       for (std::uint32_t stray : strays) network_.push_arrival(rank.fabric->port(), stray);
@@ -274,8 +289,10 @@ void World::run_phases(std::uint32_t number) {
     wake(*rank.proxy_actor);
     wake_node(rank);
   }
-  if (trouble_ != Trouble::None && !struck_ && number == victim_ && rank.objects[0].begun > trouble_step_ && polls_left_-- == 0)
-    strike();
+  if (trouble_ != Trouble::None && !struck_ && number == victim_ && rank.objects[0].begun > trouble_step_) {
+    const bool last_moment = rank.objects[0].begun + 2 >= steps_;   // later others may not need it any more
+    if (polls_left_-- == 0 || last_moment) strike();
+  }
   if (rank.running) schedule(*rank.phases_actor, progress);
 }
 
@@ -300,7 +317,9 @@ bool World::begin_step(Rank& rank, Object& object) {
 
 bool World::advance(Rank& rank, Object& object) {
   if (object.walkers.empty()) return false;
-  const std::size_t which = random_.below(object.walkers.size());
+  std::size_t which = random_.below(object.walkers.size());
+  for (std::size_t i = 0; i < which && object.exchange->blocks().heap().in_pieces; ++i)
+    if (!object.walkers[which]->in_order_after(*object.walkers[i])) which = i;   // that one first
   Walker& w = *object.walkers[which];
   const bool sent = w.has_sent();
   const Walker::Progress progress = w.advance();
@@ -364,7 +383,7 @@ void World::plan_trouble() {
     trouble_ = random_.chance(0.25) ? Trouble::Corrupt : static_cast<Trouble>(random_.between(1, 8));
   } while (is_trap(trouble_) ? !remote : living < 3);
   trouble_step_ = random_.between(0u, 3u);
-  polls_left_ = random_.between(0u, 6u);
+  polls_left_ = random_.between(0u, in_pieces_ ? 40u : 6u);
   // By then nobody can have finished all steps.
   steps_ = std::max(steps_, trouble_step_ + ranks_[0].objects[0].config.in_flight + 3);
   log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_,
@@ -409,7 +428,7 @@ void World::strike() {
 
 void World::set_trap(Trap::Kind kind) {
   constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource,
-                                Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags};
+                                Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags, Fault::CorruptPiece};
   const Fault fault = kDamages[random_.below(std::size(kDamages))];
   Trap trap;
   trap.kind = kind;
@@ -419,8 +438,9 @@ void World::set_trap(Trap::Kind kind) {
     if (object.begun + 1 >= steps_) return false;   // nobody would ask for it any more
     if (kind != Trap::Kind::Corrupt) return true;
     if (i.op == Op::Weights && header.rows == 0) return false;   // never looked at
+    if (fault == Fault::CorruptPiece) return i.op != Op::Weights;
     if (fault == Fault::CorruptCounts)
-      return i.op == Op::Dispatch && local_experts(object.config, peer) > 0 && bytes >= sizeof header + sizeof(std::uint32_t);
+      return i.op == Op::Dispatch && i.piece == 0 && header.piece == 0 && local_experts(object.config, peer) > 0 && bytes >= sizeof header + sizeof(std::uint32_t);
     return fault != Fault::CorruptFlags || i.op == Op::Combine;
   };
   trap.damage = [this, fault](const Immediate& i, char* block) { damage(fault, i, block); };
@@ -443,6 +463,7 @@ void World::damage(Fault fault, const Immediate& i, char* block) {
       header.rows = i.op == Op::Dispatch ? c.max_tokens + other : header.rows + (random_.chance(0.5) ? 1 : other);
       break;
     case Fault::CorruptFlags: header.flags ^= kReleased; break;
+    case Fault::CorruptPiece: (random_.chance(0.5) ? header.piece : header.pieces) += other; break;
     default: {
       const std::uint32_t count = 0x80000000u + other;
       std::memcpy(block + sizeof header, &count, sizeof count);
@@ -557,8 +578,8 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
   };
   const auto must_say = [&](AbortReason reason) {
     if (f.reason != reason) wrong("gives the wrong reason");
-    if (f.phase != phase_of(trap.immediate.op)) wrong("names the wrong phase");
-    if ((f.step & 0xffu) != trap.immediate.step) wrong("names the wrong step");
+    if (f.phase != phase_of(trap.immediate)) wrong("names the wrong phase");
+    if (!same_step(f.step, trap.immediate)) wrong("names the wrong step");
   };
   // A rank that has taken all its steps makes no call that could report the cause. Then a rank that waits for it gives up, or first a
   // replica of that rank, which waits for rows that it cannot finish.
@@ -721,6 +742,14 @@ void World::reset() {
             *word = arrival_word(generation_ - 1, object.config.first_step + 1000);
             totals_.count(Fault::StaleWord);
           }
+      for (std::uint32_t set = 0; heap.in_pieces && set < object.config.in_flight; ++set)
+        for (std::uint32_t op = 0; op < kPieceOps; ++op)
+          for (std::uint32_t peer = 0; peer < object.config.world; ++peer)
+            for (const std::uint64_t words : {heap.pieces, heap.consumed}) {
+              auto* word = reinterpret_cast<std::uint64_t*>(object.base() + heap.count_at(object.config, words, set, Op(op), peer));
+              *word = pieces_word(generation_ - 1, first_step_of_set(object.config, set), 1000);
+              totals_.count(Fault::StaleWord);
+            }
     }
   }
   for (auto& script : scripts_) script.clear();

@@ -72,7 +72,8 @@ class World {
     std::vector<std::unique_ptr<std::function<void()>>> actions;
   };
 
-  Config draw_config(std::uint32_t object, Random& replicas);
+  Config draw_config(std::uint32_t object, Random& replicas, Random& pieces);
+  void draw_pieces(Config& config, Random& pieces) const;
   void build();
   void connect();                              // fabrics and proxies of a generation
   void start(Rank& rank);
@@ -119,7 +120,8 @@ class World {
   std::vector<std::unique_ptr<Actor>> actors_;
   std::vector<Rank> ranks_;
   std::vector<bool> alive_;
-  bool long_ = false;                          // has more steps than eight bits can tell apart
+  bool long_ = false;                          // has more steps than the bits that travel can tell apart
+  bool in_pieces_ = false;                     // some AllToAll is
   std::uint32_t replicas_ = 1;                 // of those AllToAlls that have any
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;

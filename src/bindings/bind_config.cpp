@@ -11,6 +11,7 @@
 #include "../host/failure.h"
 #include "../host/halves.h"
 #include "../host/output_layout.h"
+#include "../protocol/hooks.h"
 #include "../protocol/heap.h"
 #include "../protocol/plan.h"
 
@@ -25,6 +26,10 @@ template <typename T>
 T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
+
+struct HookLayout {
+  std::uint32_t arrived, ready, count, words;
+};
 
 template <typename Id>
 std::shared_ptr<const Plan> plan_of(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>& alive) {
@@ -66,6 +71,7 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("align", &Config::align)
       .def_readwrite("max_rows", &Config::max_rows)
       .def_readwrite("max_per_expert", &Config::max_per_expert)
+      .def_readwrite("slot_bytes", &Config::slot_bytes)
       .def_readwrite("remote_peers", &Config::remote_peers)
       .def_readwrite("on_gpu", &Config::on_gpu)
       .def_readwrite("first_step", &Config::first_step)
@@ -76,6 +82,11 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("zero_pad", &Config::zero_pad)
       .def_readwrite("scale_tma", &Config::scale_tma)
       .def_property_readonly("invalid", [](const Config& c) { return invalid(c) == nullptr ? "" : invalid(c); })
+      .def_property_readonly("in_pieces", [](const Config& c) { return in_pieces(c); }, "Whether blocks may go in pieces.")
+      .def_property_readonly("whole_slot_bytes", [](const Config& c) { return bytes_of_slots(c, max_rows_of_block(c)); },
+                             "With so many slot_bytes all blocks are whole.")
+      .def_property_readonly("least_slot_bytes", [](const Config& c) { return least_slot_bytes(c); },
+                             "What steps that never go in pieces need.")
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
       .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Of the part that peers write into.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
@@ -128,6 +139,15 @@ void bind_layout(py::module_& m) {
       }, "By name; without what this layout and wire do not have.");
   m.def("output_layout", &cpu_output_layout, py::arg("config"),
         "On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.");
+  py::class_<HookLayout>(m, "HookLayout", "Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.")
+      .def_readonly("arrived", &HookLayout::arrived)
+      .def_readonly("ready", &HookLayout::ready)
+      .def_readonly("count", &HookLayout::count, "Words of each of these two.")
+      .def_readonly("words", &HookLayout::words, "All of them.");
+  m.def("hook_layout", [](const Config& c) { return HookLayout{hook_arrived_at(c), hook_ready_at(c), hook_words(c), hook_words_in_all(c)}; },
+        py::arg("config"));
+  m.attr("RAISED") = kRaised;
+  m.attr("HOOK_ROWS") = kHookRows;
   m.attr("SEND") = static_cast<unsigned>(kSend);
   m.attr("RECV") = static_cast<unsigned>(kRecv);
   m.attr("BOTH") = static_cast<unsigned>(kSend | kRecv);

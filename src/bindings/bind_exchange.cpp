@@ -78,7 +78,8 @@ void bind_structs(py::module_& m) {
   using Outputs = BoundStruct<cpu::Outputs>;
   Outputs::bind(m, "Outputs", "Where a dispatch writes: addresses of x, of scale, and of the buffer of output_layout().",
                 {Outputs::required<&cpu::Outputs::x>("x"), Outputs::field<&cpu::Outputs::scales>("scales"),
-                 Outputs::required<&cpu::Outputs::small>("small")});
+                 Outputs::required<&cpu::Outputs::small>("small"),
+                 Outputs::field<&cpu::Outputs::hooks>("hooks")});
   using ExpertOutputs = BoundStruct<cpu::ExpertOutputs>;
   ExpertOutputs::bind(m, "ExpertOutputs", "What a combine sends: addresses, 0 for none, and strides in bytes.",
                       {ExpertOutputs::required<&cpu::ExpertOutputs::expert_out, &cpu::Rows::data>("expert_out"),
@@ -86,7 +87,9 @@ void bind_structs(py::module_& m) {
                        ExpertOutputs::required<&cpu::ExpertOutputs::weighted>("weighted"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::uses_weights>("uses_weights"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::weights>("weights"),
-                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail")});
+                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail"),
+                       ExpertOutputs::field<&cpu::ExpertOutputs::ready>("ready"),
+                       ExpertOutputs::field<&cpu::ExpertOutputs::ready_value>("ready_value")});
   using Result = BoundStruct<cpu::Result>;
   Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cpu::Result::y>("y"), Result::required<&cpu::Result::stride>("stride"),
@@ -103,6 +106,9 @@ void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExc
         return e.exchange.dispatch_send(in, check_signals);
       },
       py::arg("plan"), py::arg("tokens"), "Returns the number of the step.");
+  cls.def(
+      "check_order", [](CarriedExchange& e, std::uint32_t step) { e.exchange.check_order(step, Phase::DispatchRecv); }, py::arg("step"),
+      "Raises if dispatch_recv may not receive this step yet.");
   cls.def(
       "dispatch_recv",
       [](CarriedExchange& e, std::uint32_t step, const cpu::Outputs& outputs) {
@@ -136,6 +142,7 @@ void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExc
         cpu::ExpertOutputs in;
         in.release = true;
         const py::gil_scoped_release unlocked;
+        e.exchange.check_order(step, Phase::CombineRecv);   // both halves, or none
         e.exchange.combine_send(step, in, check_signals);
         e.exchange.combine_recv(step, {}, check_signals);
       },

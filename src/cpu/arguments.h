@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../host/output_layout.h"
+#include "../protocol/hooks.h"
 #include "../protocol/plan.h"
 #include "../protocol/scale_strides.h"
 
@@ -39,6 +40,7 @@ struct DispatchOutput {
   std::int32_t* topk_ids = nullptr;      // [rows, top_k]; Compact
   float* topk_weights = nullptr;         // [rows, top_k]; Compact
   std::int32_t* num_rows = nullptr;      // [1]; Compact
+  std::uint32_t* hooks = nullptr;        // see protocol/hooks.h; none: without
 };
 
 // The memory that the caller gives for it: see cpu_output_layout().
@@ -46,6 +48,7 @@ struct Outputs {
   char* x = nullptr;
   char* scales = nullptr;                // none on the native wire
   char* small = nullptr;                 // all the rest
+  std::uint32_t* hooks = nullptr;        // zeroes: see protocol/hooks.h; none: without
 };
 
 inline DispatchOutput dispatch_output(const OutputLayout& layout, ScaleStrides scale, const Outputs& outputs) {
@@ -64,6 +67,7 @@ inline DispatchOutput dispatch_output(const OutputLayout& layout, ScaleStrides s
   out.topk_ids = integers(layout.topk_ids);
   out.topk_weights = floats(layout.topk_weights);
   out.num_rows = integers(layout.num_rows);
+  out.hooks = outputs.hooks;
   return out;
 }
 
@@ -93,6 +97,8 @@ struct ExpertOutputs {
   bool has_tail = false;                          // the same on every rank of a step
   const float* tail = nullptr;                    // [output rows], Compact [output rows, top_k]; contiguous
   bool release = false;
+  const std::uint32_t* ready = nullptr;           // a word per block of rows, see protocol/hooks.h; none: all are written
+  std::uint32_t ready_value = 1;                  // that a word has, at least, when its rows are written
 };
 
 struct Result {

@@ -6,8 +6,10 @@ namespace pplx::cpu {
 
 Blocks::Blocks(const Config& config, Memory memory)
     : config_(config), heap_(heap_of(config)), memory_(std::move(memory)), alive_(config.world, true), staging_(config.in_flight),
-      mailed_(std::size_t{config.in_flight} * kOps * config.world, 0) {
+      mailed_(std::size_t{config.in_flight} * kOps * config.world, 0), announced_pieces_(mailed_) {
   if (const char* what = invalid(config)) throw Misuse(what);
+  if (const char* what = invalid_pieces(config)) throw Misuse(what);
+  for (std::uint32_t peer = 0, remote = 0; peer < config_.world; remote += !mapped(peer++)) remote_before_.push_back(remote);
   if (quantised(config_.wire)) {
     const std::size_t row = dispatch_block(config_).route_at;
     for (std::vector<char>& staging : staging_) staging.resize(row * config_.max_tokens);
@@ -25,6 +27,7 @@ void Blocks::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   alive_ = alive;
   rebuild_order();
   std::fill(mailed_.begin(), mailed_.end(), 0);
+  std::fill(announced_pieces_.begin(), announced_pieces_.end(), 0);
   empty_mailbox(heap_, config_, memory_.own);
 }
 
@@ -36,6 +39,17 @@ Waiting Blocks::waiting_for(std::uint32_t step, Signal signal, std::uint32_t pee
   w.seen = arrival(set_of(config_, step), signal, peer);
   w.what = what;
   return w;
+}
+
+std::uint64_t Blocks::announced_pieces(std::uint32_t set, Op op, std::uint32_t peer) const {
+  return announced_pieces_[heap_.word_index(config_, set, op, peer)];
+}
+
+bool Blocks::pieces_have_left(std::uint32_t set, Op op, std::uint32_t peer, std::uint64_t announced) const {
+  if (announced == 0) return true;
+  const std::uint64_t left = load_acquire(word(memory_.own, heap_.count_at(config_, heap_.left, set, op, peer)));
+  const auto step = static_cast<std::uint32_t>(announced);
+  return pieces_in(left, generation_, step) >= pieces_in(announced, generation_, step);
 }
 
 std::vector<Blocks::Announced> Blocks::announced(std::uint32_t set, Op op) const {
@@ -67,6 +81,48 @@ void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_
   announce<HostAtomics>(entry, generation_, {step, rows}, mailed_[index]);
 }
 
+void Blocks::publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const BlockShape& shape, std::uint32_t count) {
+  if (count == shape.pieces) {
+    const BlockLayout block = block_layout(config_, op);
+    count_block(peer, shape.rows, std::uint64_t{shape.pieces} * block.header_bytes + std::uint64_t{shape.rows} * block.row_bytes, true);
+  }
+  const std::uint32_t set = set_of(config_, step), rows = shape.end(count - 1);
+  if (mapped(peer)) {
+    store_release(word(memory_.peers[peer], heap_.count_at(config_, heap_.pieces, set, op, config_.rank)),
+                  pieces_word(generation_, step, count));
+    raise_at_peer(step, signal_of(op), peer);
+    return;
+  }
+  const std::uint64_t index = heap_.word_index(config_, set, op, peer);
+  const MailboxEntry entry = mailbox_entry(heap_, memory_.own, index);
+  // Once: with the next pieces' mail the proxy may read it at any time.
+  if (pieces_in(announced_pieces_[index], generation_, step) == 0)
+    set_outgoing(entry, static_cast<std::uint64_t>(outgoing_slot(set, op, peer) - memory_.own));
+  announced_pieces_[index] = pieces_word(generation_, step, count);
+  announce<HostAtomics>(entry, generation_, {step, rows, shape.pieces > 1}, mailed_[index]);
+}
+
+void Blocks::give_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t count) {
+  const std::uint32_t set = set_of(config_, step);
+  std::uint64_t* const at = mapped(peer) ? word(memory_.peers[peer], heap_.count_at(config_, heap_.consumed, set, op, config_.rank))
+                                         : word(memory_.own, heap_.mailbox + kWordBytes * heap_.credit_index(config_, set, op, peer));
+  store_release(at, pieces_word(generation_, step, count));
+}
+
+Waiting Blocks::waiting_for_piece(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const {
+  Waiting w = waiting_for(step, signal_of(op), peer, op == Op::Dispatch ? "the dispatch block" : "the combine block");
+  w.piece = piece;
+  w.seen = pieces_here(step, op, peer);
+  return w;
+}
+
+Waiting Blocks::waiting_for_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const {
+  Waiting w = waiting_for_piece(step, op, peer, piece);
+  w.seen = pieces_consumed(step, op, peer);
+  w.to_be_read = true;
+  return w;
+}
+
 BlockHeader Blocks::header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags) const {
   BlockHeader h;
   h.step = step;
@@ -91,10 +147,33 @@ void Blocks::check_header(const BlockHeader& h, Phase phase, std::uint32_t step,
   if (h.step != step) differs("step", h.step, step);
   if (h.generation != generation_) differs("generation", h.generation, generation_);
   if (h.source != peer) differs("source", h.source, peer);
+  if (h.piece != 0) differs("piece", h.piece, 0);
   if (h.rows > max_rows_of_block(config_))
     protocol_error(phase, step, peer, std::to_string(h.rows) + " rows, more than max_tokens_per_rank=" +
                                           std::to_string(config_.max_tokens) +
                                           (config_.replicas > 1 ? " on " + std::to_string(config_.replicas) + " replicas" : ""));
+}
+
+void Blocks::check_pieces(const BlockHeader& h, Phase phase, Op op, std::uint32_t peer) const {
+  const std::uint32_t expected = heap_.shape(h.rows).pieces;
+  if (h.pieces != expected)
+    protocol_error(phase, h.step, peer, std::string(op_name(op)) + " header says pieces " + std::to_string(h.pieces) + ", expected " +
+                                            std::to_string(expected));
+}
+
+void Blocks::check_piece(const BlockHeader& h, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer,
+                         std::uint32_t piece) const {
+  const auto differs = [&](const char* field, std::uint64_t seen, std::uint64_t expected) {
+    protocol_error(phase, first.step, peer, std::string(op_name(op)) + " header of piece " + std::to_string(piece) + " says " + field + " " +
+                                                std::to_string(seen) + ", expected " + std::to_string(expected));
+  };
+  if (h.step != first.step) differs("step", h.step, first.step);
+  if (h.generation != first.generation) differs("generation", h.generation, first.generation);
+  if (h.source != first.source) differs("source", h.source, first.source);
+  if (h.piece != piece) differs("piece", h.piece, piece);
+  if (h.pieces != first.pieces) differs("pieces", h.pieces, first.pieces);
+  if (h.rows != first.rows) differs("rows", h.rows, first.rows);
+  if (h.flags != first.flags) differs("flags", h.flags, first.flags);
 }
 
 void Blocks::check_replica(const BlockHeader& h, const Plan& plan, std::uint32_t step, std::uint32_t peer) const {

@@ -1,6 +1,7 @@
 // The blocks that this rank sends and receives, and the words about them: in its own heap, and in those of the ranks that it has mapped.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <vector>
@@ -49,6 +50,10 @@ class Blocks {
     return memory_.peers[replica] + heap_.slice_at(config_, set, config_.rank);
   }
   char* send_area(std::uint32_t set, Op op) const { return memory_.own + heap_.send_at(set, op); }
+  // Where this rank writes its block for a peer of an AllToAll in pieces: in the peer's slot, or in its own send area.
+  char* outgoing_slot(std::uint32_t set, Op op, std::uint32_t peer) const {
+    return mapped(peer) ? slot_at_peer(set, op, peer) : memory_.own + heap_.spaced_send_at(config_, set, op, remote_before_[peer]);
+  }
   char* staging(std::uint32_t set) { return staging_[set].data(); }
   // Of this rank, and of those that it has mapped.
   std::uint64_t* abort_of(std::uint32_t rank) const { return word(memory_.peers[rank], Heap::abort_at(generation_)); }
@@ -60,6 +65,25 @@ class Blocks {
     return arrived(arrival(set_of(config_, step), signal, peer), generation_, step);
   }
   Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
+
+  // Of a block that peer sends, in pieces or whole: how many leading pieces are there.
+  std::uint32_t pieces_here(std::uint32_t step, Op op, std::uint32_t peer) const {
+    if (!has_arrived(step, signal_of(op), peer)) return 0;
+    return std::max(1u, count(heap_.pieces, step, op, peer));
+  }
+  // Of a block that this rank sends in pieces: how many of them the peer has read, and how many have left for good.
+  std::uint32_t pieces_consumed(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.consumed, step, op, peer); }
+  std::uint32_t pieces_left(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.left, step, op, peer); }
+  Waiting waiting_for_piece(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
+  Waiting waiting_for_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
+  // Announces that the first `count` pieces are written.
+  void publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const BlockShape& shape, std::uint32_t count);
+  // What this rank has announced to the proxy in (set, op) so far, as a word, and whether all of it has left for good.
+  std::uint64_t announced_pieces(std::uint32_t set, Op op, std::uint32_t peer) const;
+  bool pieces_have_left(std::uint32_t set, Op op, std::uint32_t peer, std::uint64_t announced) const;
+  // Tells the peer that leading pieces of its block have been read.
+  void give_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t count);
+
   // The blocks that this rank has announced to the proxy in (set, op) so far. Once have_left() says that they have left for good, their
   // memory may be used again.
   struct Announced {
@@ -73,7 +97,11 @@ class Blocks {
   void raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer);
 
   BlockHeader header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags = 0) const;
-  // Throws unless the header fits this step's block of that peer.
+  // Throws unless a checked header says as many pieces as its rows make.
+  void check_pieces(const BlockHeader& header, Phase phase, Op op, std::uint32_t peer) const;
+  // Throws unless the header is that of a later piece of the block that `first` begins.
+  void check_piece(const BlockHeader& header, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer, std::uint32_t piece) const;
+  // Throws unless the header fits this step's block of that peer, and is that of its first piece.
   void check_header(const BlockHeader& header, Phase phase, std::uint32_t step, Op op, std::uint32_t peer) const;
   // Throws if the replica's dispatch header tells of other tokens than this rank has.
   void check_replica(const BlockHeader& header, const Plan& plan, std::uint32_t step, std::uint32_t peer) const;
@@ -87,6 +115,9 @@ class Blocks {
  private:
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
   void rebuild_order();
+  std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) const {
+    return pieces_in(load_acquire(word(memory_.own, heap_.count_at(config_, words, set_of(config_, step), op, peer))), generation_, step);
+  }
 
   const Config config_;
   const Heap heap_;
@@ -94,8 +125,10 @@ class Blocks {
   std::uint32_t generation_ = 1;
   std::vector<bool> alive_;
   std::vector<std::uint32_t> order_, replicas_;
+  std::vector<std::uint32_t> remote_before_;   // by peer: remote peers of lower rank
   std::vector<std::vector<char>> staging_;
   std::vector<std::uint64_t> mailed_;   // by word_index: the arrival_word that `sent` must reach
+  std::vector<std::uint64_t> announced_pieces_;   // by word_index: what `left` must reach
   Notices notices_;
   std::atomic<std::uint64_t> rows_sent_{0}, rows_received_{0}, bytes_sent_{0}, bytes_received_{0};
 };

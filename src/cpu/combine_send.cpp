@@ -3,55 +3,25 @@
 #include <cstring>
 
 #include "exchange.h"
+#include "piece_run.h"
 #include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
-class CombineSend final : public PhaseRun {
+// Writes headers and rows of this rank's answers, and weights blocks.
+class CombineWriter {
  public:
-  CombineSend(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
+  CombineWriter(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(input), flags_(flags),
         block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
 
- private:
-  enum Stages { kWeights, kRows };
+  const ExpertOutputs& input() const { return in_; }
+  std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
 
-  bool begin(int stage, std::vector<std::uint32_t>& units) override {
-    blocks_.clear();
-    std::uint64_t packed = 0;
-    const auto place = [&](Op op, const BlockLayout& layout, std::uint32_t peer, std::uint32_t rows) {
-      char* block = b_.send_area(set_, op) + packed;
-      if (b_.mapped(peer))
-        block = b_.slot_at_peer(set_, op, peer);
-      else
-        packed += align_up(layout.bytes(rows), 64);
-      blocks_.push_back(block);
-    };
-    switch (stage) {
-      case kWeights:
-        if (!in_.uses_weights) return true;
-        before_ = b_.announced(set_, Op::Weights);
-        for (std::uint32_t peer : b_.peers()) {
-          place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
-          units.push_back(1);
-        }
-        return true;
-      case kRows:
-        before_ = b_.announced(set_, Op::Combine);
-        for (std::uint32_t peer : b_.peers()) {
-          place(Op::Combine, block_, peer, rows(peer));
-          units.push_back(units_of(rows(peer), block_.row_bytes, &rows_per_unit_));
-        }
-        return true;
-      default: return false;
-    }
-  }
-
-  bool ready(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = b_.peers()[group];
-    if (!b_.mapped(peer) && !Blocks::have_left(before_)) return false;
-    if (stage == kWeights || !in_.uses_weights) return true;
+  // Whether the weights of a peer's tokens are here, where it sends any.
+  bool has_weights(std::uint32_t peer) const {
+    if (!in_.uses_weights) return true;
     if (b_.has_arrived(step_, Signal::Weights, peer)) return true;
     if (b_.has_arrived(step_, Signal::Combine, peer)) {
       BlockHeader header;
@@ -61,40 +31,46 @@ class CombineSend final : public PhaseRun {
     }
     return false;
   }
-
-  Waiting waiting(int stage, std::uint32_t group) const override {
-    const std::uint32_t peer = b_.peers()[group];
-    if (stage == kRows && in_.uses_weights && !b_.has_arrived(step_, Signal::Weights, peer))
-      return b_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
-    return b_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
+  Waiting waiting_for_weights(std::uint32_t peer) const {
+    if (!in_.uses_weights || b_.has_arrived(step_, Signal::Weights, peer)) return {};
+    return b_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
   }
 
-  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    const std::uint32_t peer = b_.peers()[group];
-    if (stage == kWeights) {
-      write_weights(peer, blocks_[group]);
-      return;
-    }
-    if (in_.uses_weights && unit == 0) check_weights(peer);
-    const std::uint32_t end = std::min(rows(peer), (unit + 1) * rows_per_unit_);
-    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
-      char* to = blocks_[group] + block_.row_at(row);
+  // The wait for rows begin to end - 1 of the block for a peer, where some of what they are sums of are not written yet.
+  Waiting waiting_for_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end) const {
+    if (in_.ready == nullptr || in_.release) return {};
+    const Received& r = *in_.received;
+    const bool compact = c_.layout == LayoutKind::Compact;
+    for (std::size_t at = r.rows_begin[peer] + begin; at < r.rows_begin[peer] + end; ++at)
+      for (std::uint32_t i = 0, n = compact ? 1 : count_choices(r.choices[at]); i < n; ++i) {
+        const std::uint32_t place = r.place[compact ? at : at * c_.top_k + i];
+        if (place == Received::kNowhere) continue;
+        const std::uint32_t word = hook_word_of(c_, place), seen = __atomic_load_n(in_.ready + word, __ATOMIC_ACQUIRE);
+        if (seen >= in_.ready_value) continue;
+        Waiting waiting;
+        waiting.peer = c_.rank;
+        waiting.unwritten = word;
+        waiting.seen = seen;
+        return waiting;
+      }
+    return {};
+  }
+
+  void write_header(std::uint32_t rows, char* block, std::uint32_t piece = 0, std::uint32_t pieces = 1) const {
+    BlockHeader header = b_.header(step_, rows, flags_);
+    header.piece = piece;
+    header.pieces = pieces;
+    std::memcpy(block, &header, sizeof header);
+  }
+
+  // Rows begin to end - 1 of the block for a peer, one behind the other from `to` on.
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) const {
+    for (std::uint32_t row = begin; row < end; ++row, to += block_.row_bytes) {
       if (row + 1 < rows(peer)) ask_for_row(peer, row + 1);
       write_row(peer, row, to);
       if (in_.has_tail) write_tail(peer, row, to + block_.tail_at);
     }
   }
-
-  void finished(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = b_.peers()[group];
-    const bool weights = stage == kWeights;
-    const std::uint32_t n = weights ? in_.plan->rows(peer) : rows(peer);
-    const BlockHeader header = b_.header(step_, n, flags_);
-    std::memcpy(blocks_[group], &header, sizeof header);
-    b_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
-  }
-
-  std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
 
   void write_weights(std::uint32_t peer, char* block) const {
     const Plan& plan = *in_.plan;
@@ -116,6 +92,7 @@ class CombineSend final : public PhaseRun {
       b_.protocol_error(Phase::Weights, step_, peer, "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
   }
 
+ private:
   void write_row(std::uint32_t peer, std::uint32_t row, char* to) const {
     const Received& r = *in_.received;
     const std::size_t at = r.rows_begin[peer] + row;
@@ -178,9 +155,146 @@ class CombineSend final : public PhaseRun {
   const ExpertOutputs in_;
   const std::uint32_t flags_;
   const BlockLayout block_, weights_block_;
+};
+
+class CombineSend final : public StagedRun {
+ public:
+  CombineSend(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
+      : b_(blocks), c_(blocks.config()), step_(step), set_(set_of(c_, step)), writer_(blocks, step, input, flags), in_(writer_.input()),
+        block_(combine_block(c_)), weights_block_(weights_block(c_)) {
+    units_wait_ = in_.ready != nullptr;
+  }
+
+ private:
+  enum Stages { kWeights, kRows };
+
+  bool begin(int stage, std::vector<std::uint32_t>& units) override {
+    blocks_.clear();
+    std::uint64_t packed = 0;
+    const auto place = [&](Op op, const BlockLayout& layout, std::uint32_t peer, std::uint32_t rows) {
+      char* block = b_.send_area(set_, op) + packed;
+      if (b_.mapped(peer))
+        block = b_.slot_at_peer(set_, op, peer);
+      else
+        packed += align_up(layout.bytes(rows), 64);
+      blocks_.push_back(block);
+    };
+    switch (stage) {
+      case kWeights:
+        if (!in_.uses_weights) return true;
+        before_ = b_.announced(set_, Op::Weights);
+        for (std::uint32_t peer : b_.peers()) {
+          place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
+          units.push_back(1);
+        }
+        return true;
+      case kRows:
+        if (b_.heap().in_pieces) return false;   // CombineSending writes them
+        before_ = b_.announced(set_, Op::Combine);
+        for (std::uint32_t peer : b_.peers()) {
+          place(Op::Combine, block_, peer, writer_.rows(peer));
+          units.push_back(units_of(writer_.rows(peer), block_.row_bytes, &rows_per_unit_));
+        }
+        return true;
+      default: return false;
+    }
+  }
+
+  bool ready(int stage, std::uint32_t group) override {
+    const std::uint32_t peer = b_.peers()[group];
+    if (!b_.mapped(peer) && !Blocks::have_left(before_)) return false;
+    return stage == kWeights || writer_.has_weights(peer);
+  }
+
+  Waiting waiting_of(int stage, std::uint32_t group) const override {
+    const std::uint32_t peer = b_.peers()[group];
+    if (stage == kRows)
+      if (const Waiting w = writer_.waiting_for_weights(peer); w.peer != kNoRank) return w;
+    return b_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
+  }
+
+  bool may_run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    return waiting_of_unit(stage, group, unit).peer == kNoRank;
+  }
+
+  Waiting waiting_of_unit(int stage, std::uint32_t group, std::uint32_t unit) const override {
+    if (stage != kRows) return {};
+    const std::uint32_t peer = b_.peers()[group], begin = unit * rows_per_unit_;
+    return writer_.waiting_for_rows(peer, begin, std::min(writer_.rows(peer), begin + rows_per_unit_));
+  }
+
+  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    const std::uint32_t peer = b_.peers()[group];
+    if (stage == kWeights) {
+      writer_.write_weights(peer, blocks_[group]);
+      return;
+    }
+    if (in_.uses_weights && unit == 0) writer_.check_weights(peer);
+    const std::uint32_t begin = unit * rows_per_unit_;
+    writer_.write_rows(peer, begin, std::min(writer_.rows(peer), begin + rows_per_unit_), blocks_[group] + block_.row_at(begin));
+  }
+
+  void finished(int stage, std::uint32_t group) override {
+    const std::uint32_t peer = b_.peers()[group];
+    const bool weights = stage == kWeights;
+    const std::uint32_t n = weights ? in_.plan->rows(peer) : writer_.rows(peer);
+    writer_.write_header(n, blocks_[group]);
+    b_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
+  }
+
+  Blocks& b_;
+  const Config& c_;
+  const std::uint32_t step_, set_;
+  const CombineWriter writer_;
+  const ExpertOutputs& in_;
+  const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
   std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
+};
+
+// ---- in pieces -----------------------------------------------------------------------------------------------------------
+
+class CombineSending final : public PieceSending {
+ public:
+  CombineSending(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
+      : PieceSending(blocks, step, Op::Combine, rows_of_peers(blocks, input)), writer_(blocks, step, input, flags) {}
+
+ private:
+  static std::vector<std::uint32_t> rows_of_peers(const Blocks& blocks, const ExpertOutputs& input) {
+    std::vector<std::uint32_t> rows;
+    for (std::uint32_t peer : blocks.peers()) rows.push_back(input.release ? 0 : input.received->rows(peer));
+    return rows;
+  }
+  bool may_begin(std::uint32_t peer) override { return writer_.has_weights(peer); }
+  Waiting waiting_to_begin(std::uint32_t peer) const override { return writer_.waiting_for_weights(peer); }
+  Waiting waiting_for_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end) const override {
+    return writer_.waiting_for_rows(peer, begin, end);
+  }
+  void write_header(std::uint32_t peer, const BlockShape& shape, std::uint32_t piece, char* to) override {
+    if (piece == 0 && writer_.input().uses_weights) writer_.check_weights(peer);
+    writer_.write_header(shape.rows, to, piece, shape.pieces);
+  }
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override { writer_.write_rows(peer, begin, end, to); }
+
+  const CombineWriter writer_;
+};
+
+class CombineSendInPieces final : public PieceRun {
+ public:
+  CombineSendInPieces(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags, std::shared_ptr<PieceSending> sending)
+      : weights_(blocks, step, input, flags), sending_(std::move(sending)) {}
+
+  Waiting waiting() override {
+    const Waiting w = weights_.waiting();
+    return w.peer != kNoRank ? w : sending_->waiting(true);
+  }
+
+ private:
+  bool work() override { return weights_.poll() && sending_->poll(true); }
+
+  CombineSend weights_;
+  const std::shared_ptr<PieceSending> sending_;
 };
 
 }  // namespace
@@ -195,7 +309,9 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
   open.has_tail = input.has_tail;
   const std::uint32_t flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
                               (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
-  return std::make_unique<CombineSend>(blocks_, step, input, flags);
+  if (!blocks_.heap().in_pieces) return std::make_unique<CombineSend>(blocks_, step, input, flags);
+  open.sending = std::make_shared<CombineSending>(blocks_, step, input, flags);
+  return std::make_unique<CombineSendInPieces>(blocks_, step, input, flags, open.sending);
 }
 
 }  // namespace pplx::cpu

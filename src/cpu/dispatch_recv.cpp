@@ -1,20 +1,33 @@
-// dispatch_recv: computes the experts' offsets from all headers; then places each peer's rows as its block arrives.
+// dispatch_recv: computes the experts' offsets from all headers; then places each peer's rows as its block, or a piece of it, arrives.
 #include <algorithm>
 #include <cstring>
+#include <deque>
 
 #include "exchange.h"
+#include "piece_arrivals.h"
+#include "piece_run.h"
 #include "scales.h"
 #include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
-class DispatchRecv final : public PhaseRun {
+class DispatchRecv final : public StagedRun {
  public:
   DispatchRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const DispatchOutput& output,
                std::shared_ptr<Received> received)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), open_(open), out_(output),
         received_(std::move(received)), block_(dispatch_block(c_)), experts_(local_experts(c_, c_.rank)) {}
+
+  // Of the living peers, in their order, once all have been read. Only in an AllToAll in pieces, whose rows place_rows() places.
+  const std::vector<BlockHeader>& headers() const { return headers_; }
+
+  // Rows begin to end - 1 of a peer's block, which lie one behind the other from `from` on.
+  void place_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, const char* from) {
+    for (std::uint32_t row = begin; row < end; ++row, from += block_.row_bytes) place_row(peer, row, from);
+    streamed();
+    if (out_.hooks != nullptr) count_placed(received_->rows_begin[peer] + begin, received_->rows_begin[peer] + end);
+  }
 
  private:
   enum Stages { kHeaders, kRows };
@@ -25,9 +38,11 @@ class DispatchRecv final : public PhaseRun {
         rows_.assign(c_.world, 0);
         base_.assign(std::size_t{c_.world} * experts_, 0);
         units.assign(b_.peers().size(), 1);
+        if (b_.heap().in_pieces) headers_.resize(units.size());
         return true;
       case kRows:
         place_experts();
+        if (b_.heap().in_pieces) return false;
         for (std::uint32_t peer : b_.peers()) units.push_back(units_of(rows_[peer], block_.row_bytes, &rows_per_unit_));
         return true;
       default: return false;
@@ -40,7 +55,7 @@ class DispatchRecv final : public PhaseRun {
     return b_.has_arrived(step_, stage == kHeaders && b_.mapped(peer) ? Signal::Header : Signal::Dispatch, peer);
   }
 
-  Waiting waiting(int stage, std::uint32_t group) const override {
+  Waiting waiting_of(int stage, std::uint32_t group) const override {
     const bool header = stage == kHeaders && b_.mapped(b_.peers()[group]);
     return b_.waiting_for(step_, header ? Signal::Header : Signal::Dispatch, b_.peers()[group],
                           header ? "the dispatch header" : "the dispatch block");
@@ -48,10 +63,13 @@ class DispatchRecv final : public PhaseRun {
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     const std::uint32_t peer = b_.peers()[group];
-    if (stage == kHeaders)
-      read_header(peer);
-    else
-      place_rows(peer, unit);
+    if (stage == kHeaders) {
+      const BlockHeader header = read_header(peer);
+      if (b_.heap().in_pieces) headers_[group] = header;
+      return;
+    }
+    const std::uint32_t begin = unit * rows_per_unit_;
+    place_rows(peer, begin, std::min(rows_[peer], begin + rows_per_unit_), b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(begin));
   }
 
   void finished(int stage, std::uint32_t group) override {
@@ -60,11 +78,12 @@ class DispatchRecv final : public PhaseRun {
     b_.count_block(peer, rows_[peer], block_.bytes(rows_[peer]), false);
   }
 
-  void read_header(std::uint32_t peer) {
+  BlockHeader read_header(std::uint32_t peer) {
     const char* block = b_.own_slot(set_, Op::Dispatch, peer);
     BlockHeader header;
     std::memcpy(&header, block, sizeof header);
     b_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
+    b_.check_pieces(header, Phase::DispatchRecv, Op::Dispatch, peer);
     const std::vector<std::uint32_t>& replicas = b_.replicas();
     if (std::find(replicas.begin(), replicas.end(), peer) != replicas.end())
       b_.check_replica(header, *open_.input.plan, step_, peer);
@@ -77,6 +96,7 @@ class DispatchRecv final : public PhaseRun {
       b_.protocol_error(Phase::DispatchRecv, step_, peer,
                         "counts that add up to " + std::to_string(sum) + " for " + std::to_string(header.rows) + " rows");
     rows_[peer] = header.rows;
+    return header;
   }
 
   // Turns counts by (source, expert) into the output row of each source's first row for each expert.
@@ -117,6 +137,37 @@ class DispatchRecv final : public PhaseRun {
       case LayoutKind::Compact: r.needed_rows = total; r.overflowed = total > c_.max_rows; break;
     }
     if (r.overflowed) b_.note_overflow(c_.rank);
+    if (out_.hooks != nullptr) raise_planned(total);
+  }
+
+  // ---- hooks ----
+
+  void add(std::uint32_t at, std::uint32_t more) { __atomic_fetch_add(out_.hooks + at, more, __ATOMIC_RELEASE); }
+
+  // Rows of all sources, which are placed.
+  void count_placed(std::uint32_t begin, std::uint32_t end) {
+    const bool compact = c_.layout == LayoutKind::Compact;
+    for (std::uint32_t at = begin; at < end; ++at)
+      for (std::uint32_t i = 0, n = compact ? 1 : count_choices(received_->choices[at]); i < n; ++i)
+        if (const std::uint32_t place = received_->place[compact ? at : std::size_t{at} * c_.top_k + i]; place != Received::kNowhere)
+          add(hook_arrived_at(c_) + hook_word_of(c_, place), 1);
+  }
+
+  // Rows between segments that are to be zero are so already.
+  void raise_planned(std::uint32_t total) {
+    std::vector<std::uint32_t> rows(hook_words(c_));
+    const auto note = [&](std::uint32_t begin, std::uint32_t end) {
+      for (std::uint32_t place = begin; place < end; ++place) ++rows[hook_word_of(c_, place)];
+    };
+    if (c_.layout == LayoutKind::Compact) note(0, std::min(total, c_.max_rows));
+    for (std::uint32_t e = 0; c_.layout != LayoutKind::Compact && e < experts_; ++e) {
+      const std::uint32_t begin = base_[e], last = c_.world - 1;
+      const std::uint32_t end = base_[std::size_t{last} * experts_ + e] + counts_[std::size_t{last} * experts_ + e];
+      const bool padded = c_.layout == LayoutKind::Padded;
+      note(std::min(begin, padded ? begin : c_.max_rows), std::min(end, padded ? begin + c_.max_per_expert : c_.max_rows));
+    }
+    for (std::uint32_t word = 0; word < rows.size(); ++word) add(hook_arrived_at(c_) + word, kRaised - rows[word]);
+    add(0, kRaised);
   }
 
   void zero_rows(std::uint64_t begin, std::uint64_t end) {
@@ -131,14 +182,7 @@ class DispatchRecv final : public PhaseRun {
     }
   }
 
-  void place_rows(std::uint32_t peer, std::uint32_t unit) {
-    const std::uint32_t end = std::min(rows_[peer], (unit + 1) * rows_per_unit_);
-    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) place_row(peer, row);
-    streamed();
-  }
-
-  void place_row(std::uint32_t peer, std::uint32_t row) {
-    const char* from = b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(row);
+  void place_row(std::uint32_t peer, std::uint32_t row, const char* from) {
     RouteHead head;
     std::memcpy(&head, from + block_.route_at, sizeof head);
     const std::uint32_t n = count_choices(head.choices);
@@ -224,6 +268,81 @@ class DispatchRecv final : public PhaseRun {
   std::uint32_t rows_per_unit_ = 1;
   std::vector<std::uint32_t> rows_;            // by source
   std::vector<std::uint32_t> base_, counts_;   // [source, local expert]
+  std::vector<BlockHeader> headers_;
+};
+
+// ---- in pieces -----------------------------------------------------------------------------------------------------------
+
+// Sends the rest of this rank's pieces beside what it receives.
+class DispatchRecvInPieces final : public PieceRun {
+ public:
+  DispatchRecvInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open, const DispatchOutput& output,
+                       std::shared_ptr<Received> received)
+      : b_(blocks), headers_(blocks, step, open, output, std::move(received)), sending_(open.sending) {}
+
+  Waiting waiting() override {
+    const Waiting w = headers_.waiting();
+    if (w.peer != kNoRank) return w;
+    if (opened_.load(std::memory_order_acquire))
+      for (const In& in : ins_)
+        if (const std::uint32_t piece = in.rows.next(); piece < in.rows.shape().pieces) return in.arrivals.waiting(piece);
+    return sending_->waiting(false);
+  }
+
+ private:
+  struct In {
+    In(Blocks& blocks, const BlockHeader& first, std::uint32_t rows_per_unit)
+        : arrivals(blocks, Phase::DispatchRecv, Op::Dispatch, first), rows(arrivals.shape(), rows_per_unit) {}
+    PieceArrivals arrivals;
+    PieceStream rows;
+  };
+
+  bool work() override {
+    const bool sent = sending_->poll(false);
+    return place() && sent;
+  }
+
+  bool place() {
+    if (!headers_.poll()) return false;
+    open();
+    bool all = true, progress = true;
+    while (progress) {
+      progress = false;
+      all = true;
+      for (In& in : ins_) {
+        const auto may = [&](std::uint32_t piece) { return in.arrivals.has(piece); };
+        const auto place = [&](const PieceStream::Unit& unit) {
+          headers_.place_rows(in.arrivals.peer(), unit.begin, unit.end, in.arrivals.row(unit.begin));
+        };
+        const auto placed = [&](std::uint32_t pieces) {
+          in.arrivals.have_read(pieces);
+          if (pieces == in.rows.shape().pieces) b_.count_block(in.arrivals.peer(), in.rows.shape().rows, in.arrivals.bytes(), false);
+        };
+        progress |= in.rows.advance(in.rows.shape().pieces, may, place, placed);
+        all &= in.rows.finished() == in.rows.shape().pieces;
+      }
+    }
+    return all;
+  }
+
+  void open() {
+    if (opened_.load(std::memory_order_acquire)) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (opened_.load(std::memory_order_relaxed)) return;
+    for (const BlockHeader& header : headers_.headers()) {
+      std::uint32_t rows_per_unit = 1;
+      units_of(header.rows, dispatch_block(b_.config()).row_bytes, &rows_per_unit);
+      ins_.emplace_back(b_, header, rows_per_unit);
+    }
+    opened_.store(true, std::memory_order_release);
+  }
+
+  Blocks& b_;
+  DispatchRecv headers_;
+  const std::shared_ptr<PieceSending> sending_;
+  std::mutex mutex_;
+  std::atomic<bool> opened_{false};
+  std::deque<In> ins_;             // by peer, once all headers are here
 };
 
 }  // namespace
@@ -231,8 +350,11 @@ class DispatchRecv final : public PhaseRun {
 std::unique_ptr<PhaseRun> Exchange::start_dispatch_recv(std::uint32_t step, const DispatchOutput& output,
                                                         std::shared_ptr<Received> received) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const OpenStep& open = steps_.expect(step, OpenStep::Progress::Sent, "dispatch_recv");
-  return std::make_unique<DispatchRecv>(blocks_, step, open, output, std::move(received));
+  OpenStep& open = steps_.expect(step, OpenStep::Progress::Sent, "dispatch_recv");
+  if (!blocks_.heap().in_pieces) return std::make_unique<DispatchRecv>(blocks_, step, open, output, std::move(received));
+  steps_.check_order(step, &OpenStep::receiving, "dispatch_recv");
+  open.receiving = true;
+  return std::make_unique<DispatchRecvInPieces>(blocks_, step, open, output, std::move(received));
 }
 
 }  // namespace pplx::cpu

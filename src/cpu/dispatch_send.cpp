@@ -1,87 +1,40 @@
-// dispatch_send: sends headers first, then every peer's rows, peers from rank + 1 on. Each block is published when it is complete.
+// dispatch_send: sends headers first, then every peer's rows, peers from rank + 1 on. Each block is published when it is complete, or with
+// each piece that is.
 #include <cstring>
 
 #include "exchange.h"
+#include "piece_run.h"
 #include "scales.h"
 #include "vector/kernels.h"
 
 namespace pplx::cpu {
 namespace {
 
-class DispatchSend final : public PhaseRun {
+// Writes the headers and rows of this rank's tokens.
+class DispatchWriter {
  public:
-  DispatchSend(Blocks& blocks, std::uint32_t step, const OpenStep& open)
+  DispatchWriter(Blocks& blocks, std::uint32_t step, const OpenStep& open)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), in_(open.input),
-        plan_(*open.input.plan), own_(plan_.slice.tokens(plan_.tokens)), own_rows_in_x_(open.own_rows_in_x),
-        block_(dispatch_block(c_)),
+        plan_(*open.input.plan), own_rows_in_x_(open.own_rows_in_x), block_(dispatch_block(c_)),
         quantises_(quantised(c_.wire) && in_.scales == nullptr) {}
 
- private:
-  enum Stages { kQuantise, kRows };
+  const Plan& plan() const { return plan_; }
+  bool quantises() const { return quantises_; }
 
-  bool begin(int stage, std::vector<std::uint32_t>& units) override {
-    switch (stage) {
-      case kQuantise:
-        for (std::uint32_t peer : b_.peers()) {
-          if (!b_.mapped(peer)) continue;
-          write_header(peer, b_.slot_at_peer(set_, Op::Dispatch, peer));
-          b_.raise_at_peer(step_, Signal::Header, peer);
-        }
-        if (quantises_ && own_ > 0)
-          units.push_back(units_of(own_, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
-        return true;
-      case kRows: {
-        std::uint64_t packed = 0;   // remote blocks lie back to back
-        before_ = b_.announced(set_, Op::Dispatch);
-        for (std::uint32_t peer : b_.peers()) {
-          const std::uint32_t rows = plan_.rows(peer);
-          char* block = b_.send_area(set_, Op::Dispatch) + packed;
-          if (b_.mapped(peer))
-            block = b_.slot_at_peer(set_, Op::Dispatch, peer);
-          else
-            packed += align_up(block_.bytes(rows), 64);
-          blocks_.push_back(block);
-          units.push_back(units_of(rows, block_.row_bytes, &rows_per_unit_));
-        }
-        return true;
-      }
-      default: return false;
-    }
-  }
-
-  bool ready(int stage, std::uint32_t group) override {
-    return stage == kQuantise || b_.mapped(b_.peers()[group]) || Blocks::have_left(before_);
-  }
-
-  Waiting waiting(int, std::uint32_t group) const override {
-    return b_.waiting_for(step_, Signal::Dispatch, b_.peers()[group], "the network to take the last dispatch block");
-  }
-
-  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    if (stage == kQuantise)
-      quantise(unit);
-    else
-      write_rows(b_.peers()[group], blocks_[group], unit);
-  }
-
-  void finished(int stage, std::uint32_t group) override {
-    if (stage != kRows) return;
-    const std::uint32_t peer = b_.peers()[group];
-    if (!b_.mapped(peer)) write_header(peer, blocks_[group]);
-    b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
-  }
-
-  void write_header(std::uint32_t peer, char* block) const {
+  void write_header(std::uint32_t peer, char* block, std::uint32_t piece = 0) const {
     BlockHeader header = b_.header(step_, plan_.rows(peer));
     header.tokens = plan_.tokens;
     header.ids_digest = plan_.ids_digest;
+    header.piece = piece;
+    header.pieces = b_.heap().shape(header.rows).pieces;
     std::memcpy(block, &header, sizeof header);
-    std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));
+    if (piece == 0)
+      std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));
   }
 
-  void quantise(std::uint32_t unit) const {
-    const std::uint32_t end = std::min(own_, (unit + 1) * tokens_per_unit_);
-    for (std::uint32_t i = unit * tokens_per_unit_; i < end; ++i) {
+  // Tokens of this rank's slice.
+  void quantise(std::uint32_t begin, std::uint32_t end) const {
+    for (std::uint32_t i = begin; i < end; ++i) {
       const std::uint32_t t = plan_.slice.token(i);
       char* row = b_.staging(set_) + std::uint64_t{t} * block_.route_at;
       k_.quantise(c_.wire, c_.dtype, in_.x.data + t * in_.x.stride, c_.hidden, reinterpret_cast<std::uint8_t*>(row),
@@ -89,20 +42,19 @@ class DispatchSend final : public PhaseRun {
     }
   }
 
-  void write_rows(std::uint32_t peer, char* block, std::uint32_t unit) const {
-    const std::uint32_t rows = plan_.rows(peer);
-    const std::uint32_t end = std::min(rows, (unit + 1) * rows_per_unit_);
+  // Rows begin to end - 1 of the block for a peer, one behind the other from `to` on.
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) const {
     const bool payload = peer != c_.rank || !own_rows_in_x_;
     const bool streams = payload && b_.mapped(peer);   // past the caches, since a peer's core reads it; the proxy reads from the caches
-    for (std::uint32_t row = unit * rows_per_unit_; row < end; ++row) {
+    for (std::uint32_t row = begin; row < end; ++row, to += block_.row_bytes) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
-      char* to = block + block_.row_at(row);
       if (payload) write_payload(streams ? k_.stream : k_.copy, to, token);
       write_route(to + block_.route_at, peer, token);
     }
     if (streams) streamed();
   }
 
+ private:
   void write_payload(decltype(Kernels::copy) copy, char* to, std::uint32_t token) const {
     if (quantises_) {
       copy(to, b_.staging(set_) + std::uint64_t{token} * block_.route_at, block_.route_at);
@@ -137,13 +89,123 @@ class DispatchSend final : public PhaseRun {
   const std::uint32_t step_, set_;
   const Tokens& in_;
   const Plan& plan_;
-  const std::uint32_t own_;   // tokens that this rank sends
   const bool own_rows_in_x_;
   const BlockLayout block_;
   const bool quantises_;
+};
+
+class DispatchSend final : public StagedRun {
+ public:
+  DispatchSend(Blocks& blocks, std::uint32_t step, const OpenStep& open)
+      : b_(blocks), c_(blocks.config()), step_(step), set_(set_of(c_, step)), writer_(blocks, step, open), plan_(writer_.plan()),
+        own_(plan_.slice.tokens(plan_.tokens)), block_(dispatch_block(c_)) {}
+
+ private:
+  enum Stages { kQuantise, kRows };
+
+  bool begin(int stage, std::vector<std::uint32_t>& units) override {
+    switch (stage) {
+      case kQuantise:
+        for (std::uint32_t peer : b_.peers()) {
+          if (!b_.mapped(peer)) continue;
+          writer_.write_header(peer, b_.slot_at_peer(set_, Op::Dispatch, peer));
+          b_.raise_at_peer(step_, Signal::Header, peer);
+        }
+        if (writer_.quantises() && own_ > 0)
+          units.push_back(units_of(own_, std::uint64_t{c_.hidden} * dtype_bytes(c_.dtype), &tokens_per_unit_));
+        return true;
+      case kRows: {
+        if (b_.heap().in_pieces) return false;   // DispatchSending writes them
+        std::uint64_t packed = 0;   // remote blocks lie back to back
+        before_ = b_.announced(set_, Op::Dispatch);
+        for (std::uint32_t peer : b_.peers()) {
+          const std::uint32_t rows = plan_.rows(peer);
+          char* block = b_.send_area(set_, Op::Dispatch) + packed;
+          if (b_.mapped(peer))
+            block = b_.slot_at_peer(set_, Op::Dispatch, peer);
+          else
+            packed += align_up(block_.bytes(rows), 64);
+          blocks_.push_back(block);
+          units.push_back(units_of(rows, block_.row_bytes, &rows_per_unit_));
+        }
+        return true;
+      }
+      default: return false;
+    }
+  }
+
+  bool ready(int stage, std::uint32_t group) override {
+    return stage == kQuantise || b_.mapped(b_.peers()[group]) || Blocks::have_left(before_);
+  }
+
+  Waiting waiting_of(int, std::uint32_t group) const override {
+    return b_.waiting_for(step_, Signal::Dispatch, b_.peers()[group], "the network to take the last dispatch block");
+  }
+
+  void run(int stage, std::uint32_t group, std::uint32_t unit) override {
+    if (stage == kQuantise) {
+      writer_.quantise(unit * tokens_per_unit_, std::min(own_, (unit + 1) * tokens_per_unit_));
+      return;
+    }
+    const std::uint32_t peer = b_.peers()[group], begin = unit * rows_per_unit_;
+    writer_.write_rows(peer, begin, std::min(plan_.rows(peer), begin + rows_per_unit_), blocks_[group] + block_.row_at(begin));
+  }
+
+  void finished(int stage, std::uint32_t group) override {
+    if (stage != kRows) return;
+    const std::uint32_t peer = b_.peers()[group];
+    if (!b_.mapped(peer)) writer_.write_header(peer, blocks_[group]);
+    b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
+  }
+
+  Blocks& b_;
+  const Config& c_;
+  const std::uint32_t step_, set_;
+  const DispatchWriter writer_;
+  const Plan& plan_;
+  const std::uint32_t own_;   // tokens that this rank sends
+  const BlockLayout block_;
   std::uint32_t tokens_per_unit_ = 1, rows_per_unit_ = 1;
   std::vector<char*> blocks_;
   std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
+};
+
+// ---- in pieces -----------------------------------------------------------------------------------------------------------
+
+class DispatchSending final : public PieceSending {
+ public:
+  DispatchSending(Blocks& blocks, std::uint32_t step, const OpenStep& open)
+      : PieceSending(blocks, step, Op::Dispatch, rows_of_peers(blocks, *open.input.plan)), b_(blocks), writer_(blocks, step, open) {}
+
+ private:
+  static std::vector<std::uint32_t> rows_of_peers(const Blocks& blocks, const Plan& plan) {
+    std::vector<std::uint32_t> rows;
+    for (std::uint32_t peer : blocks.peers()) rows.push_back(plan.rows(peer));
+    return rows;
+  }
+  void write_header(std::uint32_t peer, const BlockShape&, std::uint32_t piece, char* to) override {
+    if (piece > 0 || !b_.mapped(peer)) writer_.write_header(peer, to, piece);   // else it is there, and may be read already
+  }
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override { writer_.write_rows(peer, begin, end, to); }
+
+  const Blocks& b_;
+  const DispatchWriter writer_;
+};
+
+class DispatchSendInPieces final : public PieceRun {
+ public:
+  DispatchSendInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open) : quantise_(blocks, step, open), sending_(open.sending) {}
+
+  Waiting waiting() override {
+    const Waiting w = quantise_.waiting();
+    return w.peer != kNoRank ? w : sending_->waiting(true);
+  }
+
+ private:
+  bool work() override { return quantise_.poll() && sending_->poll(true); }
+
+  DispatchSend quantise_;
+  const std::shared_ptr<PieceSending> sending_;
 };
 
 // A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows that
@@ -172,8 +234,10 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std
   OpenStep& open = steps_.open(input);
   *step = open.step;
   // The quantised rows are not in the caller's memory, so own rows can always be read from there.
-  open.own_rows_in_x = quantised(config().wire) && input.scales == nullptr ? true : input.keep_own_rows && input.scales == nullptr;
-  return std::make_unique<DispatchSend>(blocks_, *step, open);
+  open.own_rows_in_x = input.scales == nullptr && (quantised(config().wire) || input.keep_own_rows || blocks_.heap().in_pieces);
+  if (!blocks_.heap().in_pieces) return std::make_unique<DispatchSend>(blocks_, *step, open);
+  open.sending = std::make_shared<DispatchSending>(blocks_, *step, open);
+  return std::make_unique<DispatchSendInPieces>(blocks_, *step, open);
 }
 
 }  // namespace pplx::cpu

@@ -97,6 +97,12 @@ void Exchange::combine_recv(std::uint32_t step, const Result& output, const Inte
   finish_combine_recv(step);
 }
 
+void Exchange::check_order(std::uint32_t step, Phase receives) const {
+  if (!blocks_.heap().in_pieces) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  steps_.check_order(step, receives == Phase::DispatchRecv ? &OpenStep::receiving : &OpenStep::adding, phase_name(receives));
+}
+
 void Exchange::finish_dispatch_recv(std::uint32_t step, const std::shared_ptr<Received>& received) {
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.of(step);

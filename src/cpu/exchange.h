@@ -37,6 +37,10 @@ class Exchange {
   void combine_send(std::uint32_t step, const ExpertOutputs& input, const Interrupted& interrupted);
   void combine_recv(std::uint32_t step, const Result& output, const Interrupted& interrupted);
 
+  // Throws if blocks go in pieces, and an earlier step has not come to dispatch_recv or combine_recv, which throw it too: for a caller who
+  // would have to undo something then.
+  void check_order(std::uint32_t step, Phase receives) const;
+
   // The phases for a caller that owns the clock and polls them. Call finish_...() once poll() has returned true. poll() latches and throws
   // what fails the phase, including a timeout that counts from `begun`.
   bool poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun);

@@ -97,17 +97,27 @@ void Failures::latch(PeerFailure failure) {
 void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience) {
   if (seen() != 0) raise(phase, step);
   const bool late = waited >= patience;
-  if (!late && !someone_left_.load(std::memory_order_acquire)) return;
+  const bool late_for_own = waited >= patience / 4 * deadlines::kOwnQuarters;
+  if (!late_for_own && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked
   const std::uint32_t rank = blocks_.config().rank;
+  if (w.unwritten != Waiting::kNoBlock) {
+    if (!late_for_own) return;
+    const Abort abort{AbortReason::Timeout, Phase::CombineSend, rank, rank, step};
+    const bool by_expert = blocks_.config().layout == LayoutKind::Padded;
+    throw PeerFailure(unwritten_text(abort, w.unwritten, static_cast<std::uint32_t>(w.seen), by_expert), abort.reason, rank, abort.phase, step);
+  }
   const std::string over = over_text(first_.network_of(w.peer));
-  const std::string waits = std::string("waiting for ") + w.what + " of " + rank_text(w.peer) + over + " in " + phase_name(phase) +
-                            ", step " + std::to_string(step);
+  const std::string peer = rank_text(w.peer) + over, piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
+  const std::string waits = "waiting for " + (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +
+                            phase_name(phase) + ", step " + std::to_string(step);
+  const std::string expected = piece.empty() ? word_text(w.expected) : "piece " + std::to_string(w.piece);
+  const std::string seen = piece.empty() ? word_text(w.seen) : std::to_string(w.seen) + " before it";
   const auto failure = [&](const std::string& message, AbortReason reason) {
     PeerFailure f(message, reason, w.peer, phase, step);
-    f.expected = word_text(w.expected);
-    f.seen = word_text(w.seen);
+    f.expected = expected;
+    f.seen = seen;
     throw f;
   };
   const double goodbye = left_at_[w.peer].load(std::memory_order_acquire);
@@ -115,7 +125,7 @@ void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waite
     failure(rank_text(w.peer) + " closed its Communicator while " + rank_text(rank) + " is " + waits, AbortReason::Closed);
   if (late)
     failure(rank_text(rank) + " gave up after " + seconds_text(patience) + " " + waits +
-                ": expected " + word_text(w.expected) + ", saw " + word_text(w.seen) +
+                ": expected " + expected + ", saw " + seen +
                 ". That rank is stopped, much slower, or not in the same step; timeout= allows more.",
             AbortReason::Timeout);
 }

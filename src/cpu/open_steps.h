@@ -8,6 +8,7 @@
 #include "../host/step_book.h"
 #include "../protocol/step.h"
 #include "arguments.h"
+#include "piece_sending.h"
 
 namespace pplx::cpu {
 
@@ -20,6 +21,8 @@ struct OpenStep {
   bool overflowed = false;
   bool released = false;
   bool has_tail = false;
+  bool receiving = false, adding = false;      // dispatch_recv has begun, combine_recv has
+  std::shared_ptr<PieceSending> sending;       // in pieces: the operation whose rest the receive half sends
 };
 
 class OpenSteps {
@@ -57,6 +60,14 @@ class OpenSteps {
       throw Misuse(std::string(call) + ": out of order, step " + std::to_string(step) + " expects " + next + " next");
     }
     return open;
+  }
+
+  // Of an AllToAll in pieces: a receive half waits for the same one of all ranks, so they come to them in the same order.
+  void check_order(std::uint32_t step, bool OpenStep::* begun, const char* call) const {
+    for (const OpenStep& open : by_set_)
+      if (open.progress != Progress::Closed && step_difference(open.step, step) < 0 && !(open.*begun))
+        throw Misuse(std::string(call) + ": step " + std::to_string(step) + " before step " + std::to_string(open.step) +
+                     ", but with slot_bytes=" + std::to_string(config_.slot_bytes) + " blocks go in pieces, and steps are received in order");
   }
 
   void close(std::uint32_t step) {

@@ -1,18 +1,18 @@
-// A phase is a sequence of stages; a stage has groups of units; a group may have to wait for one peer.
+// A phase on its way. Any number of threads may poll(): each claims units of work that can be done now, and returns when there are none.
+// A blocking call is a loop around poll(); a simulation calls it when it likes.
 //
-// Any number of threads may poll(): each claims units of groups that are ready, and returns when no group is. A blocking call is a loop
-// around poll(); a simulation calls it when it likes. The units of one stage touch no memory in common.
+// A staged run is a sequence of stages; a stage has groups of units; a group may have to wait for one peer. The units of one stage
+// touch no memory in common.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "../protocol/abort.h"
+#include "first_error.h"
 #include "float_environment.h"
 
 namespace pplx::cpu {
@@ -24,37 +24,51 @@ struct Waiting {
   std::uint64_t expected = 0;
   std::uint64_t seen = 0;
   const char* what = "";
+  std::uint32_t piece = kNoPiece;      // of what is waited for; `seen` is then how many are there
+  bool to_be_read = false;             // by the peer, which does not send it
+  std::uint32_t unwritten = kNoBlock;  // a block of rows that this rank itself was to write; `seen` is its word of ready=
+
+  static constexpr std::uint32_t kNoPiece = ~0u, kNoBlock = ~0u;
 };
 
 class PhaseRun {
  public:
   virtual ~PhaseRun() = default;
+  virtual bool poll() = 0;             // true: it is done. Throws what failed it
+  virtual Waiting waiting() = 0;       // may be called at any time
+};
 
-  bool poll() {
+class StagedRun : public PhaseRun {
+ public:
+  bool poll() override {
     const FloatEnvironment plain;
     for (;;) {
-      rethrow();
+      errors_.rethrow();
       const int stage = stage_.load(std::memory_order_acquire);
       if (stage == kFinished) return true;
       if (stage == kNotBegun) {
         if (!begun_.exchange(true)) {
-          guarded([&] { advance(0); });
+          errors_.guarded([&] { advance(0); });
           continue;
         }
         return false;
       }
       bool progress = false;
       for (Group& group : stages_[stage]->groups) progress |= work(stage, group);
-      if (!progress && !failed_.load(std::memory_order_acquire) && stage_.load(std::memory_order_acquire) == stage) return false;
+      if (!progress && !errors_.failed() && stage_.load(std::memory_order_acquire) == stage) return false;
     }
   }
 
-  // May be called at any time: a stage once begun stays where it is for the phase's lifetime.
-  Waiting waiting() {
+  // A stage once begun stays where it is for the phase's lifetime.
+  Waiting waiting() override {
     const int stage = stage_.load(std::memory_order_acquire);
     if (stage != kNotBegun && stage != kFinished)
-      for (Group& group : stages_[stage]->groups)   // a group may be ready that nobody has asked yet
-        if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting(stage, group.number);
+      for (Group& group : stages_[stage]->groups) {
+        // A group may be ready that nobody has asked yet.
+        if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting_of(stage, group.number);
+        const std::uint32_t unit = group.next.load(std::memory_order_acquire);
+        if (units_wait_ && unit < group.units && !may_run(stage, group.number, unit)) return waiting_of_unit(stage, group.number, unit);
+      }
     return {};
   }
 
@@ -62,9 +76,13 @@ class PhaseRun {
   // The units of each group of a stage. Called once per stage, by one thread, after all units of the stage before. False: no such stage.
   virtual bool begin(int stage, std::vector<std::uint32_t>& units) = 0;
   virtual bool ready(int, std::uint32_t) { return true; }              // several threads may call it; true stays true
+  virtual bool may_run(int, std::uint32_t, std::uint32_t) { return true; }   // the same of a unit, of a run whose units wait
   virtual void run(int stage, std::uint32_t group, std::uint32_t unit) = 0;
   virtual void finished(int, std::uint32_t) {}                         // called after a group's last unit; also for a group without units
-  virtual Waiting waiting(int, std::uint32_t) const { return {}; }
+  virtual Waiting waiting_of(int, std::uint32_t) const { return {}; }
+  virtual Waiting waiting_of_unit(int, std::uint32_t, std::uint32_t) const { return {}; }
+
+  bool units_wait_ = false;   // each for something of its own; set before the first poll()
 
  private:
   static constexpr int kNotBegun = -1, kFinished = 1 << 20, kMostStages = 4;
@@ -87,14 +105,14 @@ class PhaseRun {
   };
 
   bool work(int stage, Group& group) {
-    if (failed_.load(std::memory_order_acquire) || group.next.load(std::memory_order_relaxed) >= group.claims) return false;
+    if (errors_.failed() || group.next.load(std::memory_order_relaxed) >= group.claims) return false;
     bool progress = false;
-    guarded([&] {
+    errors_.guarded([&] {
       if (!group.ready.load(std::memory_order_acquire)) {
         if (!ready(stage, group.number)) return;
         group.ready.store(true, std::memory_order_release);
       }
-      for (std::uint32_t unit; (unit = group.next.fetch_add(1, std::memory_order_relaxed)) < group.claims;) {
+      for (std::uint32_t unit; claim(stage, group, &unit);) {
         progress = true;
         if (unit < group.units) run(stage, group.number, unit);
         if (group.done.fetch_add(1, std::memory_order_acq_rel) + 1 != group.claims) continue;
@@ -103,6 +121,16 @@ class PhaseRun {
       }
     });
     return progress;
+  }
+
+  bool claim(int stage, Group& group, std::uint32_t* unit) {
+    if (!units_wait_) return (*unit = group.next.fetch_add(1, std::memory_order_relaxed)) < group.claims;
+    *unit = group.next.load(std::memory_order_relaxed);
+    while (*unit < group.claims) {
+      if (*unit < group.units && !may_run(stage, group.number, *unit)) return false;
+      if (group.next.compare_exchange_weak(*unit, *unit + 1, std::memory_order_relaxed)) return true;
+    }
+    return false;
   }
 
   void advance(int stage) {
@@ -119,28 +147,10 @@ class PhaseRun {
     }
   }
 
-  template <typename F>
-  void guarded(F&& f) {
-    try {
-      f();
-    } catch (...) {
-      std::lock_guard<std::mutex> lock(error_mutex_);
-      if (!error_) error_ = std::current_exception();
-      failed_.store(true, std::memory_order_release);
-    }
-  }
-
-  void rethrow() {
-    if (!failed_.load(std::memory_order_acquire)) return;
-    std::lock_guard<std::mutex> lock(error_mutex_);
-    std::rethrow_exception(error_);
-  }
-
   std::atomic<int> stage_{kNotBegun};
-  std::atomic<bool> begun_{false}, failed_{false};
+  std::atomic<bool> begun_{false};
   std::unique_ptr<Stage> stages_[kMostStages];
-  std::mutex error_mutex_;
-  std::exception_ptr error_;
+  FirstError errors_;
 };
 
 // How many units so many rows make. One is what a thread does between two looks at what else there is.

@@ -16,6 +16,7 @@
 #pragma once
 
 #include "../protocol/heap.h"
+#include "../protocol/hooks.h"
 #include "../protocol/notices.h"
 #include "../protocol/replicas.h"
 #include "../protocol/scale_strides.h"
@@ -73,6 +74,9 @@ inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
 
+// The same for rows of combine(ready=) that nobody wrote: `expected` has their block, `seen` how far its word was.
+inline constexpr std::uint64_t kUnwritten = 1ull << 61;
+
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
 struct Divider {
   std::uint64_t magic = 0;
@@ -97,9 +101,9 @@ struct Common {
   Divider by_parts;
   std::uint32_t scale_pieces = 0;  // of a dispatch row
   bool scales_in_pieces = false;  // they lie in the output as they came
-  std::uint32_t row_bytes = 0, received_strips = 0;  // of a combine row; a warp sums a strip
-  Divider by_received_strips;
+  std::uint32_t row_bytes = 0;  // of a combine row
   std::uint32_t most_rows = 0;  // of a block
+  std::uint32_t word_rows = kNone;  // combine: a block of so many rows, or more, has an arrival word in each; others show that they came
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
@@ -143,6 +147,20 @@ constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
   return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
 
+// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last thread
+// block to leave makes all of the first four 0 again.
+struct ChunkCounts {
+  std::uint32_t* next = nullptr;  // chunk that is sent next
+  std::uint32_t* counted = nullptr;  // chunks
+  std::uint32_t* left = nullptr;  // thread blocks
+  std::uint32_t* totals = nullptr;  // [columns], of all tokens
+  std::uint32_t* taken = nullptr;  // [chunks]: the step in which a warp last counted it
+  std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there
+  std::uint16_t* counts = nullptr;  // [chunks][columns]
+};
+// Choices by expert, then rows by rank, in pieces of sixteen bytes.
+constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
+
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
 struct ReceivedView {
   std::uint32_t* step = nullptr;
@@ -167,6 +185,15 @@ struct Output {
   std::int32_t* num_rows = nullptr;
 };
 
+// The words of a dispatch's hooks, where the caller has any. A row counts as row_units: each of its parts as so many that all ways of
+// cutting rows come to the same.
+struct DispatchHooks {
+  std::uint32_t* planned = nullptr;
+  std::uint32_t* arrived = nullptr;  // [words]
+  std::uint32_t words = 0;
+  std::uint32_t row_units = 1, part_units = 1, bulk_part_units = 1;
+};
+
 struct DispatchArguments {
   Common common;
   const char* x = nullptr;
@@ -182,6 +209,25 @@ struct DispatchArguments {
   PlanView plan;
   ReceivedView received;
   Output out;
+  std::uint32_t tokens_per_chunk = 0, chunks = 0;
+  ChunkCounts chunk_counts;
+  DispatchHooks hooks;
+};
+
+// A wait for the rows of some experts, from `first` on.
+struct AwaitedExperts {
+  Common common;
+  DispatchHooks hooks;
+  const std::uint32_t* step = nullptr;
+  const std::int32_t* counts = nullptr;
+  const std::int32_t* offsets = nullptr;  // Ragged
+  std::uint32_t first = 0, count = 0;
+};
+
+// Which blocks of rows of a combine's input are written: their words count up to `value`, or beyond.
+struct ReadyRows {
+  const std::uint32_t* words = nullptr;  // none: all are
+  std::uint32_t value = 1;
 };
 
 // How a combine row is sent: in strips, and in large steps in runs of them.
@@ -199,9 +245,21 @@ struct SentStrips {
         by_runs(runs) {}
 };
 
+// How a warp receives one: a strip at once.
+struct ReceivedStrips {
+  int vectors = kReceivedVectors;  // of a lane
+  std::uint32_t strips = 0;
+  Divider by_strips;
+
+  ReceivedStrips() = default;
+  ReceivedStrips(std::uint32_t row_bytes, int vectors) : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
+};
+
 struct CombineArguments {
   Common common;
   SentStrips sent;
+  ReceivedStrips received_in;
+  bool sums_own = false;  // a rank's rows of its own tokens need not cross memory: who receives a token sums them. Not in small steps
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;
@@ -220,9 +278,10 @@ struct CombineArguments {
   char* y = nullptr;
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
+  ReadyRows ready;
 };
 
-// Of combine, what decode needs: see combine.cu.
+// Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.
 inline bool is_plain(const CombineArguments& a) {
   return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
 }

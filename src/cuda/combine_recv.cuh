@@ -53,7 +53,7 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
 
 // This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
-  const std::uint32_t lane = threadIdx.x % 32, token = a.common.by_received_strips.divide(unit);
+  const std::uint32_t lane = threadIdx.x % 32, token = a.received_in.by_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
@@ -74,7 +74,7 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   std::uint32_t value = 0;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, rank, i);
-    const auto* its_row = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), i));
+    const auto* its_row = of_lane(row, static_cast<int>(i));
     if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
@@ -82,14 +82,15 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   return true;
 }
 
-// A warp's strip of up to four rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
+// A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
 // was read; a remote peer's rows are there when its block is.
 struct ArrivingStrips {
   static constexpr int kRows = 4;
   std::uint32_t begin, end;  // begin: this lane's
   uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
-  std::uint32_t remote = 0;  // a bit each
+  std::uint32_t there = 0;  // those of remote blocks, and with an arrival word: a bit each
+  std::uint32_t stays = 0;  // those whose places nobody needs to find blank
   std::uint32_t missing = 0;  // pieces, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
@@ -112,7 +113,7 @@ struct ArrivingStrips {
   __device__ void make_places_blank() const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row[i] == nullptr || (remote >> i & 1) != 0) continue;
+      if (row[i] == nullptr || (stays >> i & 1) != 0) continue;
 #pragma unroll
       for (int j = 0; j < kReceivedVectors; ++j)
         if (has(j)) make_blank(row[i] + begin + j * 512);
@@ -126,24 +127,43 @@ __device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::
   return all_of_warp(good);
 }
 
-// The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
-template <bool kPlain>
-__device__ inline bool await_strips(const Common& k, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row, std::uint32_t rank,
-                                    ArrivingStrips& strips) {
+// Whether the rows of this rank have arrival words. So many are received by who has many tokens.
+__device__ inline bool comes_by_word(const CombineArguments& a, std::uint32_t rank) { return a.plan.rows[rank] >= a.common.word_rows; }
+
+// For a warp: waits for a row with an arrival word.
+__device__ inline bool row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, const char* row) {
+  const bool good =
+      threadIdx.x % 32 != 0 || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, peer);
+  return all_of_warp(good);
+}
+
+// The rows first, first + 1 ... of a token's n, but for the one that is summed here. Each of the first n lanes has a row and its rank.
+// False: they will not come.
+template <bool kPlain, bool kWords>
+__device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
+                                    std::uint32_t entry, std::uint32_t own, ArrivingStrips& strips) {
+  const Common& k = a.common;
+  const std::uint32_t rank = entry >> 20;
 #pragma unroll
-  for (int i = 0; i < ArrivingStrips::kRows; ++i) {
+  for (int i = 0; i < strips.kRows; ++i) {
     strips.row[i] = nullptr;
-    if (first + i >= n) continue;
-    strips.row[i] = reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(row), first + i));
-    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
+    if (first + i >= n || first + i == own) continue;
+    strips.row[i] = of_lane(row, static_cast<int>(first + i));
+    const std::uint32_t source = kPlain && !kWords ? 0 : __shfl_sync(~0u, rank, first + i);
     if (!kPlain && is_remote(k, source)) {
       if (!block_is_there(k, step, source)) return false;
-      strips.remote |= 1u << i;
+      strips.there |= 1u << i;
+      strips.stays |= 1u << i;
+    }
+    if (kWords && a.own >= k.word_rows && comes_by_word(a, source)) {
+      if (!row_is_there(k, step, source, strips.row[i])) return false;
+      strips.there |= 1u << i;
+      if ((__shfl_sync(~0u, entry, first + i) & 0xfffffu) >= k.word_rows) strips.stays |= 1u << i;
     }
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
       if (!strips.has(j)) continue;
-      if ((strips.remote >> i & 1) != 0)
+      if ((strips.there >> i & 1) != 0)
         strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
       else
         strips.missing |= 1u << (i * kReceivedVectors + j);
@@ -156,46 +176,74 @@ __device__ inline bool await_strips(const Common& k, std::uint32_t step, std::ui
   return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
-// come.
-template <typename T, bool kGives, bool kPlain>
-__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
+// What a peer would have sent of one of this rank's own rows: rounded as there.
+template <typename T>
+__device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, std::uint32_t begin, std::uint32_t end,
+                                   uint4 (&v)[kReceivedVectors]) {
+  Places places;
+  places.load<true>(a, at);
+  Sums<T, kReceivedVectors> sums;
+  sum_row<false>(a, places, places.check(a), begin, end, sums);
+#pragma unroll
+  for (int j = 0; j < kReceivedVectors; ++j) v[j] = T::pack(sums.sum[j]);
+}
+
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. own_rows: where this rank's own are among all that it has received,
+// if they are summed here, or kNone. kGives: replicas get it, too. kWords: some rows may have arrival
+// words. False: its rows will not come.
+template <typename T, bool kGives, bool kPlain, bool kWords>
+__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry,
+                                     std::uint32_t own_rows) {
   const Common& k = a.common;
-  const std::uint32_t own = k.by_received_strips.divide(unit), strip = unit - own * k.received_strips;
+  const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
   if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
+  std::uint32_t summed = kNone;  // which of the rows
+  uint4 own_row[kReceivedVectors];
+  if (kPlain && kWords && own_rows != kNone) {
+    const std::uint32_t lane = __ballot_sync(~0u, entry != kNone && rank == k.c.rank);
+    if (lane != 0) {
+      summed = __ffs(static_cast<int>(lane)) - 1;
+      sum_own_row<T>(a, own_rows + (__shfl_sync(~0u, entry, static_cast<int>(summed)) & 0xfffffu), begin, end, own_row);
+    }
+  }
   Sums<T, kReceivedVectors> sums;
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
-    if (!await_strips<kPlain>(k, step, first, n, row, rank, strips)) return false;
+    if (!await_strips<kPlain, kWords>(a, step, first, n, row, entry, summed, strips)) return false;
     note(k, Stage::Came);
 #pragma unroll
-    for (int i = 0; i < ArrivingStrips::kRows; ++i)
-      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
+    for (int i = 0; i < strips.kRows; ++i) {
+      const bool here = kPlain && kWords && first + i == summed;
+#pragma unroll
+      for (int j = 0; kPlain && kWords && j < kReceivedVectors; ++j)
+        if (here) strips.v[i][j] = own_row[j];
+      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
+    }
     strips.make_places_blank();
   }
   sums.store(y, begin, end);
   note(k, Stage::Added);
   if (kGives) give_strip(k, step, own, sums, begin, end);
-  return kPlain || !a.has_tail || strip != k.received_strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
+  return kPlain || !a.has_tail || strip != a.received_in.strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
 }
 
 // A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
 template <typename T>
 __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  const std::uint32_t others = k.slice.of - 1, strips = k.received_strips, units = others + a.own * strips;
+  const std::uint32_t others = k.slice.of - 1, strips = a.received_in.strips, units = others + a.own * strips;
   std::uint32_t unit = claim_slice(k, step, units);
   while (unit < units) {
     const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
       send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, true, false>(a, step, unit - others, load_token_row(a, unit - others)))
+    else if (!receive_strip<T, true, false, true>(a, step, unit - others, load_token_row(a, unit - others), kNone))
       return false;
     unit = next;
   }
@@ -231,12 +279,12 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     if (a.release || receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
     return;
   }
-  const std::uint32_t units = a.release ? 0 : a.own * k.received_strips;
+  const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
+      if (!receive_strip<T, false, kPlain, !kPlain>(a, step, unit, entry, kNone)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);

@@ -71,21 +71,65 @@ struct CombineShared {
   std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
 
+// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
+// received: units that its warps begin with.
+__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint64_t closed = load_closed(k);
+  const bool failed = threadIdx.x == 0 && load_relaxed(&k.control->failure) != 0;
+  step = *a.received.step;
+  if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
+  if (threadIdx.x == 0) {
+    s.claimed.close();
+    s.sent = 0;
+    s.received = received;
+  }
+  // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
+  const bool refused = is_not_open(k, step, closed);
+  if (!__syncthreads_or(failed || refused)) return true;
+  if (refused) refuse(k, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
+  return false;
+}
+
 // The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
+  bool small = false;  // all at once: their order is nobody's concern, and a warp knows its row before it knows how many there are
   std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
+  std::uint32_t common = 0;  // rows that every source has; in large steps
 
   __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
     const Common& k = a.common;
     const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
-    together = rows * a.sent.strips <= kCombineWarps * gridDim.x ? 1 : kStripsTogether;
-    runs = together == 1 ? a.sent.strips : a.sent.runs;
+    small = rows * a.sent.strips <= kCombineWarps * gridDim.x;
+    if (rows >= k.word_rows && any_by_word(k, s)) {  // a warp has all of a row, so it knows when the row is complete
+      small = false;
+      together = a.sent.strips;
+      runs = 1;
+    } else {
+      together = small ? 1 : kStripsTogether;
+      runs = small ? a.sent.strips : a.sent.runs;
+    }
     headers = k.living;
     all = headers + rows * runs;
+    if (!small) common = common_rows(k, s);
   }
-  // All at once: then their order is nobody's concern, and a warp knows its row before it knows how many there are.
-  __device__ bool small() const { return together == 1; }
+ private:
+  // For a warp.
+  __device__ static bool any_by_word(const Common& k, const CombineShared& s) {
+    bool any = false;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32) any = any || s.rows_begin[r + 1] - s.rows_begin[r] >= k.word_rows;
+    return __any_sync(~0u, any);
+  }
+  // For a warp.
+  __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
+    std::uint32_t least = k.most_rows;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
+    return least;
+  }
 };
 
 // Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
@@ -102,12 +146,12 @@ struct RowOfUnit {
   std::uint32_t source = 0, row = 0;
 
   __device__ RowOfUnit(const Common& k, const CombineShared& s, const CombineUnits& units, std::uint32_t n) {
-    if (units.small()) {
+    if (units.small) {
       while (s.rows_begin[source + 1] <= n) ++source;
       row = n - s.rows_begin[source];
       return;
     }
-    const std::uint32_t common = common_rows(k, s);
+    const std::uint32_t common = units.common;
     if (n < common * k.living) {
       row = n / k.living;
       source = k.order[n % k.living];
@@ -121,17 +165,6 @@ struct RowOfUnit {
       n -= more;
     }
     row = common + n;
-  }
-
- private:
-  // For a warp: rows that every source has.
-  __device__ static std::uint32_t common_rows(const Common& k, const CombineShared& s) {
-    std::uint32_t least = k.most_rows;
-    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
-      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
-    return least;
   }
 };
 
@@ -224,12 +257,31 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
   return s.mine;
 }
 
-// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
-template <typename T, bool kPlain, int kVectors>
+// Of a row with n choices here: what goes back to its source.
+template <bool kFresh, typename T, int kVectors>
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
+                               Sums<T, kVectors>& sums) {
+  const auto pointer = [&](std::uint32_t i) -> const char* {
+    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
+    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
+  };
+  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
+  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
+  if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
+  sums.template add<kFresh>(n, begin, end, pointer, weight_of);
+}
+
+// Which of the rows that are sent a run of strips is of.
+__device__ inline std::uint32_t row_of_run(const CombineArguments& a, const CombineUnits& units, std::uint32_t run) {
+  return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
+}
+
+// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share. kFresh: see Sums.
+template <typename T, bool kPlain, int kVectors, bool kFresh>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t nth = units.small() ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
+  const std::uint32_t nth = row_of_run(a, units, run);
   const RowOfUnit of(k, s, units, nth);
   std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
@@ -241,18 +293,12 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const bool remote = !kPlain && is_remote(k, of.source);
   if (remote && !s.may_send) return;
   char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
-  const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
-    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
-  };
-  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
 #pragma unroll 1
   for (; strip < last; ++strip) {
     const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
     const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
     Sums<T, kVectors> sums;
-    if (k.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone)) sums.start(-0.0f);  // only copied: keeps its sign of zero
-    sums.add(n, begin, end, pointer, weight_of);
+    sum_row<kFresh>(a, places, n, begin, end, sums);
     if (!may_store(s, own)) return;
     if (remote)
       sums.store(to, begin, end);
@@ -263,7 +309,8 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   note(k, Stage::Sent);
   const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
   if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
-  if (!with_tail && !remote) return;
+  const bool by_word = s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;
+  if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   if (remote)
@@ -277,17 +324,18 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
                                  Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
   if (unit >= units.headers) {
-    send_strips<T, kPlain, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
+    send_strips<T, kPlain, kVectors, false>(a, step, unit - units.headers, units, places, loaded, own, s);
     return;
   }
   if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
 }
 
 // Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
-static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step) {
+// By `warps` warps of the block, of which this is number `warp`.
+static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t warp, std::uint32_t warps) {
   const Common& k = a.common;
   const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
-  for (std::uint32_t i = threadIdx.x / 32; i < all; i += kCombineWarps) {
+  for (std::uint32_t i = warp; i < all; i += warps) {
     bool mine = false;
     if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
     if (!__any_sync(~0u, mine)) continue;
@@ -313,9 +361,9 @@ template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {
   const Common& k = a.common;
-  if (!kPlain && a.uses_weights) send_all_weights(a, step);
+  if (!kPlain && a.uses_weights) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
-  bool own = true, loaded = units.small();
+  bool own = true, loaded = units.small;
 #pragma unroll 1
   for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
     if (nth * gridDim.x >= units.all) {

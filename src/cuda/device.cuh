@@ -28,6 +28,8 @@ __device__ inline std::uint64_t load_relaxed(const void* word) {
 __device__ inline void store_relaxed(void* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
+// What this thread has stored, or knows of, comes before what it stores next. A sequentially consistent fence waits for longer.
+__device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // For what the protocol's words have in common with a host's.
 struct Atomics {
   __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
@@ -47,6 +49,20 @@ __device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32
 // Without a result, which somebody would wait for.
 __device__ inline void add_relaxed(unsigned long long* word, unsigned long long more) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
+}
+
+__device__ inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(more) : "memory");
+}
+
+// Words of 32 bits, for threads of this GPU.
+__device__ inline void add_in_order(std::uint32_t* count, std::uint32_t more) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(count), "r"(more) : "memory");
+}
+__device__ inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
 }
 
 // Its result is not waited for: whoever sees the difference sees what was stored before.
@@ -125,11 +141,81 @@ __device__ inline void gate_wait(std::uint64_t* gate) {
   }
 }
 
+// ---- copies beside the threads: between a thread block's shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
+
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+
+// Turns that begin when so many have arrived, and all bytes that any of them expects. The first one is turn 0.
+__device__ inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(turns)), "r"(arrivals)
+               : "memory");
+}
+__device__ inline void turns_arrive(std::uint64_t* turns) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(turns)) : "memory");
+}
+__device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
+  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(shared_address(turns)),
+               "r"(bytes)
+               : "memory");
+}
+// Whether the turn of this parity is over.
+__device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
+
+__device__ inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+               "l"(from), "r"(bytes), "r"(shared_address(turns))
+               : "memory");
+}
+// Stores belong to the group that their thread ends next.
+__device__ inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)), "r"(bytes) : "memory");
+}
+__device__ inline void bulk_end_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until all of this thread's groups but the last so many have been read from shared memory, or are where they belong.
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBut) : "memory");
+}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_stored() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
+}
+// Between what threads have stored in shared memory, and copies of it. Unlike the next one it waits for no store to any other memory.
+__device__ inline void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between what threads have acquired, and copies of it.
+__device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+#else
+
+// Nobody launches what uses them.
+__device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
+__device__ inline void turns_arrive(std::uint64_t*) {}
+__device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
+__device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
+__device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
+__device__ inline void bulk_end_group() {}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_read() {}
+template <std::uint32_t kBut>
+__device__ inline void bulk_await_stored() {}
+__device__ inline void fence_shared_copies() {}
+__device__ inline void fence_copies() {}
+
+#endif
+
 }  // namespace pplx::cuda
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
 #define PPLX_SHARED(Type, name) __shared__ Type name
-#define PPLX_LAUNCHED_SHARED(name) extern __shared__ std::uint32_t name[]
+#define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(16) std::uint32_t name[]
 
 #endif

@@ -4,6 +4,7 @@
 
 #include "arrivals.cuh"
 #include "barriers.cuh"
+#include "hooks.cuh"
 #include "remote.cuh"
 #include "rows.cuh"
 
@@ -22,6 +23,7 @@ struct ReceiveShared {
   Gate placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
+  std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
   std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
@@ -88,6 +90,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
     uint4 piece = load_piece(place);
     good = await_counts(k, step, place, source, piece) && good;
     s.rows[source] = piece.x;
+    s.showing[source] = piece.y;
     if (!good || piece.x <= k.most_rows) continue;
     fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
     good = false;
@@ -432,10 +435,6 @@ struct ArrivedPart {
   }
 };
 
-__device__ inline char* of_lane(char* at, int lane) {
-  return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(at), lane));
-}
-
 // To every place of the row: each lane finds out where its choice's copy goes.
 __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;
@@ -458,6 +457,7 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
 }
 
 // Ragged(zero_pad=True): a warp clears the rows between this expert's last and the next one's first.
+template <bool kHooks>
 __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e, std::uint32_t expert, std::uint32_t needed) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, bytes = k.payload_bytes;
@@ -472,6 +472,28 @@ __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e
       a.out.src_rank[place] = a.out.src_token[place] = -1;
     }
   }
+  if (kHooks) count_cleared(a, e.at(k.c.world, expert), min(end, k.c.max_rows));
+}
+
+// How many rows of the output that somebody writes lie in the block of a hook's word.
+__device__ inline std::uint32_t rows_of_hook(const DispatchArguments& a, const ReceiveShared& s, const Experts& e, std::uint32_t word) {
+  const Common& k = a.common;
+  if (k.c.layout == LayoutKind::Padded) return min(e.at(k.c.world, word) - e.at(0, word), k.c.max_per_expert);
+  const std::uint32_t begin = word * kHookRows, end = min(begin + kHookRows, k.c.max_rows);
+  const auto overlap = [&](std::uint32_t from, std::uint32_t to) { return max(min(to, end), begin) - min(max(from, begin), end); };
+  if (k.c.layout == LayoutKind::Compact) return overlap(0, s.rows_begin[k.c.world]);
+  if (k.c.zero_pad) return overlap(0, s.ragged_rows);
+  std::uint32_t first = 0, last = k.experts;  // the first expert that ends behind the block's beginning
+  while (first < last) {
+    const std::uint32_t middle = (first + last) / 2;
+    if (e.at(k.c.world, middle) > begin)
+      last = middle;
+    else
+      first = middle + 1;
+  }
+  std::uint32_t rows = 0;
+  for (; first < k.experts && e.at(0, first) < end; ++first) rows += overlap(e.at(0, first), e.at(k.c.world, first));
+  return rows;
 }
 
 // After a failure: what the caller launches next must not run on what memory happened to hold. By one warp.
@@ -496,7 +518,7 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
 }
 
 // Another warp's: from counts to places. The others know from then on where rows go.
-template <bool kPlain>
+template <bool kPlain, bool kHooks>
 __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   const bool reports = reports_counts();
@@ -515,6 +537,7 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
     return;
   }
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
+  if (kHooks) raise_planned(a, [&](std::uint32_t word) { return rows_of_hook(a, s, e, word); });
   check_counts(k, step, s);
   if (!kPlain && k.slice.of > 1) check_replicas(k, step);
 }
@@ -545,7 +568,7 @@ __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint
 }
 
 // A part of a row. False: something failed.
-template <bool kPlain>
+template <bool kPlain, bool kHooks>
 __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, ReceiveShared& s,
                                     const Experts& e) {
   const Common& k = a.common;
@@ -556,20 +579,21 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
   ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
-  const bool shows = (kPlain || !is_remote(k, r.source)) && number < k.showing_rows;
+  const bool mapped = kPlain || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
   if (!fetch_part<kPlain>(k, step, r.source, shows, part)) return false;
   note(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if (shows) part.make_places_blank(k);
+  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+  if (mapped && number < k.showing_rows) part.make_places_blank(k);
   note(k, Stage::RowPlaced);
   return true;
 }
 
 // For any warp of the block, once it has nothing to send.
-template <bool kPlain>
+template <bool kPlain, bool kHooks>
 __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   s.rows_known.wait();
@@ -581,11 +605,11 @@ __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_
     if (threadIdx.x % 32 == 0) unit = atomicAdd(&s.next, 1) * gridDim.x + blockIdx.x;
     unit = __shfl_sync(~0u, unit, 0);  // neighbours go to different multiprocessors: small steps use them all
     if (unit < rows) {
-      if (!receive_part<kPlain>(a, step, unit, s, e)) return;
+      if (!receive_part<kPlain, kHooks>(a, step, unit, s, e)) return;
     } else if (unit < rows + padding) {
       s.placed.wait();
       if (!s.placed_all) return;
-      zero_padding(a, e, unit - rows, s.ragged_rows);
+      zero_padding<kHooks>(a, e, unit - rows, s.ragged_rows);
     } else {
       return;
     }

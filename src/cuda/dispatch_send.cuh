@@ -210,7 +210,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     if (!planned) a.plan.rows[peer] = rows;
     linger(k, rows);
-    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, 0);
   }
   // Nobody else says how many rows the dead get.
   if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
@@ -311,7 +311,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     t.find_rows(k, s.rows_at);
 #pragma unroll 1
     for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-      // What comes next is loaded while this is stored.
+      // The next piece of this token, or the next token, is loaded while this piece is stored.
       const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
       Payload<Mode> next;
       if (!last)

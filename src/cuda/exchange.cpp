@@ -45,11 +45,9 @@ void measure_rows(Common& k) {
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
   k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
-  k.received_strips = ceil_div(k.row_bytes, kReceivedVectors * 512);
   // What is divided: a strip's number among those of all rows.
-  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * k.received_strips;
-  if (most * k.received_strips >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
-  k.by_received_strips = Divider(k.received_strips);
+  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
+  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
 }
 
 }  // namespace
@@ -62,9 +60,10 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config) {
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens != 0 ? many_tokens : kManyTokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
+  if (in_pieces(config)) throw Misuse("device='cuda' does not take blocks in pieces yet: slot_bytes is too small for max_tokens_per_rank");
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   const OnDevice on(device_);
@@ -102,7 +101,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
-  if (config.in_flight > 1) sms = std::max(1, (sms - 4) / static_cast<int>(config.in_flight));
+  if (config.in_flight > 1) sms = std::max(1, (sms - static_cast<int>(kSmsLeft)) / static_cast<int>(config.in_flight));
   sms = std::min(sms, static_cast<int>(kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm)));
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   most_sms_ = wanted_sms_ = sms_;
@@ -116,10 +115,29 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
   common_.control = controls_ + common_.generation % kControls;
   write_control(common_.generation, fresh_control(config));
+  make_chunk_counts();
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
   listen();
+}
+
+void Exchange::use_hooks() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  const Config& c = common_.c;
+  check(load_hooks(), "loading the kernels of hooks");
+  check(load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
+  check(load_combine_ready(c), "loading the kernels of combines with hooks");
+  if (chunk_memory_ != nullptr) {
+    check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
+    check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
+  }
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
+  const auto most = static_cast<std::uint32_t>(std::max(1, sms - static_cast<int>(kSmsLeft)));
+  sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
+  common_.combine_blocks = sms_ * kCombineBlocksPerSm;
 }
 
 void Exchange::listen() {
@@ -146,6 +164,7 @@ Exchange::~Exchange() {
   memory_.own.reset();
   host_.reset();
   cudaFree(controls_);
+  cudaFree(chunk_memory_);
   cudaFreeHost(common_.report);
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
@@ -211,6 +230,7 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
                         cudaMemcpyHostToDevice, own_stream_),
         "cudaMemcpyAsync");
   leave_blank(common_.c, *memory_.own, own_stream_);
+  forget_chunk_counts();
   if (host_) host_->reset(generation);
   listen();
   common_.generation = generation;
@@ -247,6 +267,43 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
+// Where steps may be large enough. All ranks or none: what rows of combine look like follows from it, also for a rank that maps the
+// memory of all others, which do not map each other's.
+void Exchange::make_chunk_counts() {
+  if (memory_.proxied) return;
+  const Config& c = common_.c;
+  int shared = 0;
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
+  const auto bytes = static_cast<std::uint32_t>(shared);
+  if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
+  check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
+  check(load_combine_many(c, false), "loading the kernels of large combines");
+  common_.word_rows = many_tokens_;
+  const std::uint64_t columns = chunk_columns(c), chunks = ceil_div(c.max_tokens, kLeastTokensOfChunk);
+  const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
+  chunk_bytes_ = counts + 2 * columns * chunks;
+  check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
+  auto* const words = reinterpret_cast<std::uint32_t*>(chunk_memory_);
+  chunk_counts_.next = words;
+  chunk_counts_.counted = words + 1;
+  chunk_counts_.left = words + 2;
+  chunk_counts_.totals = reinterpret_cast<std::uint32_t*>(chunk_memory_ + totals);
+  chunk_counts_.taken = reinterpret_cast<std::uint32_t*>(chunk_memory_ + taken);
+  chunk_counts_.ready = reinterpret_cast<std::uint64_t*>(chunk_memory_ + ready);
+  chunk_counts_.counts = reinterpret_cast<std::uint16_t*>(chunk_memory_ + counts);
+  forget_chunk_counts();
+}
+
+void Exchange::forget_chunk_counts() {
+  if (chunk_memory_ == nullptr) return;
+  const Config& c = common_.c;
+  check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
+  // No step that is near has this number.
+  const std::vector<std::uint32_t> taken(ceil_div(c.max_tokens, kLeastTokensOfChunk), c.first_step - 1);
+  check(cudaMemcpyAsync(chunk_counts_.taken, taken.data(), 4 * taken.size(), cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
 void Exchange::raise_failure() {
   // What a kernel saw says more than what others say.
   std::uint64_t word = load_acquire(&common_.report->failure);
@@ -263,8 +320,10 @@ void Exchange::raise_failure() {
   if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
     message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
   if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
+  const bool unwritten = a.origin == config().rank && a.peer == a.origin && a.reason == AbortReason::Timeout && (expected & kUnwritten) != 0;
+  if (unwritten) message = unwritten_text(a, mine, theirs, config().layout == LayoutKind::Padded);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
-  if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
+  if (!unwritten && a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);
     failure.seen = word_text(common_.report->seen);
   }
@@ -279,6 +338,15 @@ std::uint32_t Exchange::open_steps() const {
 std::uint64_t Exchange::steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return steps_.closed();
+}
+
+std::uint64_t Exchange::bulk_dispatches() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_dispatches_;
+}
+std::uint64_t Exchange::bulk_combines() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_combines_;
 }
 
 #ifdef PPLX_CUDA_STAGES

@@ -35,7 +35,8 @@ class Exchange {
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
   };
 
-  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms);
+  // many_tokens: from which on a dispatch goes by bulk copies; 0: as tuned.
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -47,6 +48,12 @@ class Exchange {
   // Returns how the host numbers the step, which knows nothing of replays.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
+
+  // Before the first step that has hooks: loads what those launch. Leaves multiprocessors to the kernels that wait, or are waited for.
+  void use_hooks();
+  void clear_hooks(std::uint32_t* words, cudaStream_t stream);   // before the launch of their dispatch
+  // Whatever is launched behind it on that stream has the rows of these experts.
+  void await_experts(const Launch& launch, std::uint32_t first, std::uint32_t count);
 
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
@@ -63,6 +70,9 @@ class Exchange {
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
+  // Launches of dispatch and combine, and of their halves, that went by bulk copies.
+  std::uint64_t bulk_dispatches() const;
+  std::uint64_t bulk_combines() const;
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif
@@ -72,6 +82,9 @@ class Exchange {
   void listen();
   void rebuild_order(const std::vector<bool>& alive);
   void write_control(std::uint32_t generation, const Control& value);
+  void make_chunk_counts();
+  void forget_chunk_counts();
+  bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
 
   const int device_;
   Memory memory_;
@@ -82,6 +95,11 @@ class Exchange {
   Launches launches_;
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
+  const std::uint32_t many_tokens_;
+  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
+  std::uint64_t chunk_bytes_ = 0;
+  ChunkCounts chunk_counts_;
+  std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
   Control* controls_ = nullptr;  // by generation, in turn
   FirstFailure first_;
   const ForkCheck fork_;

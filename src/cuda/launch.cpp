@@ -42,7 +42,19 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
   return p;
 }
 
+DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
+  const std::uint32_t bulk_parts = dispatch_many_parts(k.c);
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * bulk_parts, bulk_parts, k.parts};
+}
+
 }  // namespace
+
+// By bulk copies, whose rows begin at multiples of sixteen bytes.
+bool Exchange::sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const {
+  if (tokens.count < common_.word_rows) return false;
+  const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
+  return fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x));
+}
 
 std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -95,13 +107,41 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
+  const bool by_bulk = sends_by_bulk(launch, tokens, a);
+  if (by_bulk) {
+    ++bulk_dispatches_;
+    a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, blocks);
+    a.chunks = ceil_div(a.own, a.tokens_per_chunk);
+    a.chunk_counts = chunk_counts_;
+  }
+  if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
   here.follow(stream, a.send);
   if (a.send) here.after_received(stream);
-  check(launch_dispatch(a, blocks, stream), "launching dispatch");
+  const auto launched = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
+  check(launched(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if (!a.send) return 0;
   here.open(launch.buffer);
   return here.eager() ? steps_.open() : steps_.next();
+}
+
+void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
+  const OnDevice on(device_);
+  check(launch_clear_hooks(words, hook_words_in_all(common_.c), stream), "launching the clearing of hooks");
+}
+
+void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uint32_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  AwaitedExperts a;
+  a.common = common_;
+  a.hooks = dispatch_hooks(common_, launch.hooks);
+  point(a.step, launch.buffer, layout_.step);
+  point(a.counts, launch.buffer, layout_.counts);
+  point(a.offsets, launch.buffer, layout_.offsets);
+  a.first = first;
+  a.count = count;
+  check(launch_await_experts(a, launch.stream), "launching the wait for experts");
 }
 
 void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
@@ -132,11 +172,17 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;
   a.y_stride = result.stride;
+  a.ready = {outputs.ready, outputs.ready_value};
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  a.sent = is_plain(a) && a.ready.words == nullptr && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  const bool by_bulk = !a.release && a.own >= common_.word_rows, waits = a.ready.words != nullptr;
+  a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  if (by_bulk) ++bulk_combines_;
+  a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv;
   here.follow(stream, a.send);
-  check(launch_combine(a, common_.combine_blocks, stream), "launching combine");
+  const auto launched = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
+  check(launched(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "barriers.cuh"
+#include "rows.cuh"
 #include "words.cuh"
 
 namespace pplx::cuda {
@@ -153,8 +154,7 @@ struct PlannedToken {
       at[i] = rows_at[threadIdx.x % 32 + 32 * i] + std::uint64_t{row[i]} * k.dispatch.row_bytes;
   }
   __device__ char* row_at(std::uint32_t rank) const {
-    char* const mine = at[kPlain || rank < 32 ? 0 : kRanksOfLane - 1];
-    return reinterpret_cast<char*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), rank % 32));
+    return of_lane(at[kPlain || rank < 32 ? 0 : kRanksOfLane - 1], static_cast<int>(rank % 32));
   }
 };
 

@@ -10,6 +10,12 @@ __device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpr
 
 __device__ inline void store16(char* to, const uint4& v) { *reinterpret_cast<uint4*>(to) = v; }
 
+// The address that a lane has, for all of a warp.
+template <typename T>
+__device__ inline T* of_lane(T* at, int lane) {
+  return reinterpret_cast<T*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(at), lane));
+}
+
 // `bytes` of v, a multiple of 4 up to 16, to a place that is aligned to 4.
 static __device__ __noinline__ void store_words(char* to, uint4 v, std::uint32_t bytes) {
   auto* words = reinterpret_cast<std::uint32_t*>(to);

@@ -66,8 +66,8 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
-  const std::uint32_t strips = k.received_strips;
-  const std::uint32_t nth = k.by_received_strips.divide(unit), strip = unit - nth * strips, row = nth / others;
+  const std::uint32_t strips = a.received_in.strips;
+  const std::uint32_t nth = a.received_in.by_strips.divide(unit), strip = unit - nth * strips, row = nth / others;
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);

@@ -29,10 +29,54 @@ inline constexpr std::uint32_t kPartBytes = 3584;
 // places blank again. Beyond, the release costs less than the blanks.
 inline constexpr std::uint32_t kShowingRows = 1024;
 
+// ---- dispatch of many tokens, by bulk copies ----
+
+// What senders of many tokens have on its way to peers at once, of a GPU. The link takes no more, and stores that it does not take stand in
+// front of everything else that their multiprocessor loads and stores: with more, those who receive wait for those who send.
+inline constexpr std::uint32_t kBytesOnTheirWay = 3 << 19;
+constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_each, std::uint32_t most) {
+  return std::min(most, (kBytesOnTheirWay - 1) / (blocks * bytes_each) + 1);
+}
+
+// A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
+// send. Each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
+inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
+inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
+inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
+inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
+inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
+
+// From so many tokens on. All ranks must have the same number: what rows of combine look like follows from it.
+inline constexpr std::uint32_t kManyTokens = 768;
+
+// Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
+inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
+constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
+  std::uint32_t chunk = kLeastTokensOfChunk;
+  while (chunk < kMostTokensOfChunk && chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
+  return chunk;
+}
+
+// Rows of one source that a worker waits for together.
+inline constexpr std::uint32_t kRowsOfRun = 8;
+
+// Tokens, or rows of a combine, that a warp tells peers of with one fence: at most so many, and a fourth of what each sender has, so that
+// peers have something to receive from early on.
+inline constexpr std::uint32_t kMostToldTogether = 4;
+constexpr std::uint32_t told_together(std::uint32_t all, std::uint32_t senders) {
+  const std::uint32_t fourth = all / (4 * senders);
+  return fourth < 1 ? 1 : fourth < kMostToldTogether ? fourth : kMostToldTogether;
+}
+
 // ---- combine ----
 
 inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
+
+// Of many tokens, by bulk copies: workers of a thread block, and those of them that send first.
+inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
+inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
+inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
@@ -55,6 +99,9 @@ inline constexpr std::uint32_t kDispatchBlocksPerSm = 1, kCombineBlocksPerSm = 1
 // A thread block lets others begin before it takes their share: so many looks, 10 us in all.
 inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 
-inline constexpr std::uint32_t kMostWarps = std::max(kDispatchWarps, kCombineWarps);
+// Multiprocessors that steps in flight, or beside kernels of the caller that wait for them, leave to others.
+inline constexpr std::uint32_t kSmsLeft = 4;
+
+inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kManyWarps, kCombineWarps});
 
 }  // namespace pplx::cuda

@@ -70,6 +70,7 @@ inline std::string abort_text(const Abort& a, const std::string& network = "") {
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
     case AbortReason::Timeout:
+      if (a.peer == a.origin) return rank_text(a.origin) + " gave up waiting for its own kernels" + where + "; timeout= allows more";
       return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + over_text(network) + where + "; timeout= allows more";
     case AbortReason::Fabric:
       return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
@@ -92,6 +93,13 @@ inline std::string refused_text(const Abort& a, std::uint32_t in_flight) {
            ", which is not open: a step is received and combined once, in one graph or outside of graphs";
   return who + " dispatched" + step + " while step " + std::to_string(a.step - in_flight) +
          ", whose memory it takes, is still open: combine or release it first, or raise in_flight";
+}
+
+// combine(ready=) waited for rows that this rank's own kernel was to write.
+inline std::string unwritten_text(const Abort& a, std::uint32_t word, std::uint32_t seen, bool by_expert) {
+  return rank_text(a.origin) + " gave up in " + phase_name(a.phase) + " of step " + std::to_string(a.step) + ": the rows of " +
+         (by_expert ? "local expert " : "block ") + std::to_string(word) + " were never written: its word of ready= is still " +
+         std::to_string(seen) + ". The kernel that raises it did not run, or not to its end; timeout= allows more";
 }
 
 // Replicas must hold the same tokens, and these do not.

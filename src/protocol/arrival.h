@@ -13,6 +13,8 @@
 //                   row that has a tail. Like arrival, for that row or tail alone. Written by the source's GPU; read by
 //                   dispatch_recv and combine_recv.
 //
+//   pieces          pieces[set][op][peer], of an AllToAll in pieces: how many are there. The arrival word stands for the first (pieces.h).
+//
 // Arrival words are stored with release, after what they announce, and loaded with acquire. Pieces are what they announce, and are
 // relaxed: a release at system scope takes a GPU 2 us.
 //

@@ -13,11 +13,12 @@
 
 namespace pplx {
 
-enum class Op : std::uint8_t { Dispatch, Combine, Weights };
+// Those that fill blocks, and a credit, which is an immediate alone.
+enum class Op : std::uint8_t { Dispatch, Combine, Weights, Credit = 4 };
 inline constexpr std::uint32_t kOps = 3;
 
 constexpr const char* op_name(Op op) {
-  return op == Op::Dispatch ? "dispatch" : op == Op::Combine ? "combine" : "weights";
+  return op == Op::Dispatch ? "dispatch" : op == Op::Combine ? "combine" : op == Op::Weights ? "weights" : "credit";
 }
 
 enum BlockFlags : std::uint32_t {
@@ -36,7 +37,9 @@ struct BlockHeader {
   std::uint32_t source = 0;
   std::uint32_t tokens = 0;        // dispatch: what replicas must have in common, with the digest
   std::uint64_t ids_digest = 0;
-  std::uint32_t reserved[8] = {};
+  std::uint32_t piece = 0;         // this one of so many: pieces.h
+  std::uint32_t pieces = 1;
+  std::uint32_t reserved[6] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

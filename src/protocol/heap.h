@@ -1,13 +1,15 @@
 // The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | counts[set][s] | recv[set][s] | back[set][d] | weights[set][s] | slices[set][replica] ||
-//   mailbox | outgoing | sent | send areas
+//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s] | recv[set][s] | back[set][d] |
+//   weights[set][s] | slices[set][replica] ||
+//   mailbox | credits | outgoing | sent | left | send areas
 //
-// The words are explained in abort.h, arrival.h (arrival, counts) and mailbox.h (mailbox, outgoing, sent); blocks in block.h.
+// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, left) and mailbox.h (mailbox, credits,
+// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them.
 #pragma once
 
-#include "block.h"
+#include "pieces.h"
 #include "step.h"
 
 namespace pplx {
@@ -26,15 +28,22 @@ constexpr std::uint32_t expert_pieces(const Config& c) { return ceil_div(experts
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
-  std::uint64_t counts = 0;             // pieces [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare
+  std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
+  std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
+  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
+  bool in_pieces = false;
+  std::uint32_t slot_rows = 0;          // of the largest block that is whole
+  std::uint32_t piece_rows = 0;
+  std::uint64_t place_bytes[kOps] = {}; // of an AllToAll in pieces
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
   std::uint64_t slice_bytes = 0;        // of one
-  std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world]
+  std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
+  std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
   std::uint64_t send_bytes[kOps] = {};  // of one set
   std::uint64_t shared_bytes = 0;       // of the part that peers write into
@@ -48,6 +57,23 @@ struct Heap {
   constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
   }
+  // Of the words that count pieces: `words` is one of pieces, consumed and left.
+  constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
+  }
+  // Of a credit among the mailbox's words.
+  constexpr std::uint64_t credit_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return (std::uint64_t{c.in_flight} * kOps + std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer;
+  }
+  constexpr std::uint64_t mailbox_words(const Config& c) const {
+    return std::uint64_t{c.in_flight} * (kOps + (in_pieces ? kPieceOps : 0)) * c.world;
+  }
+  constexpr BlockShape shape(std::uint32_t rows) const {
+    if (rows <= slot_rows) return {rows, 1, rows > 0 ? rows : 1};
+    return {rows, ceil_div(rows, piece_rows), piece_rows};
+  }
+  // Of a piece in its slot, or in its part of the send area.
+  constexpr std::uint64_t piece_at(Op op, std::uint32_t piece) const { return place_bytes[std::uint32_t(op)] * (piece % kPlaces); }
   constexpr std::uint64_t rows_at(const Config&, std::uint32_t set, std::uint32_t peer) const {
     return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * peer;
   }
@@ -69,7 +95,7 @@ struct Heap {
   constexpr std::uint64_t send_at(std::uint32_t set, Op op) const {
     return send[std::uint32_t(op)] + send_bytes[std::uint32_t(op)] * set;
   }
-  // The block for the nth remote peer, on GPUs: each has one of full size.
+  // The block for the nth remote peer, on GPUs and in an AllToAll in pieces: each has one of full size.
   constexpr std::uint64_t spaced_send_at(const Config& c, std::uint32_t set, Op op, std::uint32_t nth) const {
     return send_at(set, op) + nth * (send_bytes[std::uint32_t(op)] / c.remote_peers);
   }
@@ -81,13 +107,26 @@ constexpr Heap heap_of(const Config& c) {
   std::uint64_t at = Heap::kAborts * kWordBytes;
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
+  if (in_pieces(c)) {
+    const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
+    h.pieces = at;
+    h.consumed = h.pieces + align_up(words, 64);
+    at = align_up(h.consumed + words, page);
+  }
   h.counts = at;
   h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
   h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * (c.replicas > 1 ? 2 : 1));
   at = align_up(at + h.counts_bytes * c.in_flight, page);
+  h.in_pieces = in_pieces(c);
+  h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
+  h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
     h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);
+    if (h.in_pieces && op < kPieceOps) {
+      h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), 64);
+      h.slot_bytes[op] = kPlaces * h.place_bytes[op];
+    }
     at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
   }
   if (c.replicas > 1) {
@@ -98,9 +137,10 @@ constexpr Heap heap_of(const Config& c) {
   h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
   h.mailbox = at;
-  h.outgoing = h.mailbox + align_up(words, 64);
+  h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);
   h.sent = h.outgoing + align_up(words, 64);
-  at = align_up(h.sent + words, page);
+  h.left = h.sent + align_up(words, 64);
+  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world : 0), page);
   // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
   // return every row of every remote peer.
   const std::uint64_t most = max_rows_of_block(c);
@@ -112,6 +152,7 @@ constexpr Heap heap_of(const Config& c) {
     h.send_bytes[op] = c.on_gpu
                            ? c.remote_peers * align_up(block.bytes(most), 64)
                            : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
+    if (h.in_pieces && op < kPieceOps) h.send_bytes[op] = c.remote_peers * h.slot_bytes[op];
     at = align_up(at + h.send_bytes[op] * c.in_flight, page);
   }
   h.bytes = at;

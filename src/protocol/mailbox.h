@@ -1,7 +1,8 @@
 // The mailbox: how a device hands blocks to its proxy, without a call and without a queue that could overflow. Three words for each
 // set, op and peer, in memory that only this rank's device and proxy touch:
 //
-//   mail      mailbox[set][op][peer]: set (1) | rows of the block (31) | step (32). Written by the device, read by the proxy.
+//   mail      mailbox[set][op][peer]: set (1) | in pieces (1) | rows of the block (30) | step (32). Written by the device, read by the
+//             proxy. The rows of a block in pieces count over the whole step: all that may go by now.
 //   outgoing  outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by
 //             the proxy after the mail.
 //   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
@@ -9,7 +10,10 @@
 // The mail is stored with release: the block, and where it begins, are there for whoever sees it. The proxy polls all of it, and a
 // word that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written
 // again only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of
-// its own.
+// its own. Of a block in pieces `left` says how many have left (pieces.h).
+//
+// Behind the mail lie the credits that the device gives to remote peers, credits[set][op][peer], in the form of pieces_word(): the
+// proxy sends one for each piece.
 #pragma once
 
 #include <cstring>
@@ -21,10 +25,13 @@ namespace pplx {
 struct Mail {
   std::uint32_t step = 0;
   std::uint32_t rows = 0;
+  bool in_pieces = false;
 };
-constexpr std::uint64_t mail_word(Mail mail) { return 1ull << 63 | std::uint64_t{mail.rows & 0x7fffffffu} << 32 | mail.step; }
+constexpr std::uint64_t mail_word(Mail mail) {
+  return 1ull << 63 | std::uint64_t{mail.in_pieces} << 62 | std::uint64_t{mail.rows & 0x3fffffffu} << 32 | mail.step;
+}
 constexpr Mail read_mail(std::uint64_t word) {
-  return {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32) & 0x7fffffffu};
+  return {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32) & 0x3fffffffu, (word >> 62 & 1u) != 0};
 }
 
 // The words of one block, in a heap as whoever uses them has it mapped.
@@ -74,7 +81,7 @@ PPLX_BOTH void say_sent(const MailboxEntry& entry, std::uint32_t generation, std
 // Both, while neither is at work: the proxy of the next generation finds nothing.
 inline void empty_mailbox(const Heap& heap, const Config& c, char* memory) {
   const std::size_t bytes = kWordBytes * std::size_t{c.in_flight} * kOps * c.world;
-  std::memset(memory + heap.mailbox, 0, bytes);
+  std::memset(memory + heap.mailbox, 0, kWordBytes * heap.mailbox_words(c));
   std::memset(memory + heap.sent, 0, bytes);
 }
 

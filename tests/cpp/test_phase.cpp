@@ -15,7 +15,7 @@ using namespace pplx::cpu;
 
 namespace {
 
-class Counting final : public PhaseRun {
+class Counting final : public StagedRun {
  public:
   explicit Counting(std::vector<std::vector<std::uint32_t>> stages) : stages_(std::move(stages)), open_(8), done_(stages_.size()) {
     for (std::atomic<bool>& open : open_) open = false;
@@ -43,7 +43,7 @@ class Counting final : public PhaseRun {
     ++done_[static_cast<std::size_t>(stage)];
   }
   void finished(int, std::uint32_t) override { ++finished_groups; }
-  Waiting waiting(int, std::uint32_t group) const override {
+  Waiting waiting_of(int, std::uint32_t group) const override {
     Waiting w;
     w.peer = group;
     return w;

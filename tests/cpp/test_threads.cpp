@@ -82,6 +82,7 @@ struct Scene {
   std::string chaos;           // "": none
   std::uint32_t replicas = 1;
   std::uint32_t proxies = 1;   // of each rank
+  std::uint32_t slot_rows = 0; // 0: blocks are whole
 };
 
 struct Rank {
@@ -210,6 +211,11 @@ void play(Scene scene, std::uint64_t seed) {
   config.dtype = Dtype::Float32;
   config.replicas = scene.replicas;
   config.max_rows = scene.ranks * config.max_tokens * config.top_k;
+  if (scene.slot_rows > 0) {
+    config.whole_tokens = scene.slot_rows;
+    config.slot_bytes = least_slot_bytes(config);
+    CHECK(in_pieces(config));
+  }
 
   QueueNet net(scene.ranks * scene.proxies);
   std::vector<Rank> ranks(scene.ranks);
@@ -310,6 +316,10 @@ int main() {
   play({"mapped", 4, 4, 5000, "", ""}, seed);
   play({"queues", 3, 2, 1500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 500, "", "", 1, 2}, seed);
+  play({"in pieces", 4, 4, 1000, "", "", 1, 1, 4}, seed);
+  play({"queues in pieces", 3, 2, 500, "", "", 1, 1, 2}, seed);
+  play({"queues of two proxies in pieces", 4, 1, 200, "", "", 1, 2, 6}, seed);
+  play({"replicas in pieces", 4, 2, 300, "", "", 2, 1, 2}, seed);
   play({"replicas", 4, 4, 1000, "", "", 4}, seed);
   play({"replicas and queues", 4, 2, 500, "", "", 2}, seed);
   try {
@@ -322,5 +332,6 @@ int main() {
   play({"mapped and shm", 4, 2, 2500, "shm", ""}, seed);
   play({"shm in chaos", 4, 1, 500, "shm", chaos}, seed);
   play({"shm in chaos, two proxies", 4, 1, 300, "shm", chaos, 1, 2}, seed);
+  play({"shm in chaos, in pieces", 4, 1, 150, "shm", chaos, 1, 1, 4}, seed);
   play({"tcp", 4, 2, 500, "tcp", ""}, seed);
 }

@@ -51,11 +51,19 @@ void check_arrivals(check::Random& random) {
     CHECK(!arrived(word, generation + 1, step));   // of before a reset
     CHECK(!arrived(word, generation, step + ahead + 1));
     CHECK(reached(word, arrival_word(generation, step)) && !reached(word, arrival_word(generation, step + ahead + 1)));
-    const auto rows = static_cast<std::uint32_t>(random.integer(0, 0x7fffffff));
+    const auto rows = static_cast<std::uint32_t>(random.integer(0, 0x3fffffff));
     CHECK(mail_word({step, rows}) != 0);   // which is what the proxy has seen of fresh memory
-    const Mail m = read_mail(mail_word({step, rows}));
+    const Mail m = read_mail(mail_word({step, rows, random.chance(0.5)}));
     CHECK_EQ(m.step, step);
     CHECK_EQ(m.rows, rows);
+    CHECK(!read_mail(mail_word({step, rows})).in_pieces && read_mail(mail_word({step, rows, true})).in_pieces);
+    const auto pieces = static_cast<std::uint32_t>(random.integer(0, kMostPieces));
+    const std::uint64_t count = pieces_word(generation, step, pieces);
+    CHECK_EQ(pieces_in(count, generation, step), pieces);
+    CHECK(pieces_in(count, generation + 1, step) == 0 && pieces_in(count, generation, step + 1 + ahead) == 0);
+    CHECK_EQ(pieces_ahead(pieces & 7u, pieces), 0u);
+    CHECK_EQ(pieces_ahead((pieces + 2) & 7u, pieces), 2u);
+    CHECK(pieces_ahead((pieces - 1) & 7u, pieces) > kPlaces);
   }
 }
 
@@ -76,17 +84,20 @@ void check_aborts() {
 }
 
 void check_immediates() {
-  for (auto op : {Op::Dispatch, Op::Combine, Op::Weights})
+  for (auto op : {Op::Dispatch, Op::Combine, Op::Weights, Op::Credit})
     for (std::uint32_t object = 0; object < kMaxObjects; ++object)
       for (std::uint32_t source : {0u, 1u, 511u, kMaxRanks - 1})
         for (std::uint32_t step : {0u, 1u, 255u, 256u, 0xffffffffu})
           for (std::uint32_t shards = 1; shards <= kMaxShards; ++shards)
             for (std::uint32_t shard = 0; shard < shards; ++shard) {
-              const Immediate i = unpack(pack({op, object, source, step, shard, shards}));
+              const std::uint32_t piece = step + shard;
+              const Immediate i = unpack(pack({op, object, source, step, shard, shards, piece}));
               CHECK(i.op == op);
               CHECK_EQ(i.object, object);
               CHECK_EQ(i.source, source);
-              CHECK_EQ(i.step, step & 0xff);
+              CHECK_EQ(i.step, step & 0x1f);
+              CHECK_EQ(i.piece, piece & 7);
+              CHECK(same_step(step, i) && same_step(step + 32, i) && !same_step(step + 1, i) && !same_step(step + 16, i));
               CHECK_EQ(i.shard, shard);
               CHECK_EQ(i.shards, shards);
             }
@@ -169,7 +180,23 @@ void check_heap(const Config& c) {
         const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
         CHECK_EQ(at % 64, 0u);
         const std::uint32_t most = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);
-        spans.push_back({at, at + block_layout(c, Op(op)).bytes(most), "slot"});
+        const BlockLayout block = block_layout(c, Op(op));
+        if (h.in_pieces && op < kPieceOps) {
+          for (std::uint32_t place = 0; place < kPlaces; ++place) {
+            CHECK_EQ(h.piece_at(Op(op), place) % 64, 0u);
+            const std::uint64_t from = at + h.piece_at(Op(op), place);
+            spans.push_back({from, from + block.bytes(h.piece_rows), "place"});
+          }
+          for (std::uint64_t words : {h.pieces, h.consumed, h.left}) {
+            const std::uint64_t word = h.count_at(c, words, set, Op(op), peer);
+            spans.push_back({word, word + 8, "count"});
+          }
+          const std::uint64_t credit = h.mailbox + 8 * h.credit_index(c, set, Op(op), peer);
+          spans.push_back({credit, credit + 8, "credit"});
+          CHECK(block.bytes(h.slot_rows) <= h.slot_bytes[op]);
+        } else {
+          spans.push_back({at, at + block.bytes(most), "slot"});
+        }
         for (std::uint64_t words : {h.mailbox, h.outgoing, h.sent}) {
           const std::uint64_t word = words + 8 * h.word_index(c, set, Op(op), peer);
           spans.push_back({word, word + 8, "word"});
@@ -197,6 +224,33 @@ void check_heap(const Config& c) {
   const Heap theirs = heap_of(other);
   for (std::uint32_t op = 0; op < kOps; ++op) CHECK_EQ(h.slot_at(c, c.in_flight - 1, Op(op), 0), theirs.slot_at(other, c.in_flight - 1, Op(op), 0));
   CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
+}
+
+// A block's pieces have all its rows, once and in order, and slots take what they may.
+void check_pieces(const Config& c) {
+  const Heap h = heap_of(c);
+  const std::uint32_t most = max_rows_of_block(c);
+  if (!h.in_pieces) {
+    CHECK(c.slot_bytes == 0 || most <= c.whole_tokens || bytes_of_slots(c, most) <= c.slot_bytes);
+    CHECK_EQ(h.shape(most).pieces, 1u);
+    Config without = c;
+    without.slot_bytes = 0;
+    CHECK_EQ(h.bytes, heap_of(without).bytes);   // nothing changes
+    return;
+  }
+  CHECK(invalid_pieces(c) == nullptr);
+  CHECK(c.world * (h.slot_bytes[0] + h.slot_bytes[1]) <= c.slot_bytes);
+  CHECK(h.slot_rows >= std::min(c.whole_tokens, most));
+  for (std::uint32_t rows = 0; rows <= most; ++rows) {
+    const BlockShape shape = h.shape(rows);
+    CHECK_EQ(shape.pieces == 1, rows <= h.slot_rows);
+    CHECK_EQ(shape.end(shape.pieces - 1), rows);
+    for (std::uint32_t p = 0; p < shape.pieces; ++p) {
+      CHECK_EQ(shape.begin(p), p == 0 ? 0u : shape.end(p - 1));
+      if (shape.pieces > 1) CHECK(shape.end(p) > shape.begin(p) && shape.end(p) - shape.begin(p) <= h.piece_rows);
+      for (std::uint32_t row = shape.begin(p); row < shape.end(p); ++row) CHECK_EQ(shape.piece_of(row), p);
+    }
+  }
 }
 
 // A name for each thing that is wrong, and null for what can work.
@@ -253,5 +307,12 @@ int main() {
     CHECK(invalid(c) == nullptr);
     check_block(c);
     check_heap(c);
+    check_pieces(c);
+    c.whole_tokens = static_cast<std::uint32_t>(random.integer(1, 50));
+    c.slot_bytes = least_slot_bytes(c) + static_cast<std::uint64_t>(random.integer(0, 200)) * c.world * 64;
+    check_heap(c);
+    check_pieces(c);
+    c.slot_bytes = least_slot_bytes(c) - 1;
+    CHECK_EQ(invalid_pieces(c) != nullptr, in_pieces(c));
   }
 }

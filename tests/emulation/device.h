@@ -32,6 +32,18 @@ inline void add_relaxed(unsigned long long* word, unsigned long long more) {
   emulation::maybe_yield();
   __atomic_fetch_add(word, more, __ATOMIC_RELAXED);
 }
+inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
+  emulation::maybe_yield();
+  __atomic_fetch_add(count, more, __ATOMIC_RELAXED);
+}
+inline void add_in_order(std::uint32_t* count, std::uint32_t more) {
+  emulation::maybe_yield();
+  __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
+}
+inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
+  emulation::maybe_yield();
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
 inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   emulation::maybe_yield();
   __atomic_fetch_sub(word, less, __ATOMIC_ACQ_REL);
@@ -83,6 +95,34 @@ inline void gate_open(std::uint64_t* gate) {
 inline void gate_wait(std::uint64_t* gate) {
   while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
 }
+
+inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::turns_init(turns, arrivals); }
+inline void turns_arrive(std::uint64_t* turns) {
+  emulation::maybe_yield();
+  emulation::turns_arrive(turns, 0);
+}
+inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::turns_arrive(turns, bytes); }
+inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
+  if (emulation::turn_is_over(turns, parity)) return true;
+  emulation::yield();
+  return false;
+}
+inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
+  emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
+}
+inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) { emulation::copy({to, shared, bytes, nullptr, &emulation::here(), 0, {}, 0}); }
+inline void bulk_end_group() { ++emulation::here().groups; }
+template <std::uint32_t kBut>
+void bulk_await_read() {
+  emulation::await_groups(kBut, false);
+}
+template <std::uint32_t kBut>
+void bulk_await_stored() {
+  emulation::await_groups(kBut, true);
+}
+inline void fence_system() {}
+inline void fence_shared_copies() { emulation::maybe_yield(); }
+inline void fence_copies() { emulation::maybe_yield(); }
 
 }  // namespace pplx::cuda
 

@@ -162,6 +162,33 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(where), function)(me, *args, **options)
 
 
+def by_bulk(me: Any, module: str, case: Case) -> list[int]:
+    """How many of a case's dispatches and combines must have gone by bulk copies on this rank: they have."""
+    use(module)
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        runner = rank_cases.Runner(me, case, a2a)
+        runner.run()
+        stats = a2a.stats()
+        steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
+        combined = [step for step in steps if not step.released]
+        for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(combined))):
+            rank_cases.must(stats[name] >= wanted, name, stats[name], "of", wanted)
+        return [len(steps), len(combined)]
+
+
+def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
+    """A case of which nothing goes by bulk copies on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
+    ranks are of one node then."""
+    use(module)
+    where = {"node_size": None} if apart else {}
+    with gpu_cases.unreachable(me, apart), rank_cases.open_all_to_all(me, case, **where) as a2a:
+        rank_cases.Runner(me, case, a2a).run()
+        stats = a2a.stats()
+        for name in ("bulk_dispatches", "bulk_combines"):
+            rank_cases.must(stats[name] == 0, name, stats[name])
+        return list(a2a._steps.session.wiring.peers.remote)
+
+
 def gdrcopy_is_used(me: Any, module: str, case: Case) -> bool:
     """A case, and whether its arrival words were where the library of that name could write."""
     use(module)

@@ -69,6 +69,7 @@ struct Thread {
   Block* block = nullptr;
   Index in_block{}, in_grid{}, blocks{}, threads{};
   bool done = false;
+  unsigned groups = 0;               // of bulk stores, that it has ended
 
   Warp& warp() const { return block->warps[in_block.x / kLanes]; }
   unsigned lane() const { return in_block.x % kLanes; }
@@ -80,6 +81,23 @@ void maybe_yield();                  // called where other threads may come in b
 void warp_sync();
 void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
 bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // whether all were good
+
+// Copies beside the threads: made at any time, in any order, each in two halves.
+struct Copy {
+  void* to;
+  const void* from;
+  unsigned bytes;
+  std::uint64_t* turns;              // of a load: who hears of it
+  Thread* thread;                    // of a store
+  unsigned group;
+  std::vector<char> read;            // once it was read
+  unsigned rests = 0;                // turns that it lets pass
+};
+void copy(Copy copy);
+void await_groups(unsigned but, bool stored);
+void turns_init(std::uint64_t* turns, unsigned arrivals);
+void turns_arrive(std::uint64_t* turns, unsigned bytes);
+bool turn_is_over(const std::uint64_t* turns, unsigned parity);
 
 // Each launch finds something else than zeroes.
 inline constexpr char kPoison = static_cast<char>(0xa5);
@@ -166,8 +184,15 @@ inline void __syncthreads() { emulation::barrier_sync(0, blockDim.x); }
 inline bool __syncthreads_and(bool good) { return emulation::barrier_sync(0, blockDim.x, good); }
 inline bool __syncthreads_or(bool any) { return !emulation::barrier_sync(0, blockDim.x, !any); }
 inline void __threadfence_block() {}
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xffffu, b & 0xffffu);
+}
 inline void __threadfence_system() {}
-inline void __nanosleep(unsigned) { emulation::yield(); }
+inline void __threadfence() {}
+// All other threads have their turns meanwhile.
+inline void __nanosleep(unsigned nanoseconds) {
+  for (unsigned turns = 1 + nanoseconds / 1024; turns > 0; --turns) emulation::yield();
+}
 
 // ---- memory ----
 

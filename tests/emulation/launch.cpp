@@ -51,8 +51,52 @@ std::uint64_t next_random() {
   return random_state;
 }
 
+// A count of arrivals, of bytes that have yet to come, and which turn it is.
+struct Turns {
+  std::uint16_t turn, wanted;
+  std::int16_t missing;
+  std::int16_t units;                // of sixteen bytes
+};
+static_assert(sizeof(Turns) == sizeof(std::uint64_t));
+
+thread_local std::vector<Copy> copies;  // under way
+
+void change(std::uint64_t* word, int arrived, int units) {
+  Turns turns;
+  std::memcpy(&turns, word, sizeof turns);
+  turns.missing = static_cast<std::int16_t>(turns.missing - arrived);
+  turns.units = static_cast<std::int16_t>(turns.units + units);
+  if (turns.missing < 0) std::abort();   // more arrive than a turn has
+  if (turns.missing == 0 && turns.units == 0) {
+    turns.missing = static_cast<std::int16_t>(turns.wanted);
+    ++turns.turn;
+  }
+  std::memcpy(word, &turns, sizeof turns);
+}
+
+// One copy goes on, or none. A store is read at one time and there at another.
+void advance_copies() {
+  if (copies.empty()) return;
+  const std::size_t which = next_random() % copies.size();
+  Copy& c = copies[which];
+  if (c.rests > 0) {
+    --c.rests;
+    return;
+  }
+  if (c.read.empty()) {
+    c.read.assign(static_cast<const char*>(c.from), static_cast<const char*>(c.from) + c.bytes);
+    return;
+  }
+  std::memcpy(c.to, c.read.data(), c.bytes);
+  if (c.turns != nullptr) change(c.turns, 0, -static_cast<int>(c.bytes / 16));
+  std::swap(c, copies.back());
+  copies.pop_back();
+}
+
 void run_thread() {
   (*kernel_of_launch)();
+  for (const Copy& c : copies)
+    if (c.thread == current) std::abort();   // its shared memory may be gone before this was read
   current->done = true;
   for (;;) yield();
 }
@@ -115,6 +159,7 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
         current = &thread;
         emulation_change_stack(&scheduler, thread.stack_pointer);
       }
+      for (std::size_t n = next_random() % (copies.size() + 2); n > 0; --n) advance_copies();
     }
     const auto is_done = [&](unsigned block) {
       return std::all_of(&all[std::size_t{block} * threads], &all[std::size_t{block} * threads] + threads, [](const Thread& t) { return t.done; });
@@ -167,6 +212,36 @@ bool barrier_sync(unsigned number, unsigned threads, bool good) {
   if (!come_to(barrier, threads, good))
     while (barrier.turn == turn) yield();
   return barrier.result;
+}
+
+void copy(Copy c) {
+  for (const std::uintptr_t at : {reinterpret_cast<std::uintptr_t>(c.to), reinterpret_cast<std::uintptr_t>(c.from), std::uintptr_t{c.bytes}})
+    if (at % 16 != 0) std::abort();   // as a GPU would
+  if (c.bytes == 0) std::abort();
+  if (c.thread != nullptr) c.group = c.thread->groups;
+  // Some take far longer than the others.
+  if (next_random() % 16 == 0) c.rests = next_random() % 256;
+  copies.push_back(std::move(c));
+  maybe_yield();
+}
+
+void await_groups(unsigned but, bool stored) {
+  Thread* const thread = &here();
+  const auto waits_for = [&](const Copy& c) {
+    return c.thread == thread && c.group + but < thread->groups && (stored || c.read.empty());
+  };
+  while (std::any_of(copies.begin(), copies.end(), waits_for)) yield();
+}
+
+void turns_init(std::uint64_t* word, unsigned arrivals) {
+  const Turns turns{0, static_cast<std::uint16_t>(arrivals), static_cast<std::int16_t>(arrivals), 0};
+  std::memcpy(word, &turns, sizeof turns);
+}
+void turns_arrive(std::uint64_t* word, unsigned bytes) { change(word, 1, static_cast<int>(bytes / 16)); }
+bool turn_is_over(const std::uint64_t* word, unsigned parity) {
+  Turns turns;
+  std::memcpy(&turns, word, sizeof turns);
+  return turns.turn % 2 != parity;
 }
 
 void launch(dim3 grid, dim3 block, std::size_t shared, Stream& stream, std::function<void()> kernel) {

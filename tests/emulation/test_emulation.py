@@ -89,6 +89,16 @@ def test_random_shapes_in_a_chaos(transport: str) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
 
+@pytest.mark.parametrize("layout", ["ragged", "compact"])
+@pytest.mark.parametrize(("wire", "dtype"), [("fp8", "bf16"), ("native", "bf16"), ("fp8", "fp32"), ("native", "fp16")])
+def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
+    """Rows of several parts, the last a short one; more rows to a sum than a lane holds; and several units for each warp."""
+    layer = ["--hidden", "3072", "--experts", "24", "--top-k", "12", "--wire", wire, "--dtype", dtype, "--layout", layout]
+    with Crew(2) as crew:
+        for ran in crew.run("emulated:call", module(), "bench_cases:composite", ["--tokens", "41", *layer], "emulated", 2):
+            assert ran["says"] == ran["counted"] and all(ran["says"].values())
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
@@ -183,7 +193,7 @@ def test_reset(transport: str, tmp_path: Path) -> None:
 # ---- several steps open, and graphs
 
 
-def run_refused(crew: Crews, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
+def run_refused(crew: Crews | Crew, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
     """What all ranks heard: the sentence, and no word of a timeout."""
     found = []
     for heard in crew.run("emulated:call", module(), f"open_step_cases:{name}", *args):
@@ -249,3 +259,201 @@ def test_ranks_that_end_a_step_differently(kind: str) -> None:
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
         assert any(kind.removeprefix("no_") in r["message"] for r in results), results
+
+
+# ---- dispatches of many tokens, as steps of few take them here
+
+BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bulk_copies(world: int, least: int) -> None:
+    """Ranks with fewer tokens take the other way, in the same step."""
+    with Crew(world, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+        for number in range(8):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
+    """It counts the chunks that the others would have counted, and sends all."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(3):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
+        for tokens in (3, 60):
+            case = Case(seed() + tokens, 2, num_experts=8, top_k=2, hidden=64, max_tokens=tokens, crowd="full", steps=6)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+def test_bulk_copies_of_many_chunks() -> None:
+    """More than the thread blocks begin with, and rows of several tiles and parts."""
+    counts: list[list[list[int]]] = []
+    with Crew(2, BULK) as crew:
+        for number, (wire, dtype, hidden, tokens) in enumerate(
+            [
+                ("native", "bfloat16", 8192, 30),
+                ("fp8", "bfloat16", 8192, 40),
+                ("fp8_ue8m0", "float32", 2304, 70),
+                ("mxfp8", "bfloat16", 64, 300),
+            ]
+        ):
+            case = Case(
+                seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3
+            )
+            counts.append(crew.run("emulated:by_bulk", module(), case, timeout=200))
+    assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_bulk_copies_of_any_bits(wire: str) -> None:
+    """Places are blank again for what comes after."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
+        crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
+def test_long_rows_of_many_from_ranks_with_few() -> None:
+    """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
+        for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
+            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_bulk_copies_among_replays(in_flight: int) -> None:
+    with Crew(2, BULK) as crew:
+        case = small_case(seed(), 2, in_flight)
+        crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
+        run_refused(crew, "refused", case, "replay", None)
+
+
+def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2)
+    with Crew(4, BULK) as crew:
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+
+
+def test_no_bulk_copies_across_nodes() -> None:
+    with Crew(4, BULK) as crew:
+        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="mixed:tcp")
+        for remote in crew.run("emulated:none_by_bulk", module(), case, []):
+            assert len(remote) == 2
+
+
+def test_no_bulk_copies_where_others_are_apart() -> None:
+    """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
+    with Crew(3, BULK) as crew:
+        case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="auto:tcp")
+        assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
+
+
+def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
+    with Crew(2, BULK) as crew:
+        crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)
+
+
+# ---- hooks: threads beside the kernels, which look at their words and raise others
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_hooks(crew: Crews, transport: str) -> None:
+    for number in range(8):
+        crew.run("emulated:call", module(), "hook_cases:hooked", case_of(40_000, number, crew.world_size, transport))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least", [1, 4])
+def test_hooks_of_bulk_copies(least: int) -> None:
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+        for number in range(8):
+            crew.run("emulated:call", module(), "hook_cases:hooked", case_of(41_000 + 1000 * least, number, 2, "mapped"))
+        for number, (wire, dtype, hidden, tokens) in enumerate([("native", "bfloat16", 8192, 30), ("mxfp8", "bfloat16", 64, 300)]):
+            case = Case(
+                seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3
+            )
+            crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=200)
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (256, True)])
+def test_hooks_of_alignments(align: int, zero_pad: bool, bulk: bool) -> None:
+    case = Case(seed(), 2, num_experts=6, top_k=2, hidden=32, max_tokens=150, align=align, zero_pad=zero_pad)
+    with Crew(2, BULK if bulk else {}) as crew:
+        crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=120)
+        assert crew.run("emulated:call", module(), "hook_cases:plain", case) == crew.run("hook_cases:plain", case)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("bulk", [False, True])
+def test_hooks_with_one_resident_thread_block(bulk: bool) -> None:
+    with Crew(2, {**(BULK if bulk else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(4):
+            crew.run("emulated:call", module(), "hook_cases:hooked", case_of(43_000, number, 2, "mapped"))
+
+
+def test_hooks_of_an_output_that_is_too_small() -> None:
+    with Crew(2) as crew:
+        for layout, rows in (("ragged", 200), ("padded", 20)):
+            case = Case(seed(), 2, num_experts=4, top_k=2, hidden=16, max_tokens=150, layout=layout, rows=rows)
+            crew.run("emulated:call", module(), "hook_cases:overflowing", case)
+
+
+@pytest.mark.parametrize("how", ["whole", "receives first"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_groups(crew: Crews, layout: str, how: str) -> None:
+    case = replace(case_of(44_000, 0, crew.world_size, "mapped"), layout=layout, in_flight=1, max_tokens=20)
+    plain = crew.run("hook_cases:plain", case)
+    for parts in (1, 3):
+        assert crew.run("emulated:call", module(), "hook_cases:groups", case, parts, how) == plain
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_that_never_comes(layout: str, bulk: bool) -> None:
+    case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
+    with Crew(3, BULK if bulk else {}) as crew:
+        results = crew.run("emulated:call", module(), "hook_cases:never_ready", case, 1, 1.0, timeout=60)
+    what = "local expert 0" if layout == "padded" else "block 0"
+    for rank, said in enumerate(results):
+        assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
+    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+
+
+def test_nobody_spins_for_ever() -> None:
+    with Crew(3) as crew:
+        crew.start("emulated:call", module(), "hook_cases:nobody_comes", Case(seed(), 3), 1.0)
+        said = crew.collect(60, [0, 2])
+        crew.tell(1)
+        crew.collect(60, [1])
+    assert all(s["raised"] and s["type"] == "StepTimeout" and s["peer"] == 1 for s in said), said
+
+
+def test_mistakes_with_hooks(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=2 * crew.world_size)
+    for said in crew.run("emulated:call", module(), "hook_cases:mistakes", case):
+        assert len(said) == 11 and "nothing" not in said, said
+
+
+@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
+    case = small_case(seed(), 2, in_flight, layout="padded")
+    with Crew(2, BULK if bulk else {}) as crew:
+        crew.run("emulated:call", module(), "hook_cases:replayed", case, 2, 10, timeout=120)

@@ -302,47 +302,66 @@ def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
             a2a.check()
 
 
-def both_devices(me: Any, case: Case, steps: int, odd: bool = False) -> None:
-    """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for."""
+def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
+    """Of d.x, as one list of rows whatever the layout: those that something was dispatched to."""
+    if layout == "compact":
+        assert d.num_rows is not None
+        return torch.arange(int(d.num_rows))
+    room = d.x.shape[1] if layout == "padded" else 0
+    begins = [e * room for e in range(len(d.counts))] if layout == "padded" else d.offsets.tolist()  # type: ignore[union-attr]
+    return torch.cat([torch.arange(begin, begin + int(n)) for begin, n in zip(begins, d.counts, strict=False)])
+
+
+def both_devices(
+    me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None
+) -> None:
+    """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for.
+
+    tokens_of: how many tokens each step has; else max_tokens first, and then any number.
+    """
     device = gpu_of(me)
     dtype = rank_cases.DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
         rank_cases.open_all_to_all(me, case, device="cpu", timeout=60.0) as cpu,
-        rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0) as gpu,
+        rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0, num_sms=num_sms) as gpu,
     ):
         for step in range(steps):
             tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
+            tokens = tokens_of[step] if tokens_of else tokens
             x = torch.randn(tokens, case.hidden, generator=g).to(dtype)
             x = odd_values(x, g) if odd else x
             ids = torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices
             weights = torch.rand(tokens, case.top_k, generator=g)
             c = cpu.dispatch(x, ids, weights)
             d = gpu.dispatch(x.to(device), ids.to(device), weights.to(device))
-            torch.cuda.synchronize()
+            settle()
             gpu.check()
-            assert c.offsets is not None and d.offsets is not None
-            assert c.counts.tolist() == d.counts.tolist() and c.offsets.tolist() == d.offsets.tolist()
-            used = torch.cat([torch.arange(int(b), int(b) + int(n)) for b, n in zip(c.offsets, c.counts, strict=False)])
-            for name in ("x", "scale", "weights", "src_rank", "src_token"):
+            assert c.counts.tolist() == d.counts.tolist()
+            assert (c.offsets is None) == (d.offsets is None) and (c.offsets is None or c.offsets.tolist() == d.offsets.tolist())
+            used = _rows_of(c, case.layout)
+            for name in ("x", "scale", "weights", "src_rank", "src_token", "topk_ids", "topk_weights"):
                 want, have = getattr(c, name), getattr(d, name)
                 assert (want is None) == (have is None), name
                 if want is None:
                     continue
                 assert want.dtype == have.dtype and want.shape == have.shape and want.stride() == have.stride(), name
-                if not same_bits(want[used], have.cpu()[used]):
+                flat = [t.reshape(-1, *t.shape[2 if case.layout == "padded" else 1 :]) for t in (want, have.cpu())]
+                if not same_bits(flat[0][used], flat[1][used]):
                     raise AssertionError(f"step {step}: {name} differs, {case}")
-            out = torch.full((c.x.shape[0], case.hidden), float("nan"), dtype=dtype)
-            out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
-            tail = rank_cases._bits((c.x.shape[0],), of_experts)
+            rows = c.x.shape[:-1]
+            flat_out = torch.full((rows.numel(), case.hidden), float("nan"), dtype=dtype)
+            flat_out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
+            out = flat_out.view(*rows, case.hidden)
+            tail = rank_cases._bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
             if step % 2 == 0:  # without tails another kernel runs
                 same = same_bits(cpu.combine(out, c), gpu.combine(out.to(device), d).cpu())
             else:
                 want, came = cpu.combine(out, c, tail=tail)
                 have, came_too = gpu.combine(out.to(device), d, tail=tail.to(device))
                 same = same_bits(want, have.cpu()) and same_bits(came, came_too.cpu())
-            torch.cuda.synchronize()
+            settle()
             gpu.check()
             if not same:
                 raise AssertionError(f"step {step}: combine differs, {case}")

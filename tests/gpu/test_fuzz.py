@@ -62,9 +62,24 @@ def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> No
     assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS
 
 
+@pytest.mark.parametrize(("wire", "hidden", "tokens"), [("native", 512, 48), ("fp8", 1024, 48), ("native", 7168, 300)])
+def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int) -> None:
+    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": "1"}) as crew:
+        case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
+        assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS
+
+
 def test_soak_of_replicas(crew: Crew) -> None:
     case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, replicas=2, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 5_000, timeout=600) == [0] * RANKS
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("tokens", [16, 1024])
+def test_hooks(crew: Crew, tokens: int, layout: str) -> None:
+    pytest.importorskip("triton")
+    case = small_case(seed(), RANKS, 1, layout=layout, hidden=1024, max_tokens=tokens, align=128)
+    crew.run("hook_kernels:beside", case, 300 if tokens == 16 else 50, timeout=300)
 
 
 @pytest.mark.parametrize("kind", ["ids", "accumulate"])

@@ -64,6 +64,14 @@ def test_more_random_shapes(crew: Crews) -> None:
         crew.run("gpu_cases:exchange", random_case(begin + number, crew.world_size, ("mapped",)))
 
 
+@pytest.mark.parametrize("layout", ["ragged", "compact"])
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_the_composite_floor_of_the_benchmark(crew: Crews, layout: str, wire: str) -> None:
+    arguments = ["--tokens", "100", "--hidden", "7168", "--experts", "64", "--wire", wire, "--layout", layout]
+    for ran in crew.run("bench_cases:composite", arguments, "gpu", 8):
+        assert ran["says"] == ran["counted"]
+
+
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:

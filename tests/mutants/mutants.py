@@ -35,6 +35,7 @@ CATCHERS = {
     "test_proxy": Catcher("test_proxy"),
     "test_headers": Catcher("test_headers"),
     "test_phase": Catcher("test_phase"),
+    "test_pieces": Catcher("test_pieces"),
     "test_aborts": Catcher("test_aborts"),
     "efa": pairs("efa", 6),
     "efa-direct": pairs("efa-direct", 2),
@@ -68,29 +69,30 @@ DISPATCH_SEND = "src/cpu/dispatch_send.cpp"
 DISPATCH_RECV = "src/cpu/dispatch_recv.cpp"
 COMBINE_SEND = "src/cpu/combine_send.cpp"
 COMBINE_RECV = "src/cpu/combine_recv.cpp"
+PIECE_SENDING = "src/cpu/piece_sending.cpp"
 
 MUTANTS = [
     # ---- shards and their completion
     Mutant(
         "arrival on the first shard",
         ARRIVALS,
-        "return mask_ == full_mask(shards_) ? Outcome::Complete : Outcome::Pending;",
-        "return mask_ == bit ? Outcome::Complete : Outcome::Pending;",
+        "complete_ = mask_ == full_mask(shards_);",
+        "complete_ = true;",
         "rows are read before they are there: SRD brings the shards of a block in any order",
     ),
     Mutant(
         "arrival on the last shard",
         ARRIVALS,
-        "return mask_ == full_mask(shards_) ? Outcome::Complete : Outcome::Pending;",
-        "return shard + 1 == shards_ ? Outcome::Complete : Outcome::Pending;",
+        "complete_ = mask_ == full_mask(shards_);",
+        "complete_ = complete_ || shard + 1 == shards_;",
         "right on every network that keeps order, wrong on SRD",
     ),
     Mutant(
-        "a duplicate counts",
-        ARRIVALS,
-        "if ((mask_ & bit) != 0) return Outcome::Duplicate;",
-        "if ((mask_ & bit) != 0 && mask_ != full_mask(shards_)) return Outcome::Duplicate;",
-        "a repeated immediate completes a combine twice: the proxy thinks for ever that one is owed, and never sleeps",
+        "each piece is an answer",
+        PROXY,
+        "  if (!first) return;\n  if (i.op == Op::Combine) --awaited_;\n",
+        "  if (i.op == Op::Combine) --awaited_;\n  if (!first) return;\n",
+        "a combine in pieces counts several times: the proxy thinks for ever that one is owed, and never sleeps",
         catch="test_proxy",
     ),
     Mutant(
@@ -104,15 +106,15 @@ MUTANTS = [
     Mutant(
         "the step is not looked at",
         PROXY,
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && (step & 0xffu) == i.step;",
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);",
         "const bool open = i.op == Op::Dispatch || asked.begun;",
         "an immediate of another step that uses the same set raises this one's word",
     ),
     Mutant(
         "replays are taken",
         PROXY,
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && (step & 0xffu) == i.step;",
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && ((step - i.step) & 0xffu) < 128;",
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);",
+        "const bool open = (i.op == Op::Dispatch || asked.begun) && ((step - i.step) & 0x1fu) < 16;",
         "an immediate of an earlier step, come late, opens this one",
     ),
     Mutant(
@@ -133,8 +135,8 @@ MUTANTS = [
     Mutant(
         "sent with the first completion",
         PROXY,
-        "  if (--out.unsent == 0)\n",
-        "  if (out.unsent-- == out.shards)\n",
+        "  if (--out.unsent == 0) left(",
+        "  if (out.unsent-- == out.shards) left(",
         "the send area is written again while the NIC still reads its other shards",
     ),
     Mutant(
@@ -147,8 +149,8 @@ MUTANTS = [
     Mutant(
         "shards leave a rest",
         PROXY,
-        "out.piece = align_up((out.bytes + out.shards - 1) / out.shards, 64);",
-        "out.piece = out.bytes / out.shards;",
+        "out.shard_bytes = align_up((out.bytes + out.shards - 1) / out.shards, 64);",
+        "out.shard_bytes = out.bytes / out.shards;",
         "the last bytes of a block that its shards do not divide never leave",
         catch="test_proxy",
     ),
@@ -268,8 +270,8 @@ MUTANTS = [
     Mutant(
         "reset keeps old words",
         "src/protocol/mailbox.h",
-        "  const std::size_t bytes = kWordBytes * std::size_t{c.in_flight} * kOps * c.world;\n",
-        "  const std::size_t bytes = 0 * c.world;\n",
+        "  std::memset(memory + heap.mailbox, 0, kWordBytes * heap.mailbox_words(c));\n",
+        "",
         "the new proxy takes blocks of before the reset out of the mailbox and sends them",
     ),
     # ---- the phases
@@ -305,8 +307,8 @@ MUTANTS = [
     Mutant(
         "the weights are not waited for",
         COMBINE_SEND,
-        "    if (stage == kWeights || !in_.uses_weights) return true;\n",
-        "    if (stage == kRows || !in_.uses_weights) return true;\n",
+        "    return stage == kWeights || writer_.has_weights(peer);\n",
+        "    return stage == kRows || writer_.has_weights(peer);\n",
         "weights= of this step are those of an earlier one",
     ),
     Mutant(
@@ -382,6 +384,129 @@ MUTANTS = [
         "  if (h.tokens == plan.tokens) return;\n",
         "replicas that were routed apart give outputs that are nobody's, without a word",
         catch="test_headers",
+    ),
+    # ---- blocks in pieces
+    Mutant(
+        "a credit too early",
+        DISPATCH_RECV,
+        "          in.arrivals.have_read(pieces);\n",
+        "          in.arrivals.have_read(pieces + 1);\n",
+        "a piece is overwritten before it has been read",
+    ),
+    Mutant(
+        "a credit for a piece that is half added",
+        COMBINE_RECV,
+        "      --in.rows_left[in.arrivals.shape().piece_of(row.row)];\n",
+        "      in.rows_left[in.arrivals.shape().piece_of(row.row)] = 0;\n",
+        "rows are overwritten that a later token needs",
+    ),
+    Mutant(
+        "a place is written before its credit",
+        PIECE_SENDING,
+        "  if (piece >= kPlaces && b_.pieces_consumed(step_, op_, out.peer) + kPlaces <= piece) return false;\n",
+        "",
+        "pieces overtake their reader",
+    ),
+    Mutant(
+        "a place is written before it has left",
+        PIECE_SENDING,
+        "  return b_.pieces_left(step_, op_, out.peer) + kPlaces > piece;\n",
+        "  return true;\n",
+        "a credit does not say that the NIC will not read the piece again",
+    ),
+    Mutant(
+        "what has left is not counted from the first",
+        PROXY,
+        "    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % kPlaces)].unsent == 0) ++sender.left;\n",
+        "    ++sender.left;\n",
+        "the second of two pieces leaves first, and the first one's place is written again",
+    ),
+    Mutant(
+        "the number of a piece is not looked at",
+        PROXY,
+        "  const std::uint32_t ahead = pieces_ahead(i.piece, in.done), piece = in.done + ahead;\n",
+        "  const std::uint32_t ahead = 0, piece = in.done;\n",
+        "a piece that comes first, or comes again, is taken for the next one",
+    ),
+    Mutant(
+        "a piece of long ago is taken",
+        PROXY,
+        "  if (ahead >= object->places()) {\n",
+        "  if (ahead >= 8) {\n",
+        "a repeated immediate empties the mask of a piece that is under way, which never completes",
+    ),
+    Mutant(
+        "the first piece is not waited for",
+        PROXY,
+        "  while (in.masks[in.done % kPlaces].complete(step, in.done)) ++in.done;\n  if (in.done == 0) return;\n",
+        "  in.done = piece + 1;\n",
+        "two pieces are under way, and the second one comes first",
+    ),
+    Mutant(
+        "a mail word counts one piece",
+        BLOCKS,
+        "rows = shape.end(count - 1);\n",
+        "rows = shape.end(count - 1) - shape.begin(count - 1);\n",
+        "the proxy takes the third piece for the first, which has gone",
+    ),
+    Mutant(
+        "the last piece lacks a row",
+        PROXY,
+        "bytes(std::min(rows, mail.rows - from));",
+        "bytes(std::min(rows, mail.rows - from - (piece > 0)));",
+        "rows of an earlier piece are taken for the last ones",
+    ),
+    Mutant(
+        "a credit counts twice",
+        PROXY,
+        "  sender.next_has_credit = false;\n",
+        "",
+        "credits that overtake each other free a piece that has not been read",
+    ),
+    Mutant(
+        "the credit of another set",
+        BLOCKS,
+        "  const std::uint32_t set = set_of(config_, step);\n  std::uint64_t* const at",
+        "  const std::uint32_t set = set_of(config_, step + 1);\n  std::uint64_t* const at",
+        "with several steps in flight one waits for ever, and another one overtakes its reader",
+    ),
+    Mutant(
+        "pieces and credits of before a reset count",
+        "src/protocol/pieces.h",
+        "word >> 48 == (generation & 0xffffu) && static_cast<std::uint32_t>(word) == step;",
+        "static_cast<std::uint32_t>(word) == step && generation != 0;",
+        "step numbers come again after a reset",
+    ),
+    Mutant(
+        "tokens are added before their rows are here",
+        COMBINE_RECV,
+        "      if (!arrivals.has(arrivals.shape().piece_of(plan_.token_rows[ref_].row))) return false;\n",
+        "      if (!arrivals.has(0)) return false;\n",
+        "what lay in the place before is added up",
+    ),
+    Mutant(
+        "a later header is taken for the first",
+        BLOCKS,
+        '  if (h.piece != 0) differs("piece", h.piece, 0);\n',
+        "",
+        "its counts are those of an earlier step",
+        catch="test_pieces",
+    ),
+    Mutant(
+        "a piece's header is not checked",
+        BLOCKS,
+        '  if (h.piece != piece) differs("piece", h.piece, piece);\n',
+        "",
+        "a damaged or misplaced piece is taken for this one",
+        catch="test_pieces",
+    ),
+    Mutant(
+        "steps in pieces are received in any order",
+        "src/cpu/open_steps.h",
+        "step_difference(open.step, step) < 0 && !(open.*begun))",
+        "step_difference(open.step, step) < 0 && !(open.*begun) && open.released)",
+        "ranks that receive in different orders wait for each other for ever",
+        catch="test_pieces",
     ),
     # ---- memory order
     Mutant(

@@ -35,8 +35,13 @@ DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
 COMBINE_RECV = "src/cuda/combine_recv.cuh"
 SLICES = "src/cuda/slices.cuh"
 CLOSED = "src/cuda/closed.cuh"
-COMBINE = "src/cuda/combine.cu"
+COMBINE = "src/cuda/combine_kernel.cuh"
 EXCHANGE = "src/cuda/exchange.cpp"
+HOOKS = "src/cuda/hooks.cuh"
+READY = "src/cuda/ready.cuh"
+MANY_RECV = "src/cuda/many_recv.cuh"
+MANY_SEND = "src/cuda/many_send.cuh"
+MANY_COMBINE = "src/cuda/many_combine.cuh"
 
 MUTANTS = [
     Mutant(
@@ -161,9 +166,10 @@ MUTANTS = [
     Mutant(
         "what has come is read again",
         COMBINE_RECV,
-        "      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
-        """      if (strips.row[i] != nullptr) {
-        for (int j = 0; j < kReceivedVectors; ++j)
+        "      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
+        """      if (here) sums.add_row(strips.v[i], 1.0f);
+      if (strips.row[i] != nullptr) {
+        for (int j = 0; j < kVectors; ++j)
           if (strips.has(j)) {
             make_blank(strips.row[i] + begin + j * 512);
             strips.v[i][j] = load_piece(strips.row[i] + begin + j * 512);
@@ -179,6 +185,34 @@ MUTANTS = [
         "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));",
         "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kReceivedVectors + j));",
         "the other pieces of its strip travel on their own, and may come later",
+    ),
+    Mutant(
+        "a tile's place is written while it is read",
+        MANY_SEND,
+        "        bulk_await_stored<kTilesOut - 1>();\n",
+        "",
+        "codes of another tile go to the peer",
+    ),
+    Mutant(
+        "words of rows before their tiles",
+        MANY_SEND,
+        "    await_earlier_tokens();\n    untold_.tell(k_, plan_.step, 1);\n",
+        "    untold_.tell(k_, plan_.step, 0);\n",
+        "bulk stores are no thread's: no fence waits for them",
+    ),
+    Mutant(
+        "a run of sums is told of before it is stored",
+        MANY_COMBINE,
+        "    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n    if (to_tell_ != 0)",
+        "    if (to_tell_ != 0)",
+        "the same, for the last rows of a worker",
+    ),
+    Mutant(
+        "large rows leave no blanks",
+        MANY_COMBINE,
+        "    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);\n",
+        "",
+        "a later step of few tokens takes them for its own",
     ),
     Mutant(
         "places are not blank at first",
@@ -227,6 +261,58 @@ MUTANTS = [
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
+    ),
+    Mutant(
+        "a row is counted before it is placed",
+        DISPATCH_RECV,
+        """  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
+  if (nth == 0) place_words(a, r);
+  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+""",
+        """  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
+  if (nth == 0) place_words(a, r);
+""",
+        "a kernel that waits for a block reads rows that are not there",
+    ),
+    Mutant(
+        "a row counts twice",
+        HOOKS,
+        "hook_word_of(c, place), units);",
+        "hook_word_of(c, place), 2 * units);",
+        "a block is raised when half of its rows are there",
+    ),
+    Mutant(
+        "what is placed is counted without a release",
+        DEVICE,
+        "red.release.gpu.global.add.u32",
+        "red.relaxed.gpu.global.add.u32",
+        "the word overtakes the rows: they lie in other parts of the L2",
+    ),
+    Mutant(
+        "a bulk copy is counted while it is under way",
+        MANY_RECV,
+        """    bulk_await_stored<1>();
+    count(before_);
+    before_ = last_;
+""",
+        """    count(last_);
+""",
+        "a kernel that waits for a block of a large step reads rows that are not there",
+    ),
+    Mutant(
+        "a row is read before it is written",
+        READY,
+        "good = count >= a.ready.value;",
+        "good = true;",
+        "combine sends what expert_out had before",
+    ),
+    Mutant(
+        "rows that are written meanwhile come through the non-coherent path",
+        "src/cuda/sums.cuh",
+        "kFresh ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512)",
+        "load_input(row + begin + j * 512)",
+        "a cache that nobody invalidates answers with what expert_out had before",
     ),
 ]
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import composite_host
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from bench.cpu.floor import Copies
 from bench.gpu import peers, symmetric
+from bench.gpu.composite import Geometry, Places, Plan
+from bench.gpu.device import Cuda, instruments
 from bench.harness.batch import Shape, Source
 from bench.harness.clock import Clock
 from bench.harness.options import Options, from_arguments, parser_of
@@ -156,4 +163,116 @@ def gpu_peers(me: Any, arguments: list[str]) -> None:
         assert not notes, notes
     finally:
         dist.destroy_process_group()
+        world.close()
+
+
+class OnHost:
+    """What Cuda does for the composite floor, by composite_host.py."""
+
+    device = torch.device("cpu")
+
+    @contextlib.contextmanager
+    def sharing(self, world: World, nbytes: int, what: str) -> Iterator[list[int]]:
+        memory = world.share(nbytes, what)
+        yield [memory.address(rank) for rank in range(world.size)]
+
+    def composite(self, phase: str, work: Any, geometry: Geometry) -> Any:
+        return lambda num_sms: composite_host.run(phase, work, geometry)
+
+    def synchronize(self) -> None: ...
+
+
+class Emulated(Cuda):
+    """The kernels themselves, on a CPU: see tests/emulation."""
+
+    def __init__(self) -> None:
+        self.device, self.multiprocessors = torch.device("cpu", 0), 3
+
+    def stream(self) -> int:
+        return 0
+
+    def synchronize(self) -> None:
+        """Its streams are the module's own."""
+        ctypes.CDLL(instruments().__file__).pplx_emulation_synchronize(None)
+
+
+COMPOSITE_DEVICES: dict[str, Callable[[int], Any]] = {
+    "host": lambda rank: OnHost(),
+    "emulated": lambda rank: Emulated(),
+    "gpu": Cuda,
+}
+
+
+def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> dict[str, dict[str, int]]:
+    """Runs the composite floor twice, whose second launch finds what the first one's peers stored; looks where all bytes went. Returns
+    how many bytes it says that it moves, and how many a count of the routing, choice by choice, finds."""
+    options = parse(arguments)
+    world = World(options, None)
+    device = COMPOSITE_DEVICES[kind](me.rank)
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        batch, g = Source(shape).batch(3), Geometry(shape)
+        p = batch.placement
+        generators = [torch.Generator().manual_seed(rank) for rank in range(shape.world)]
+        everybody = torch.stack(
+            [torch.randint(0, 256, (shape.tokens, shape.row_bytes), generator=of_rank).byte() for of_rank in generators]
+        )
+        x = everybody[me.rank]
+        # Small numbers, whose sums are exact in any order.
+        places = [Source(Shape(options, shape.tokens, rank, shape.world)).batch(3).placement for rank in range(shape.world)]
+        room, generator = max(int(of_rank.place.max()) + 1 for of_rank in places), torch.Generator().manual_seed(9)
+        answers = torch.randint(-8, 8, (room, options.hidden), generator=generator).to(options.dtype)
+        out = torch.full((g.out_bytes(batch) // g.placed.bytes, g.placed.bytes), 0xA5, dtype=torch.uint8)
+        y = torch.full((shape.tokens, options.hidden), float("nan"), dtype=options.dtype)
+        found = {}
+        x, answers, out, y = (tensor.to(device.device) for tensor in (x, answers, out, y))
+        with device.sharing(world, g.area_bytes, "composite") as area:
+            plan = Plan(batch, g, Places(tuple(area), out.data_ptr(), y.data_ptr(), x.data_ptr(), answers.data_ptr()))
+            for phase in ("dispatch", "combine"):
+                work = plan.of(phase)
+                launch = device.composite(phase, work, g)
+                for _ in range(2):
+                    launch(num_sms)
+                    device.synchronize()
+                    world.barrier()
+                found[phase] = asdict(work.traffic)
+        answers, out, y = (tensor.cpu() for tensor in (answers, out, y))
+
+        tokens = everybody[torch.from_numpy(p.source), torch.from_numpy(p.token)]
+        rows = torch.stack([composite_host.folded(token, g.sent, g.fold)[: g.placed.bytes] for token in tokens])
+        assert torch.equal(out[torch.from_numpy(p.place)], rows)
+        untouched = torch.ones(len(out), dtype=torch.bool)
+        untouched[torch.from_numpy(p.place)] = False
+        assert (out[untouched] == 0xA5).all()
+
+        sums = torch.zeros(shape.tokens, options.hidden)
+        for q in places:  # row for row, the experts of all ranks answer alike
+            mine = q.source == me.rank
+            for place, t in {(int(place), int(t)) for place, t in zip(q.place[mine], q.token[mine], strict=True)}:
+                sums[t] += answers[place].float()
+        assert torch.equal(y.float(), sums)
+
+        row, token, placed = shape.config.row_bytes(0), shape.row_bytes, shape.payload_bytes + shape.scale_bytes
+        assert placed == g.placed.bytes
+        counted = {f"{phase} {what}": 0 for phase in found for what in ("read", "written", "pushed")}
+        per_rank = shape.config.experts_per_rank
+        for source in range(shape.world):
+            for t in range(shape.tokens):
+                goes = [int(expert) // per_rank for expert in batch.ids[source, t]]
+                here, ranks = goes.count(me.rank), set(goes)
+                if source == me.rank:  # sent, and the sums added up
+                    counted["dispatch read"] += token
+                    counted["dispatch written"] += row * len(ranks)
+                    counted["dispatch pushed"] += row * len(ranks - {me.rank})
+                    counted["combine read"] += token * len(ranks)
+                    counted["combine written"] += token
+                if here:  # placed, and answered
+                    copies = 1 if shape.compact else here
+                    counted["dispatch read"] += placed
+                    counted["dispatch written"] += placed * copies
+                    counted["combine read"] += token * copies
+                    counted["combine written"] += token
+                    counted["combine pushed"] += token if source != me.rank else 0
+        return {"says": {f"{phase} {what}": n for phase, of in found.items() for what, n in of.items()}, "counted": counted}
+    finally:
         world.close()

@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import time
+from collections import Counter
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import composite_host
 import torch
 
 from bench.gpu import measure as gpu
@@ -21,6 +24,7 @@ from bench.latency import main
 class Cpu:
     device = torch.device("cpu")
     name = "no GPU"
+    multiprocessors = 132
 
     def capture(self, steps: Any) -> Any:
         return steps
@@ -52,16 +56,59 @@ class Cpu:
         assert len(used) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
 
     @contextlib.contextmanager
-    def pushing(self, world: Any, area_bytes: int, num_sms: int | None) -> Iterator[Any]:
+    def pushing(self, world: Any, area_bytes: int) -> Iterator[Any]:
         assert len(set(world.gather(area_bytes, "test"))) == 1
 
-        def push(bytes_to: list[int]) -> None:
+        def push(bytes_to: list[int], num_sms: int | None) -> None:
             assert bytes_to[world.rank] == 0 and all(n % 16 == 0 and n <= area_bytes for n in bytes_to) and sum(bytes_to) > 0
-            pushed.append(sum(bytes_to))
+            pushed.append(num_sms)
 
-        pushed: list[int] = []
+        pushed: list[int | None] = []
         yield push
         assert pushed and len(pushed) % (2 * gpu.PUSHES) == 0
+        assert len(set(Counter(pushed).values())) == 1  # all settings alike
+
+    @contextlib.contextmanager
+    def sharing(self, world: Any, nbytes: int, what: str) -> Iterator[list[int]]:
+        assert len(set(world.gather(nbytes, "test"))) == 1
+        memory = world.share(nbytes, what)
+        yield [memory.address(rank) for rank in range(world.size)]
+        world.barrier()
+
+    def composite(self, phase: str, work: Any, geometry: Any) -> Any:
+        """Runs once, which finds addresses that are nobody's; later launches are as good."""
+        done = []
+
+        def launch(num_sms: int | None) -> None:
+            if not done:
+                composite_host.run(phase, work, geometry)
+            done.append(num_sms)
+
+        return launch
+
+    # A stream is a name. What is launched on it runs at once.
+
+    def streams(self, n: int, *, first: bool) -> list[str]:
+        return [f"{'first' if first else 'last'} {i}" for i in range(n)]
+
+    def on(self, stream: str) -> Any:
+        return contextlib.nullcontext()
+
+    def delay(self, microseconds: float) -> None:
+        assert 0 < microseconds < 1000
+
+    def gate(self, microseconds: float) -> Any:
+        return SimpleNamespace(hold=lambda stream: None)
+
+    def stopwatch(self, stream: str) -> Any:
+        begun = time.perf_counter()
+        ended = []
+        return SimpleNamespace(
+            stop=lambda: ended.append(time.perf_counter()), microseconds=lambda: (ended[0] - begun) * 1e6
+        )  # fmt: skip
+
+    def leaving(self, num_sms: int) -> Any:
+        return contextlib.nullcontext()
 
 
 if __name__ == "__main__":

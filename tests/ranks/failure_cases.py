@@ -73,7 +73,7 @@ def _when_inside(function: str, then: Any) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _until_failure(me: Any, timeout: float = 20.0) -> None:
+def until_failure(me: Any, timeout: float = 20.0) -> None:
     """For a rank that is in no call: until it knows."""
     deadline = time.monotonic() + timeout
     while me.comm.failure is None:
@@ -107,7 +107,7 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
     def hold(here: str) -> None:
         if not holding or place != here:
             return
-        _until_failure(me)
+        until_failure(me)
 
     def at(here: str) -> None:
         if dying and place == here:
@@ -271,10 +271,10 @@ def interrupted(me: Any, case: Case, who: int, place: str) -> dict[str, Any]:
 
     def step() -> None:
         if holding and place == "dispatch_recv":
-            _until_failure(me)
+            until_failure(me)
         d = runner.dispatch_recv(n, runner.dispatch_send(n))
         if holding and place == "combine_recv":
-            _until_failure(me)
+            until_failure(me)
         c = runner.combine_send(n, d)
         assert c is not None
         runner.combine_recv(n, c)
@@ -294,7 +294,7 @@ def interrupted_in_the_constructor(me: Any, case: Case, who: int, with_another: 
     if me.rank == who:
         _when_inside("wait", lambda: me.say("inside"))
     else:
-        _until_failure(me)
+        until_failure(me)
     result = raised(lambda: open_all_to_all(me, case))
     result["again"] = raised(lambda: open_all_to_all(me, case))
     if other is not None:
@@ -501,7 +501,7 @@ def own_proxy_stands_still(me: Any, case: Case) -> dict[str, Any]:
     survivor.step()
     me.comm.barrier()  # a write that was taken may need a thread that polls
     if me.rank == 1:
-        _until_failure(me)
+        until_failure(me)
     result = raised(survivor.step)
     result["closing"] = end_of(me, a2a, True)
     return result
@@ -513,7 +513,7 @@ def reset_after_timeout(me: Any, case: Case) -> None:
         good = Good(me, case, a2a)
         good.step()
         if me.rank == 0:
-            _until_failure(me)
+            until_failure(me)
         else:
             r = raised(good.step)
             must(bool(r.get("is_peer")), "a timeout:", r)

@@ -20,6 +20,7 @@ from harness import until
 from reference import Shape, Tokens, same_bits
 
 import pplx_comm as pc
+from pplx_comm.wiring.config import make_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
@@ -55,6 +56,7 @@ class Case:
     replicas: int = 1
     dead: tuple[int, ...] = ()
     proxy_threads: int = 1
+    slot_bytes: int | None = None
 
     @property
     def shape(self) -> Shape:
@@ -80,6 +82,16 @@ class Case:
     def __str__(self) -> str:
         default = asdict(Case(0, 0))
         return f"Case({', '.join(f'{k}={v!r}' for k, v in asdict(self).items() if v != default[k])})"
+
+
+def in_pieces(case: Case) -> Case:
+    """With the smallest slots that there are: blocks of more than 256 rows go in pieces of 128."""
+    config = make_config(
+        case.world_size, 0, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden, max_tokens_per_rank=case.max_tokens,
+        dtype=DTYPES[case.dtype], wire=case.wire, layout=case.layout_object, in_flight=case.in_flight, scale_layout="row",
+        replicas=case.replicas,
+    )  # fmt: skip
+    return replace(case, slot_bytes=int(config.least_slot_bytes))
 
 
 def random_case(seed: int, world_size: int, transports: tuple[str, ...] = TRANSPORTS) -> Case:
@@ -251,7 +263,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
-        "scale_layout": case.scale_layout, "replicas": case.replicas,
+        "scale_layout": case.scale_layout, "replicas": case.replicas, "slot_bytes": case.slot_bytes,
         "proxy_threads": case.proxy_threads, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
@@ -428,8 +440,11 @@ class Runner:
                 d = self.dispatch(group[0])
                 self.combine(group[0], d)
                 continue
-            # Every rank in an order of its own: what is in flight is apart. Only the sends are one sequence.
             opened = {n: self.dispatch_send(n) for n in group}
+            if case.slot_bytes is not None:
+                self._run_in_order(group, opened)
+                continue
+            # Every rank in an order of its own: what is in flight is apart. Only the sends are one sequence.
             for n in self.random.sample(group, len(group)):
                 self.dispatch_recv(n, opened[n])
             order = self.random.sample(group, len(group))
@@ -444,6 +459,18 @@ class Runner:
                 if self.steps[n].released:
                     opened[n].release()
         return self.digest.hexdigest()
+
+    def _run_in_order(self, group: list[int], opened: dict[int, pc.Dispatched]) -> None:
+        """In pieces a receive half waits for the same one of all ranks."""
+        for n in group:
+            self.dispatch_recv(n, opened[n])
+        sent = {n: self.combine_send(n, opened[n]) for n in group if not self.steps[n].released}
+        for n in group:
+            c = sent.get(n)
+            if c is None:
+                opened[n].release()
+            else:
+                self.combine_recv(n, c)
 
     def _dispatch_arguments(self, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         step, mine = self.steps[n], self.steps[n].tokens[self.rank]
@@ -465,8 +492,8 @@ class Runner:
         arguments, options = self._dispatch_arguments(n)
         d = self.a2a.dispatch_send(*arguments, **options)
         self.plans[n] = d.plan
-        # Sent: the caller may do with it what he likes.
-        if self.steps[n].strided[self.rank]:
+        # Sent: the caller may do with it what he likes. In pieces the rest of it goes in the receive half.
+        if self.steps[n].strided[self.rank] and self.case.slot_bytes is None:
             arguments[0].fill_(float("nan"))
         return d
 
@@ -525,9 +552,10 @@ class Runner:
                 out, options["accumulate"] = step.start[self.rank].clone(), True
             options["out"] = _spread(out, self.random) if step.strided[self.rank] else out
         result = call(expert_out, d, **options)
-        expert_out.fill_(float("nan"))  # sent
-        if step.tails is not None:
-            options["tail"].fill_(77.0)
+        if self.case.slot_bytes is None:
+            expert_out.fill_(float("nan"))  # sent
+            if step.tails is not None:
+                options["tail"].fill_(77.0)
         return result
 
     def combine_recv(self, n: int, c: pc.Combining) -> None:
@@ -685,10 +713,7 @@ def overflow(me: Any, case: Case) -> int:
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         for n in range(case.steps):
-            d = runner.dispatch(n)
-            c = runner.combine_send(n, d)
-            if c is not None:
-                runner.combine_recv(n, c)
+            runner.combine(n, runner.dispatch(n))
             small = [rank for rank in range(me.world_size) if reference.overflows(case.shape, runner.steps[n].tokens, rank)]
             if not small:
                 a2a.check()
@@ -781,6 +806,7 @@ class Good:
         return d
 
     def combine(self, d: pc.Dispatched) -> None:
+        assert not self.runner.steps[self.n].released
         self.runner.combine(self.n, d)
         self.n += 1
 

@@ -49,6 +49,11 @@ def test_after_close(crew: Crews, case: Case) -> None:
     crew.run("misuse_cases:after_close", case)
 
 
+def test_bulk_tokens_that_differ(crew: Crews) -> None:
+    for r in crew.run("misuse_cases:construct", {}, {}, {1: {"PPLX_COMM_BULK_TOKENS": "5"}}):
+        assert r["is_error"] and "PPLX_COMM_BULK_TOKENS" in r["message"] and "rank 1" in r["message"], r
+
+
 def test_odd_views(crew: Crews) -> None:
     crew.run("misuse_cases:numbers_of_tokens")
 
@@ -67,6 +72,7 @@ def test_odd_views(crew: Crews) -> None:
         ("provider", ("tcp", "shm")),
         ("scale_layout", ("row", "tma")),
         ("node_size", (None, 3)),
+        ("slot_bytes", (None, 1 << 30)),
         ("layout", (pc.Ragged(align=8), pc.Ragged(align=1))),
         ("layout", (pc.Compact(), pc.Padded())),
         ("layout", (pc.Padded(align=64), pc.Padded())),
@@ -215,6 +221,28 @@ def test_required_bytes() -> None:
     assert base > 4 * 8 * 64 * 2
     for more in ({"hidden": 4096}, {"max_tokens_per_rank": 512}, {"world_size": 64}, {"in_flight": 8}, {"remote_peers": 3}):
         assert pc.AllToAll.required_bytes(**{**usual, **more}) > base, more
-    for bad in ({"hidden": 12}, {"world_size": 2000}, {"remote_peers": 4}):
+    for bad in ({"hidden": 12}, {"world_size": 2000}, {"remote_peers": 4}, {"slot_bytes": 0}, {"slot_bytes": 1.5}):
         with pytest.raises(pc.Error):
             pc.AllToAll.required_bytes(**{**usual, **bad})
+
+
+def test_slots_of_less_than_a_block() -> None:
+    """slot_bytes bounds what large steps take, and leaves room for those that never go in pieces."""
+    layer: dict[str, Any] = {
+        "world_size": 64, "num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens_per_rank": 4096, "wire": "fp8",
+        "layout": pc.Ragged(max_rows=1 << 17), "remote_peers": 56,
+    }  # fmt: skip
+    required = pc.AllToAll.required_bytes
+    whole = required(**layer)
+    assert whole > 8 << 30
+    assert required(**layer, slot_bytes=1 << 30) < 3 << 30
+    assert required(**layer, slot_bytes=1 << 40) == whole  # while it fits, nothing changes
+    with pytest.raises(pc.Error, match=r"must be at least [0-9]+ here: steps of up to 256 tokens") as told:
+        required(**layer, slot_bytes=1 << 20)
+    least = int(str(told.value).split("at least ")[1].split()[0])
+    assert 1 << 20 < least < 1 << 30
+    required(**layer, slot_bytes=least)
+    with pytest.raises(pc.Error, match="must be at least"):
+        required(**layer, slot_bytes=least - 1)
+    small = {**layer, "max_tokens_per_rank": 256}
+    assert required(**small, slot_bytes=1) == required(**small)  # never in pieces

@@ -193,6 +193,14 @@ def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str) ->
         assert ran["combine read"] == (ran["placed"] + ran["sent"] + ran["only here"]) * token
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
+def test_the_composite_floor_moves_what_a_step_does(crew: Crew, layout: str, wire: str) -> None:
+    arguments = ["--tokens", "17", "--hidden", "2048", "--experts", "8", "--top-k", "3", "--wire", wire, "--layout", layout]
+    for ran in crew.run("bench_cases:composite", arguments, "host", None):
+        assert ran["says"] == ran["counted"] and all(ran["says"].values())
+
+
 def test_the_floor_of_a_proxy_stays_in_the_send_area(crew: Crew) -> None:
     arguments = ["--tokens", "5", "--hidden", "64", "--experts", "6", "--top-k", "2"]
     assert len(crew.run("bench_cases:floor_copies", arguments, [0, 1, 2])) == 3
@@ -283,6 +291,34 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
     for words in ("of its kernels", "in halves", "eagerly", "symm_mem off:", "of kernels, of the slowest rank"):
         assert words in said, said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_several_numbers_of_multiprocessors(tmp_path: Path) -> None:
+    """Each with floors of as many; peers that have no such setting once."""
+    written, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
+    arguments = ["--device", "cuda", "--tokens", "5,3", "--pairs", "3", "--replays", "2", "--peers", "ag_rs", "--num-sms", "all,3"]
+    arguments += ["--transport", "mapped,proxy:tcp", "--layout", "compact", "--json", str(written), "--plot", str(picture), *TINY]
+    statuses, said = ranks_of(HERE / "bench_on_cpu.py", *arguments)
+    assert statuses == [0, 0], said
+    record = json.loads(written.read_text())
+    assert record["options"]["num_sms"] == [3, None] and record["multiprocessors"] == 132
+    points = record["points"]
+    expected = [(tokens, transport, n) for tokens in (3, 5) for transport in ("mapped", "proxy:tcp") for n in (3, None)]
+    assert [(p["tokens"], p["transport"], p["num_sms"]) for p in points] == expected
+    for point in points:
+        assert set(point["floor"]) == PHASES and all(of["p50"] > 0 for of in point["floor"].values())
+        inside = point["transport"] == "mapped"
+        assert set(point["composite"]) == set(point["ratio_to_composite"]) == (PHASES if inside else set())
+        assert bool(point["traffic"]) == inside
+        assert {best["peer"] for best in point["best_peer"].values() if best} == {"ag_rs"}
+    assert points[0]["traffic"] == points[1]["traffic"] != points[4]["traffic"]
+    # x is read, and rows are stored and stored again; the same bytes go back.
+    assert all(0 < of["pushed"] < of["written"] for of in points[0]["traffic"].values())
+    assert [(p["peer"], p["tokens"], p["num_sms"]) for p in record["peers"]] == [("ag_rs", 3, None), ("ag_rs", 5, None)]
+    header = next(line.split() for line in said.splitlines() if line.startswith("transport"))
+    assert header[:3] == ["transport", "tokens", "SMs"] and "composite" in header
+    assert [line.split()[2] for line in said.splitlines() if line.startswith(("mapped", "proxy:tcp"))] == ["3", "all"] * 4
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (picture, tmp_path / "gpu-by-sms.png"))
 
 
 def test_a_wrong_result_fails_the_gpu_benchmark() -> None:

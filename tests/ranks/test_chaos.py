@@ -48,7 +48,7 @@ def test_random_shapes(world_size: int) -> None:
 
 @pytest.mark.parametrize(("transport", "in_flight"), [("proxy:shm", 4), ("proxy:tcp", 1)])
 def test_many_steps(transport: str, in_flight: int) -> None:
-    """More than the 256 steps that an immediate can tell apart, over the largest step number."""
+    """More than the 32 steps that an immediate can tell apart, over the largest step number."""
     case = Case(
         seed() + in_flight, 3, max_tokens=3, hidden=32, transport=transport, in_flight=in_flight, first_step=2**32 - 150,
         crowd="uneven",

@@ -22,10 +22,10 @@ EXPERTS, HIDDEN, TOP_K = 8, 256, 2
 
 class Config:
     def __init__(self, sms: int, send: int, under_way: int) -> None:
-        self.send = send
+        self.sms, self.send = sms, send
 
     def get_nvl_buffer_size_hint(self, row: int, world: int) -> int:
-        return row * self.send
+        return row * self.send * self.sms
 
     def get_rdma_buffer_size_hint(self, row: int, world: int) -> int:
         return row
@@ -49,7 +49,7 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(world: int) -> Config:
-        return Config(20, 6, 256)
+        return Config(Buffer.sms, 6, 256)
 
     get_combine_config = get_dispatch_config
 
@@ -76,11 +76,12 @@ class Buffer:
 
     def dispatch(self, x: Any, handle: Any = None, num_worst_tokens: int = 0, config: Any = None, **rest: Any) -> Any:
         rows = x[0] if isinstance(x, tuple) else x
-        self.note("dispatch", cached=handle is not None, worst=num_worst_tokens, send=config.send, fp8=isinstance(x, tuple))
+        about = {"send": config.send, "sms": config.sms, "fp8": isinstance(x, tuple)}
+        self.note("dispatch", cached=handle is not None, worst=num_worst_tokens, **about)
         return rows.repeat(2, 1), None, rest.get("topk_weights"), None, "handle", None
 
     def combine(self, answers: torch.Tensor, handle: Any, topk_weights: Any = None, config: Any = None) -> Any:
-        self.note("combine", rows=len(answers), send=config.send)
+        self.note("combine", rows=len(answers), send=config.send, sms=config.sms)
         return answers, None, None
 
     def destroy(self) -> None:
@@ -117,11 +118,11 @@ def peer(o: Options, together: bool = True, library: Any = None) -> DeepEp:
     return DeepEp(fake, "group", world, o, Device())  # type: ignore[arg-type]
 
 
-def run(p: DeepEp, o: Options, tokens: int) -> list[str]:
+def run(p: DeepEp, o: Options, tokens: int, num_sms: int | None = None) -> list[str]:
     """Two inputs, dispatched and combined; the calls."""
     x = [torch.randn(tokens, HIDDEN).to(torch.bfloat16) for _ in range(2)]
     ids = [torch.randint(0, EXPERTS, (tokens, TOP_K)) for _ in range(2)]
-    p.prepare(Shape(o, tokens, 0, WORLD), Inputs(x, ids, [torch.rand(tokens, TOP_K) for _ in range(2)]))
+    p.prepare(Shape(o, tokens, 0, WORLD), Inputs(x, ids, [torch.rand(tokens, TOP_K) for _ in range(2)]), num_sms)
     before = len(Buffer.made[-1].calls)
     for i in (0, 1):
         p.dispatch(i)
@@ -165,9 +166,10 @@ def test_the_normal_mode_beyond_is_tuned() -> None:
     timed = [what for name, what in buffer.calls[:-4] if name == "dispatch"][1:]
     assert all(what["cached"] for what in timed) and {what["send"] for what in timed} > {6, 16, 32}
     assert [what for _, what in buffer.calls[-4:]] == [
-        {"cached": False, "worst": WORLD * tokens, "send": 16, "fp8": True}, {"rows": WORLD * tokens, "send": 8},
+        {"cached": False, "worst": WORLD * tokens, "send": 16, "sms": 24, "fp8": True},
+        {"rows": WORLD * tokens, "send": 8, "sms": 24},
     ] * 2  # fmt: skip
-    assert buffer.rdma == 0 and buffer.nvlink == HIDDEN * 2 * 32  # for the largest that was tried
+    assert buffer.rdma == 0 and buffer.nvlink == HIDDEN * 2 * 32 * 24  # for the largest that was tried
     p.close()
     assert [one.calls[-1][0] for one in Buffer.made] == ["destroy", "destroy"]
 
@@ -175,10 +177,26 @@ def test_the_normal_mode_beyond_is_tuned() -> None:
 def test_across_nodes_the_host_waits_for_counts() -> None:
     o = options("--tokens", "1024", "--num-sms", "31", "--wire", "native")
     p = peer(o, together=False)
-    run(p, o, 1024)
+    run(p, o, 1024, 31)
     (buffer,) = Buffer.made
     assert not p.in_graphs and p.how == "normal mode, 30 SMs" and buffer.rdma == HIDDEN * 2
     assert all(what["worst"] == 0 and what["send"] == 6 and not what["fp8"] for name, what in buffer.calls if name == "dispatch")
+
+
+def test_the_normal_mode_on_as_many_multiprocessors_as_were_asked_for() -> None:
+    """One buffer, large enough for all; what is tuned at each is of that many. The low-latency mode has no such setting."""
+    o = options("--tokens", "8,1024", "--num-sms", "32,all,8,9")
+    assert o.num_sms == (8, 9, 32, None)
+    p = peer(o)
+    assert not p.has_num_sms(Shape(o, 8, 0, WORLD)) and p.has_num_sms(Shape(o, 1024, 0, WORLD))
+    for num_sms, sms in ((8, 8), (9, 8), (32, 32), (None, 24)):
+        before = len(Buffer.made[-1].calls) if Buffer.made else 0
+        run(p, o, 1024, num_sms)
+        assert p.how == f"normal mode, {sms} SMs, tuned" and Buffer.sms == sms
+        configs = [what["sms"] for name, what in Buffer.made[-1].calls[before:] if name in ("dispatch", "combine")]
+        assert len(configs) > 4 and set(configs) == {sms}
+    (buffer,) = Buffer.made
+    assert buffer.nvlink == HIDDEN * 2 * 32 * 32
 
 
 def test_what_cannot_be_measured_is_off() -> None:

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <tuple>
 #include <vector>
 
 #include "copy_fabric.h"
@@ -40,10 +41,44 @@ void push(Address stream, std::uint32_t rank, std::uint32_t blocks, const std::v
   check(launch_push(a, blocks, pointer<CUstream_st>(stream)), "launching push");
 }
 
+using RowBytes = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
+
+CompositeArguments composite(Address units, std::uint64_t count, Address others, std::uint32_t most, const std::vector<RowBytes>& rows) {
+  if (rows.size() != 2 || most > kMostCompositeOthers) throw py::value_error("a composite has rows of two kinds, and up to 32 others");
+  CompositeArguments a;
+  a.units = pointer<const CompositeUnit>(units);
+  a.count = count;
+  a.others = pointer<const std::uint64_t>(others);
+  a.most = most;
+  for (std::size_t kind = 0; kind < rows.size(); ++kind) {
+    const auto& [bytes, part_bytes, source_bytes] = rows[kind];
+    if (bytes % 16 != 0 || source_bytes % 16 != 0 || part_bytes % 128 != 0 || part_bytes > kMostCompositePart)
+      throw py::value_error("a composite's rows are multiples of 16 bytes, their parts of 128, up to 4096");
+    a.rows[kind] = {bytes, part_bytes, source_bytes};
+  }
+  return a;
+}
+
 void bind(py::module_& m) {
   m.def("push", &push, py::arg("stream"), py::arg("rank"), py::arg("blocks"), py::arg("memory"), py::arg("area_bytes"), py::arg("bytes"),
         "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, where "
         "every rank has an area of its own.");
+  m.attr("MOST_COMPOSITE_PART") = kMostCompositePart;
+  py::class_<CompositeArguments>(m, "Composite", "What a step reads and stores, all addresses known: see kernels.h and bench/gpu/composite.py.")
+      .def(py::init(&composite), py::kw_only(), py::arg("units"), py::arg("count"), py::arg("others"), py::arg("most"), py::arg("rows"),
+           "Addresses in GPU memory. `rows`: of each kind the bytes that are stored, those of a part, and those of the row that is read.")
+      .def(
+          "spread",
+          [](const CompositeArguments& a, Address stream, std::uint32_t blocks, std::uint32_t fold) {
+            check(launch_spread(a, fold, blocks, pointer<CUstream_st>(stream)), "launching spread");
+          },
+          py::arg("stream"), py::arg("blocks"), py::arg("fold"), "Each row to its places. `fold`: how many bytes of kind 0 become one.")
+      .def(
+          "gather",
+          [](const CompositeArguments& a, Address stream, std::uint32_t blocks, Dtype dtype) {
+            check(launch_gather(a, dtype, blocks, pointer<CUstream_st>(stream)), "launching gather");
+          },
+          py::arg("stream"), py::arg("blocks"), py::arg("dtype"), "The sum of rows to each place.");
   m.def(
       "hold",
       [](Address words, std::uint32_t multiprocessors, double seconds, Address stream) {

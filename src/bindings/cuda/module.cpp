@@ -14,6 +14,7 @@
 #include "cuda/error.h"
 #include "cuda/exchange.h"
 #include "cuda/stages.h"
+#include "cuda/stream_event.h"
 
 namespace py = pybind11;
 
@@ -93,11 +94,11 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms) {
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens) {
   Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu, gdrcopy};
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
-  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms);
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens);
 }
 
 struct PlanLayout {
@@ -108,7 +109,8 @@ void bind_structs(py::module_& m) {
   using Launch = BoundStruct<cuda::Launch>;
   Launch::bind(m, "Launch", "Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.",
                {Launch::required<&cuda::Launch::stream>("stream"), Launch::required<&cuda::Launch::halves>("halves"),
-                Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer")});
+                Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
+                Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
   Tokens::bind(m, "Tokens", "What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
@@ -127,7 +129,8 @@ void bind_structs(py::module_& m) {
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
        ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
-       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
+       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows"), ExpertOutputs::field<&cuda::ExpertOutputs::ready>("ready"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::ready_value>("ready_value")});
   using Result = BoundStruct<cuda::Result>;
   Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
@@ -156,11 +159,15 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_exchange(py::module_& m) {
+  py::class_<StreamEvent>(m, "StreamEvent", "A place in a stream, which others wait for.")
+      .def(py::init<>())
+      .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
+      .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "What the proxy moves, and the words about it.")
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"))
+           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"))
       .def_property_readonly(
           "host", [](const Exchange& e) { return e.host() ? std::optional(e.host()) : std::nullopt; },
           "What the proxy carries for; None inside a node.")
@@ -182,6 +189,13 @@ void bind_exchange(py::module_& m) {
             e.combine(launch, outputs, result);
           },
           py::arg("launch"), py::arg("tokens"))
+      .def("use_hooks", &Exchange::use_hooks, "Once, before the first step that has hooks.")
+      .def(
+          "clear_hooks",
+          [](Exchange& e, Address words, Address stream) { e.clear_hooks(pointer<std::uint32_t>(words), pointer<CUstream_st>(stream)); },
+          py::arg("words"), py::arg("stream"), "Before the dispatch that they are of.")
+      .def("await_experts", &Exchange::await_experts, py::arg("launch"), py::arg("first"), py::arg("count"),
+           "Whatever is launched behind it on that stream has the rows of these experts.")
 #ifdef PPLX_CUDA_STAGES
       .def(
           "note_stages",
@@ -212,7 +226,9 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
-      .def_property_readonly("steps", &Exchange::steps);
+      .def_property_readonly("steps", &Exchange::steps)
+      .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
+      .def_property_readonly("bulk_combines", &Exchange::bulk_combines);
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
@@ -247,6 +263,7 @@ void bind(py::module_& m) {
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
 #ifdef PPLX_CUDA_STAGES
   m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));
+  m.attr("spans") = std::vector<std::string>(std::begin(kSpans), std::end(kSpans));
   m.attr("warps_of_block") = kMostWarps;
 #endif
   bind_structs(m);

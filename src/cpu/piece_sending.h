@@ -1,0 +1,57 @@
+// The send side of one operation of a step in pieces. Both halves of the operation share it: the send half sends what needs no credit, the
+// receive half the rest, beside what it receives.
+#pragma once
+
+#include <deque>
+
+#include "blocks.h"
+#include "piece_stream.h"
+
+namespace pplx::cpu {
+
+class PieceSending {
+ public:
+  // `rows`: of the block for each of the living peers, in their order.
+  PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std::vector<std::uint32_t>& rows);
+  virtual ~PieceSending() = default;
+
+  // Any number of threads. True when all pieces are written, or with `first` all that need no credit.
+  bool poll(bool first);
+  Waiting waiting(bool first) const;
+
+ protected:
+  // Whether the block for a peer may be begun; called again until it says so.
+  virtual bool may_begin(std::uint32_t /*peer*/) { return true; }
+  virtual Waiting waiting_to_begin(std::uint32_t /*peer*/) const { return {}; }
+  // The wait for what rows begin to end - 1 are made of, if that is not there.
+  virtual Waiting waiting_for_rows(std::uint32_t /*peer*/, std::uint32_t /*begin*/, std::uint32_t /*end*/) const { return {}; }
+  // At `to`, in its place.
+  virtual void write_header(std::uint32_t peer, const BlockShape& shape, std::uint32_t piece, char* to) = 0;
+  // Rows begin to end - 1, one behind the other from `to` on.
+  virtual void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) = 0;
+
+ private:
+  struct Out {
+    Out(std::uint32_t peer, char* slot, std::uint64_t before, const BlockShape& shape, std::uint32_t rows_per_unit)
+        : peer(peer), slot(slot), before(before), stream(shape, rows_per_unit) {}
+    const std::uint32_t peer;
+    char* const slot;
+    const std::uint64_t before;   // what the send area still holds of the set's last step
+    PieceStream stream;
+  };
+
+  bool may_write(const Out& out, std::uint32_t piece);
+  Waiting waiting_for_rows(const Out& out, std::uint32_t piece) const {
+    return waiting_for_rows(out.peer, out.stream.shape().begin(piece), out.stream.shape().end(piece));
+  }
+  bool place_has_left(const Out& out, std::uint32_t piece) const;
+  static std::uint32_t most(const Out& out, bool first) { return first ? std::min(kPlaces, out.stream.shape().pieces) : out.stream.shape().pieces; }
+
+  Blocks& b_;
+  const std::uint32_t step_, set_;
+  const Op op_;
+  const BlockLayout block_;
+  std::deque<Out> outs_;          // by peer, in their order
+};
+
+}  // namespace pplx::cpu

@@ -1,0 +1,67 @@
+// The kernels of combine(): one launch, or one per half; release() is a combine without rows.
+#pragma once
+
+#include "closed.cuh"
+#include "combine_recv.cuh"
+#include "kernels.h"
+#include "ready.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+// By the last warp: whose this block's share is. The others ask when their first sums are ready.
+__device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
+  if (threadIdx.x / 32 != kCombineWarps - 1) return;
+  if (threadIdx.x % 32 == 0) s.mine = take_share(a.common, Op::Combine, blockIdx.x, step);
+  s.claimed.open();
+}
+
+// By the whole block: whether remote peers' blocks may be written.
+__device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
+  const std::uint32_t peer = threadIdx.x;
+  const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
+  const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
+  if (threadIdx.x == 0) s.may_send = good;
+  __syncthreads();
+}
+
+// kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
+// kSent: vectors of a lane, in a strip that is sent.
+// kReady: rows are read when the caller's kernel says that they are written.
+template <typename T, bool kPlain, int kSent, bool kReady>
+__device__ __forceinline__ void run_combine(const CombineArguments& a) {
+  PPLX_SHARED(CombineShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Places places;
+  if (!kReady && a.send) load_first_places<kPlain>(a, places);
+  const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, kCombineWarps, s)) return;
+  s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
+  if (a.recv) begin_to_close(k, step);
+  if (a.send) {
+    const CombineUnits units(a, s);
+    const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
+    claim_own(a, step, s);
+    if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
+    if (threadIdx.x / 32 < senders) {
+      if constexpr (kReady)
+        send_when_ready<T, kSent>(a, step, units, senders, s);
+      else
+        send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
+    }
+  }
+  if (a.recv) {
+    receive_combine<T, kPlain>(a, step, s);
+    close_set(k, step);
+  }
+  note(k, Stage::CombineEnds);
+  stamp(k, Op::Combine, step, begun);
+}
+
+using Kernel = void (*)(CombineArguments);
+
+}  // namespace
+}  // namespace pplx::cuda

@@ -1,0 +1,215 @@
+// dispatch() of many tokens inside a node: one launch, or one per half.
+#include "kernels.h"
+#include "many_recv.cuh"
+#include "many_send.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
+
+struct ManyShared {
+  ManyPlan plan;
+  ReceiveShared receive;
+  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  bool last;  // thread block to leave
+};
+
+// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what each worker has.
+struct ManyMemory {
+  std::uint32_t counts, places, workers, bytes;  // where each begins; sums come first
+
+  constexpr explicit ManyMemory(const Config& c)
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
+        bytes(workers + kWorkers * kWorkerBytes) {}
+};
+
+// A receive half: its step, if that is open. All threads or none.
+__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
+  const std::uint64_t closed = load_closed(a.common);
+  step = *a.received.step;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (!__syncthreads_or(refused)) return true;
+  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
+  return false;
+}
+
+template <typename Mode>
+__device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    s.plan.claimed.close();
+    s.receive.rows_known.close();
+    s.receive.placed.close();
+    s.receive.next = 0;
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x % 32 == 0 && is_worker())
+    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+  if (threadIdx.x % 32 == 0 && is_planner())
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      turns_init(s.plan.known + i, 1);
+      turns_init(s.plan.planned + i, 1);
+      turns_init(s.plan.used + i, sending_workers<Mode>(a));
+    }
+}
+
+// The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
+struct FirstChunk {
+  const std::uint32_t number;
+  ChunkIds ids;
+
+  __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
+    if (is_there(a)) ids.load(a, ChunkChoices(a, number));
+  }
+  __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
+  __device__ void keep(const DispatchArguments& a, char* memory) const {
+    if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
+  }
+};
+
+// A worker's part of counting, and of adding up what comes before the block's first chunk.
+__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
+  {
+    const Spends spends(a.common, Span::Counting);
+    for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
+      if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
+  }
+  const Spends spends(a.common, Span::Summing);
+  sum_chunks(a, s.step, threadIdx.x / 32, min(s.first_chunk, a.chunks), kWorkers, sums, memory);
+}
+
+template <typename Mode, bool kHooks>
+__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
+                                          std::uint32_t* sums, char* planner_memory) {
+  const Common& k = a.common;
+  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
+  if (is_planner()) {
+    claim_set(a, s.plan);
+    if (!s.plan.taken) return 0;
+    LoadedChunk loaded;
+    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
+    barrier_sync<kAmongPlanners, kPlanners>();
+    const Spends plans(k, Span::Planning);
+    plan_chunks(a, s.plan, loaded, sums, planner_memory);
+    return 0;
+  }
+  if (!is_worker()) return 0;
+  // Tiles come while chunks are counted, where there is room for both.
+  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
+  const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
+  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
+  const FirstChunk first(a);
+  if (room && warp < senders) sender.ask_early();
+  first.keep(a, counting);
+  {
+    const Spends waits(k, Span::AwaitingClaims);
+    s.plan.claimed.wait();
+  }
+  if (!s.plan.taken) {
+    if (warp < senders) sender.drop();
+    return sender.parities();
+  }
+  if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
+  if (threadIdx.x < k.c.world)
+    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+  fence_shared_copies();  // where chunks were counted, tiles come
+  barrier_sync<kAmongPlanners, kPlanners>();
+  if (warp < senders) sender.send();
+  return sender.parities();
+}
+
+// kHooks: the caller's kernels hear of what has come.
+template <typename Mode, bool kHooks>
+__device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(ManyShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  Spends::begin();
+  const ManyMemory at(k.c);
+  char* const launched = reinterpret_cast<char*>(words);
+  const std::uint32_t warp = threadIdx.x / 32;
+  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
+  prepare<Mode>(a, s);
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
+  std::uint32_t step = 0, parities = 0;
+  if (a.send) {
+    {
+      const Spends begins(k, Span::Beginning);
+      if (is_planner()) begin_plan(a, s.plan);
+      __syncthreads();
+    }
+    step = s.plan.step;
+    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
+  } else if (!find_open_step(a, step)) {
+    if (kHooks) raise_after_failure(a);
+    return;
+  }
+  if (a.recv) {
+    if (warp == kWorkers + 1) count_rows(a, step, s.receive);
+    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
+    if (is_worker()) ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
+    if (kHooks) raise_after_failure(a);
+  }
+  if (a.send) leave_plan(a, s.last);
+  note(k, Stage::DispatchEnds);
+  Spends::end(k);
+  stamp(k, Op::Dispatch, step, begun);
+}
+
+template <typename Mode>
+__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_many<Mode, false>(a);
+}
+template <typename Mode>
+__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_hooks_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_many<Mode, true>(a);
+}
+
+using Kernel = void (*)(DispatchArguments);
+
+template <typename Mode>
+Kernel kernel_of(bool hooks) {
+  return hooks ? dispatch_many_hooks_kernel<Mode> : dispatch_many_kernel<Mode>;
+}
+Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
+  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
+}
+
+}  // namespace
+
+bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
+  const BlockLayout row = dispatch_block(c);
+  return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+}
+
+std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
+
+cudaError_t load_dispatch_many(const Config& c, bool hooks) {
+  for (const bool given : {false, true}) {
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+    const int bytes = static_cast<int>(ManyMemory(c).bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
+  const Config& c = arguments.common.c;
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+}
+
+}  // namespace pplx::cuda

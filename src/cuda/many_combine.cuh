@@ -1,0 +1,421 @@
+// combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
+// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; this rank's own row of a
+// token is summed then, and never stored. Rows of large blocks have arrival words, those of a run behind one fence; small blocks, and
+// blocks of ranks that sent few tokens, are as in a combine of few.
+#pragma once
+
+#include "combine_recv.cuh"
+#include "many_plan.cuh"
+#include "ready.cuh"
+#include "runs.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
+inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
+
+// Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
+class ArrivingTiles {
+ public:
+  __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
+
+  __device__ bool full() const { return asked_ - used_ + given_ == kSumTiles; }
+  // Any lane may know where from; all call.
+  __device__ void ask(const char* from, std::uint32_t bytes) {
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = loaded_ + asked_ % kSumTiles;
+      turns_expect(turns, bytes);
+      bulk_load(memory_ + asked_ % kSumTiles * kSumTileBytes, from, bytes, turns);
+    }
+    ++asked_;
+  }
+  // The next one, which has so many bytes.
+  __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
+    take_back();
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
+#pragma unroll
+    for (int j = 0; j < kVectorsOfTile; ++j) {
+      const std::uint32_t at = j * 512 + threadIdx.x % 32 * 16;
+      v[j] = at < bytes ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();  // its place is asked for next
+    ++used_;
+  }
+  // The next one goes on as it is: a group of stores. A few are on their way at once.
+  __device__ void give(char* to, std::uint32_t bytes) {
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    if (threadIdx.x % 32 == 0) {
+      bulk_store(to, memory_ + used_ % kSumTiles * kSumTileBytes, bytes);
+      bulk_end_group();
+      bulk_await_stored<kMostGiven>();
+    }
+    __syncwarp();
+    ++used_;
+    given_ = min(given_ + 1, kMostGiven);
+  }
+
+ private:
+  static constexpr std::uint32_t kMostGiven = kSumTilesOut - 1;
+
+  __device__ void take_back() {
+    if (given_ == 0) return;
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    __syncwarp();
+    given_ = 0;
+  }
+
+  char* const memory_;
+  std::uint64_t* const loaded_;
+  std::uint32_t asked_ = 0, used_ = 0;
+  std::uint32_t given_ = 0;  // of those that were used, the last ones, which may still be read
+};
+
+// What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
+struct Inputs {
+  const char* from = nullptr;  // of this lane's
+  float weight = 1.0f;
+  std::uint32_t n = 0;  // the first lanes
+};
+
+// Asks for tile after tile of the inputs, in order.
+class InputCursor {
+ public:
+  __device__ InputCursor(const Inputs& inputs, std::uint32_t bytes) : inputs_(inputs), bytes_(bytes) {}
+  __device__ void ask(ArrivingTiles& tiles) {
+    while (inputs_.n != 0 && at_ < bytes_ && !tiles.full()) {
+      const char* const from = of_lane(inputs_.from, static_cast<int>(next_));
+      tiles.ask(from + at_, min(kSumTileBytes, bytes_ - at_));
+      if (++next_ < inputs_.n) continue;
+      next_ = 0;
+      at_ += kSumTileBytes;
+    }
+  }
+
+ private:
+  const Inputs& inputs_;
+  const std::uint32_t bytes_;
+  std::uint32_t next_ = 0, at_ = 0;
+};
+
+// Rows of memory in place of a row's choices: those that it has, choices ascending. By a warp. places: checked.
+__device__ inline Inputs inputs_of(const CombineArguments& a, const Places& places) {
+  const std::uint32_t lane = threadIdx.x % 32, there = __ballot_sync(~0u, places.place != kNone);
+  std::uint32_t bits = there;
+  for (std::uint32_t i = 0; i < lane; ++i) bits &= bits - 1;
+  const int of = bits == 0 ? 0 : __ffs(static_cast<int>(bits)) - 1;
+  Inputs inputs;
+  inputs.n = __popc(there);
+  inputs.from = a.expert_out + __shfl_sync(~0u, places.place, of) * a.expert_stride;
+  inputs.weight = __shfl_sync(~0u, places.weight, of);
+  return inputs;
+}
+
+// kPlain: no tails, and no weights of combine's own. kReady: rows are read when the caller's kernel says that they are written.
+template <typename T, bool kPlain, bool kReady>
+class ManyCombiner {
+  static constexpr int kVectors = kVectorsOfTile;
+  using TileSums = Sums<T, kVectors>;
+
+ public:
+  // memory: of this warp, kCombinerBytes.
+  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, std::uint64_t* loaded)
+      : a_(a), k_(a.common), step_(step), s_(s), out_(memory + kSumTiles * kSumTileBytes), tiles_(memory, loaded),
+        sums_own_(a.sums_own) {}
+
+  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  __device__ void send(std::uint32_t senders) {
+    const Spends all(k_, Span::SendingSums);
+    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), together);
+    if constexpr (kReady) {
+      send_when_ready(runs);
+      return;
+    }
+    std::uint32_t nth = 0;
+    s_.claimed.wait();
+    while (s_.mine) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.sent, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      if (nth * gridDim.x + blockIdx.x >= runs.all()) break;
+      send_run(runs.at(nth * gridDim.x + blockIdx.x));
+    }
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
+      for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
+    tell();
+  }
+
+  __device__ void receive() {
+    const Spends all(k_, Span::ReceivingSums);
+    for (std::uint32_t nth = 0;;) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      const std::uint32_t token = nth * gridDim.x + blockIdx.x;
+      if (token >= a_.own || !receive_token(token)) return;
+    }
+  }
+
+ private:
+  __device__ bool compact() const { return k_.c.layout == LayoutKind::Compact; }
+
+  // ---- send ----
+
+  __device__ void send_when_ready(const RowRuns& runs) {
+    RowsWait rows;
+    s_.claimed.wait();
+    bool own = s_.mine;
+    std::uint32_t run = own ? 0 : kNone;  // of a share that was taken: the next one
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    const auto next = [&] {
+      if (own) {
+        if (threadIdx.x % 32 == 0) run = atomicAdd(&s_.sent, 1u) * gridDim.x + blockIdx.x;
+        run = __shfl_sync(~0u, run, 0);
+        if (run < runs.all()) return run;
+        own = false;
+        run = kNone;
+      }
+      if (threadIdx.x >= 32) return kNone;
+      if (run >= runs.all()) run = take_another_share(k_, Op::Combine, step_, shares);
+      const std::uint32_t mine = run;
+      if (run != kNone) run += gridDim.x;
+      return mine;
+    };
+    const auto try_send = [&](std::uint32_t n) { return send_written_run(runs.at(n), rows); };
+    if (send_as_written(a_, step_, rows, next, try_send, [&] { tell(); })) tell();
+  }
+
+  // Unless some of its rows are not written yet.
+  __device__ bool send_written_run(const RowRun& run, RowsWait& rows) {
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      Places places;
+      places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i);
+      places.check(a_);
+      if (!rows.are_written(a_, places)) return false;
+    }
+    linger(k_, run.first);
+    fence_copies();
+    send_run(run);
+    return true;
+  }
+
+  __device__ void send_run(const RowRun& run) {
+    const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
+    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
+    Places places;
+    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      places.check(a_);
+      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
+      const Inputs inputs = inputs_of(a_, places);
+      char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
+      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      send_row(inputs, row, by_word);
+      if (kPlain || !a_.has_tail || by_word) continue;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
+    }
+    if (!by_word) return;
+    tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
+    told_ = rows;
+    to_tell_ = run.rows;
+  }
+
+  // Nothing is added to the row's only input, and its weight is 1.
+  __device__ bool only_copies(const Inputs& inputs) const { return compact() && inputs.n == 1 && (kPlain || inputs.weight == 1.0f); }
+
+  __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
+    InputCursor cursor(inputs, k_.row_bytes);
+    if (by_word && only_copies(inputs)) {
+      for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+        cursor.ask(tiles_);
+        linger(k_, std::uint64_t{step_} << 32 | at);
+        tiles_.give(row + at, min(kSumTileBytes, k_.row_bytes - at));
+      }
+      return;
+    }
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
+      TileSums sums;
+      if (compact() && inputs.n != 0) sums.start(-0.0f);  // only copied: keeps its sign of zero
+      for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
+      linger(k_, std::uint64_t{step_} << 32 | at);
+      if (by_word)
+        store_by_bulk(sums, row + at, bytes);
+      else
+        sums.send(row, at + threadIdx.x % 32 * 16, at + bytes);
+    }
+  }
+
+  __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    cursor.ask(tiles_);
+    const Spends waits(k_, Span::AwaitingInputs);
+    tiles_.take(bytes, v);
+  }
+  // One whose weight is 1.
+  __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v);
+  }
+  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
+  }
+
+  // The first lane stores, so it alone waits.
+  __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
+    char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOfSum);
+      if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
+      __syncwarp();
+    }
+    const Spends stores(k_, Span::StoringSums);
+    sums.store(from, threadIdx.x % 32 * 16, bytes);
+    fence_shared_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    bulk_store(to, from, bytes);
+    bulk_end_group();
+  }
+
+  // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
+  __device__ void tell_of_last_run(std::uint32_t tiles) {
+    if (to_tell_ == 0) return;
+    const Spends tells(k_, Span::TellingOfSums);
+    if (threadIdx.x % 32 == 0) {
+      if (tiles >= kSumTilesOut)
+        bulk_await_stored<kSumTilesOut>();
+      else
+        bulk_await_stored<1>();
+    }
+    raise_words();
+  }
+  __device__ void tell() {
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    if (to_tell_ != 0) raise_words();
+    to_tell_ = 0;
+    __syncwarp();
+  }
+  __device__ void raise_words() {
+    __syncwarp();
+    if (threadIdx.x % 32 >= to_tell_) return;
+    fence_system();
+    linger(k_, step_);
+    store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
+  }
+
+  // ---- receive ----
+
+  // False: something failed.
+  __device__ bool receive_token(std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
+    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    const bool is_own = sums_own_ && entry != kNone && rank == k_.c.rank;
+    const bool by_word = entry != kNone && !is_own && comes_by_word(a_, rank);
+    if (__any_sync(~0u, entry != kNone && !is_own && !by_word)) return receive_strips(token, entry);
+    const std::uint32_t own = __ballot_sync(~0u, is_own);
+    Places places;
+    if (kPlain && own != 0) {
+      const std::uint32_t number = __shfl_sync(~0u, entry, __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
+      places.load<true>(a_, s_.rows_begin[k_.c.rank] + number);
+      places.check(a_);
+    }
+    char* row = nullptr;
+    if (by_word) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      if (!all_of_warp(!by_word || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
+    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
+    note(k_, Stage::Added);
+    return kPlain || !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
+  }
+
+  // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
+  // row, but for that one.
+  __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+    const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
+    const Inputs all = own_first(mine, own, before, has_own, n, row);
+    InputCursor cursor(all, k_.row_bytes);
+    char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
+      uint4 own_tile[kVectors];
+      if (has_own) sum_own_tile(cursor, all, own, bytes, own_tile);
+      TileSums sums;
+      if (a_.accumulate) sums.load(y, begin, end);
+      for (std::uint32_t i = 0; i < n; ++i) {
+        if (has_own && i == before)
+          sums.add_row(own_tile);
+        else
+          add(cursor, bytes, sums);
+      }
+      sums.store(y, begin, end);
+    }
+  }
+
+  // What a token's sum is of, in the order in which it comes: this rank's own rows of memory, then peers' rows.
+  __device__ static Inputs own_first(const Inputs& mine, std::uint32_t own, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+    const std::uint32_t lane = threadIdx.x % 32, peer = lane - own;
+    Inputs all;
+    all.n = own + n - (has_own ? 1 : 0);
+    const char* const of_peer = of_lane(row, static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
+    all.from = lane < own ? mine.from : of_peer;
+    all.weight = mine.weight;
+    return all;
+  }
+
+  // What a peer would have sent of the own row's next tile: rounded as there.
+  __device__ void sum_own_tile(InputCursor& cursor, const Inputs& all, std::uint32_t own, std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    if (compact() && own == 1) {  // and its weight is 1: sums_own is for plain combines
+      take(cursor, bytes, v);
+      return;
+    }
+    TileSums sums;
+    if (compact() && own != 0) sums.start(-0.0f);
+    for (std::uint32_t i = 0; i < own; ++i) add(cursor, all, i, bytes, sums);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
+  }
+
+  // A later step of few tokens has rows here that show by themselves.
+  __device__ void make_blank_again(char* row, std::uint32_t entry) const {
+    const std::uint32_t blank = __ballot_sync(~0u, row != nullptr && (entry & 0xfffffu) < k_.word_rows);
+    for (std::uint32_t bits = blank; bits != 0; bits &= bits - 1) {
+      char* const to = of_lane(row, __ffs(static_cast<int>(bits)) - 1);
+      for (std::uint32_t at = threadIdx.x % 32 * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
+    }
+  }
+
+  // A token with a row that shows by itself that it has come.
+  __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
+    const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
+    for (std::uint32_t i = 0; i < strips; ++i)
+      if (!receive_strip<T, false, kPlain, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
+    return true;
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  CombineShared& s_;
+  char* const out_;
+  ArrivingTiles tiles_;
+  const bool sums_own_;
+  std::uint32_t stored_ = 0;  // tiles
+  char* told_ = nullptr;  // rows of a run whose source has yet to be told
+  std::uint32_t to_tell_ = 0;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,62 @@
+// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What some
+// have more of than others follows, by source.
+#pragma once
+
+#include "arguments.h"
+
+namespace pplx::cuda {
+
+struct RowRun {
+  std::uint32_t source, first, rows;
+};
+
+class RowRuns {
+ public:
+  // By a warp. sources: the first ones of the order; most: rows of a run.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most)
+      : k_(k), begin_(rows_begin), sources_(sources), most_(most) {
+    std::uint32_t least = kNone;
+    for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
+      const std::uint32_t n = runs_of(k.order[i]);
+      least = min(least, n);
+      all_ += n;
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      least = min(least, __shfl_xor_sync(~0u, least, i));
+      all_ += __shfl_xor_sync(~0u, all_, i);
+    }
+    common_ = least;
+  }
+
+  __device__ std::uint32_t all() const { return all_; }
+
+  __device__ RowRun at(std::uint32_t n) const {
+    std::uint32_t source;
+    if (n / sources_ < common_) {
+      source = k_.order[n % sources_];
+      n /= sources_;
+    } else {
+      n -= common_ * sources_;
+      for (std::uint32_t i = 0;; ++i) {
+        source = k_.order[i];
+        const std::uint32_t more = runs_of(source) - common_;
+        if (n < more) break;
+        n -= more;
+      }
+      n += common_;
+    }
+    return {source, n * most_, min(most_, rows_of(source) - n * most_)};
+  }
+
+ private:
+  __device__ std::uint32_t rows_of(std::uint32_t source) const { return begin_[source + 1] - begin_[source]; }
+  __device__ std::uint32_t runs_of(std::uint32_t source) const { return (rows_of(source) + most_ - 1) / most_; }
+
+  const Common& k_;
+  const std::uint32_t* const begin_;
+  const std::uint32_t sources_, most_;
+  std::uint32_t all_ = 0, common_ = 0;  // of all sources; that every source has
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,84 @@
+// Large steps: blocks in numbered pieces, for an AllToAll whose slots do not hold max_tokens rows.
+//
+// A slot has two places. A block of at most slot_rows rows is whole: it takes both, as a slot of full size would be taken. A larger one
+// goes in pieces of piece_rows rows, the last one with what is left. Each piece is a block of its own, header and rows, and piece p
+// lies in place p mod 2. The header of every piece has the rows and the pieces of the whole block; that of piece 0 has the counts.
+//
+// Three words for each set, op and peer count pieces, in the form of pieces_word():
+//
+//   pieces    pieces[set][op][peer]: how many pieces of that peer's block are there. Written by the peer, or by this rank's proxy; read
+//             by the receive phases. The arrival word rises with piece 0, so a reader of whole blocks looks at nothing else.
+//   consumed  consumed[set][op][peer]: how many pieces of this rank's block that peer has read, its credit. Written by the peer, or by
+//             this rank's proxy when a Credit comes; read before piece p is written into the place that had piece p - 2.
+//   left      left[set][op][peer]: how many pieces have left for good, to a remote peer. Written by the proxy; read as `consumed` is,
+//             for the place in the send area.
+//
+// A word of another step or another generation counts no pieces, so none of them is ever reset.
+#pragma once
+
+#include "block.h"
+
+namespace pplx {
+
+inline constexpr std::uint32_t kPlaces = 2;
+inline constexpr std::uint32_t kPieceOps = 2;           // dispatch and combine; weights blocks are small, and always whole
+inline constexpr std::uint32_t kMostPieces = 0xffff;
+
+// Of all slots for dispatch and combine blocks of so many rows in a set.
+constexpr std::uint64_t bytes_of_slots(const Config& c, std::uint64_t rows) {
+  return c.world * (align_up(dispatch_block(c).bytes(rows), 64) + align_up(combine_block(c).bytes(rows), 64));
+}
+
+constexpr bool in_pieces(const Config& c) {
+  return c.slot_bytes != 0 && max_rows_of_block(c) > c.whole_tokens && bytes_of_slots(c, max_rows_of_block(c)) > c.slot_bytes;
+}
+
+constexpr std::uint32_t piece_rows_of(const Config& c) {
+  const BlockLayout dispatch = dispatch_block(c), combine = combine_block(c);
+  const std::uint64_t each = c.slot_bytes / (std::uint64_t{c.world} * kPlaces);
+  const std::uint64_t headers = dispatch.header_bytes + combine.header_bytes + 2ull * 63;
+  return each <= headers ? 0 : static_cast<std::uint32_t>((each - headers) / (dispatch.row_bytes + combine.row_bytes));
+}
+
+// What slot_bytes must be at least, so that steps of whole_tokens tokens are whole.
+constexpr std::uint64_t least_slot_bytes(const Config& c) {
+  const std::uint64_t rows = ceil_div(c.whole_tokens < max_rows_of_block(c) ? c.whole_tokens : max_rows_of_block(c), kPlaces);
+  const BlockLayout dispatch = dispatch_block(c), combine = combine_block(c);
+  return std::uint64_t{c.world} * kPlaces * (dispatch.bytes(rows) + combine.bytes(rows) + 2ull * 63);
+}
+
+constexpr const char* invalid_pieces(const Config& c) {
+  if (!in_pieces(c)) return nullptr;
+  if (c.whole_tokens < 1 || c.slot_bytes < least_slot_bytes(c)) return "slot_bytes is too small for the steps that are never in pieces";
+  if (ceil_div(max_rows_of_block(c), piece_rows_of(c)) > kMostPieces) return "slot_bytes makes more pieces than a word counts";
+  return nullptr;
+}
+
+// How a block of so many rows travels.
+struct BlockShape {
+  std::uint32_t rows = 0;
+  std::uint32_t pieces = 1;
+  std::uint32_t piece_rows = 1;    // of every piece but the last
+
+  constexpr std::uint32_t piece_of(std::uint32_t row) const { return row / piece_rows; }
+  constexpr std::uint32_t begin(std::uint32_t piece) const { return piece * piece_rows; }
+  constexpr std::uint32_t end(std::uint32_t piece) const { return piece + 1 >= pieces ? rows : (piece + 1) * piece_rows; }
+};
+
+// How many credits a sender can still use: a piece that follows two later ones has a place without them.
+constexpr std::uint32_t useful_credits(const BlockShape& shape) { return shape.pieces > kPlaces ? shape.pieces - kPlaces : 0; }
+
+// generation (16) | pieces (16) | step (32)
+constexpr std::uint64_t pieces_word(std::uint32_t generation, std::uint32_t step, std::uint32_t pieces) {
+  return std::uint64_t{generation & 0xffffu} << 48 | std::uint64_t{pieces & 0xffffu} << 32 | step;
+}
+constexpr std::uint32_t pieces_in(std::uint64_t word, std::uint32_t generation, std::uint32_t step) {
+  const bool current = word >> 48 == (generation & 0xffffu) && static_cast<std::uint32_t>(word) == step;
+  return current ? static_cast<std::uint32_t>(word >> 32) & 0xffffu : 0;
+}
+
+// Of the number of a piece three bits travel. `known`: how many leading pieces are known of; the answer is how far behind those the piece
+// is. Two at most are under way, so what is further is an old one.
+constexpr std::uint32_t pieces_ahead(std::uint32_t low, std::uint32_t known) { return (low - known) & 7u; }
+
+}  // namespace pplx

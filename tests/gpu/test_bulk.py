@@ -1,0 +1,96 @@
+"""Dispatches and combines of many tokens, by bulk copies: against the reference, the CPU device, and steps of few tokens in between.
+
+python -m pytest tests/gpu/test_bulk.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import Crew, Crews, seed
+from open_step_cases import small_case
+from rank_cases import WIRES, Case, random_case
+
+GPUS = torch.cuda.device_count()
+BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
+APART = [n for n in (1, 2, 4, 8) if n <= GPUS]
+BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
+
+
+@pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+@pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
+def few(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    """Also steps of few tokens go by bulk copies."""
+    crews = Crews(request.param, BULK)
+    yield crews
+    crews.close()
+
+
+def large(world: int, wire: str = "fp8", layout: str = "ragged", tokens: int = 4096) -> Case:
+    return Case(
+        seed(), world, num_experts=64, top_k=8, hidden=1024, max_tokens=tokens, wire=wire, layout=layout, align=128, threads=4
+    )  # fmt: skip
+
+
+def test_random_shapes(few: Crews) -> None:
+    for number in range(60):
+        few.run("gpu_cases:exchange", random_case(seed() * 100_000 + 70_000 + number, few.world_size, ("mapped",)))
+
+
+@pytest.mark.parametrize("least", ["4", "40"])
+def test_some_ranks_have_few(least: str) -> None:
+    with Crew(max(APART), {"PPLX_COMM_BULK_TOKENS": least}) as crew:
+        for number in range(40):
+            case = random_case(seed() * 100_000 + 80_000 + number, max(APART), ("mapped",))
+            crew.run("gpu_cases:exchange", replace(case, max_tokens=max(case.max_tokens, 64)))
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("wire", WIRES)
+def test_as_on_the_cpu(crew: Crews, wire: str, layout: str) -> None:
+    crew.run("gpu_cases:both_devices", large(crew.world_size, wire, layout), 2, timeout=120)
+
+
+@pytest.mark.parametrize("sms", [4, 24])
+def test_few_multiprocessors(crew: Crews, sms: int) -> None:
+    crew.run("gpu_cases:both_devices", large(crew.world_size), 2, num_sms=sms, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_full_rows(crew: Crews, dtype: str) -> None:
+    case = replace(large(crew.world_size, tokens=1500), hidden=7168, dtype=dtype)
+    crew.run("gpu_cases:both_devices", case, 2, timeout=120)
+
+
+def test_large_and_small_steps_in_turn(crew: Crews) -> None:
+    """Places of rows that show by themselves are blank again after rows with arrival words."""
+    tokens_of = [2000, 64, 64, 900, 3, 4096, 700, 767, 768, 128]
+    crew.run("gpu_cases:both_devices", large(crew.world_size), len(tokens_of), tokens_of=tokens_of, timeout=120)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_any_bits(few: Crews, wire: str) -> None:
+    case = Case(seed(), few.world_size, num_experts=16, top_k=4, hidden=7168, max_tokens=64, wire=wire)
+    few.run("gpu_cases:rows_that_look_blank", case, 20)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
+def test_soak(few: Crews, wire: str) -> None:
+    case = Case(seed(), few.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=48, wire=wire, first_step=2**32 - 500)
+    assert few.run("gpu_cases:soak", case, 2000) == [0] * few.world_size
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_eager_steps_among_replays(few: Crews, in_flight: int) -> None:
+    case = small_case(seed(), few.world_size, in_flight)
+    few.run("open_step_cases:interleaved", case, list(range(6)), 40, timeout=120)

@@ -1,0 +1,57 @@
+"""Hooks on GPUs: a Triton kernel on a stream of its own spins on the words of a dispatch, and makes the rows that a combine waits for.
+
+One GPU for each rank. Never run so far: the emulation has run all but the Triton kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import Crews, seed
+from open_step_cases import small_case
+
+GPUS = torch.cuda.device_count()
+APART = [n for n in (2, 4, 8) if n <= GPUS]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", params=APART or [2], ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    pytest.importorskip("triton")
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize(("hidden", "tokens"), [(1024, 32), (2048, 128), (4096, 512)])
+def test_a_kernel_beside_a_step(crew: Crews, transport: str, layout: str, hidden: int, tokens: int) -> None:
+    case = small_case(
+        seed(), crew.world_size, 1, transport=transport, layout=layout, hidden=hidden, max_tokens=tokens, align=128,
+        first_step=2**32 - 5,
+    )  # fmt: skip
+    crew.run("hook_kernels:beside", case, 50, timeout=200)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_beside_a_step_of_many_tokens(crew: Crews, layout: str) -> None:
+    case = small_case(seed(), crew.world_size, 1, layout=layout, hidden=2048, max_tokens=2048, align=128)
+    for dispatches, combines in crew.run("hook_kernels:beside", case, 20, timeout=200):
+        assert dispatches > 20 and combines >= 20
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("tokens", [32, 1024])
+def test_hooks_in_a_graph(crew: Crews, tokens: int, in_flight: int) -> None:
+    case = small_case(seed(), crew.world_size, in_flight, layout="padded", hidden=1024, max_tokens=tokens)
+    crew.run("hook_cases:replayed", case, 2, 50, timeout=200)
+
+
+def test_a_kernel_that_never_comes(crew: Crews) -> None:
+    case = small_case(seed(), crew.world_size, 1, hidden=1024, max_tokens=32)
+    results = crew.run("hook_kernels:never_ready", case, 1, 2.0, timeout=100)
+    assert all(said["type"] == "StepTimeout" and said["peer"] == 1 for said in results), results
+    assert "never written" in results[1]["message"], results

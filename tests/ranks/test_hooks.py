@@ -1,0 +1,103 @@
+"""Hooks on the CPU device: d.planned and d.arrived beside a dispatch, ready= beside a combine, expert_groups=."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from harness import Crew, Crews, seed
+from rank_cases import Case, in_pieces, random_case
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+def case_of(number: int, world: int, *transports: str) -> Case:
+    return random_case(seed() * 100_000 + 60_000 + number, world, transports)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:shm"])
+def test_random_shapes(crew: Crews, transport: str) -> None:
+    for number in range(12):
+        crew.run("hook_cases:hooked", case_of(number, crew.world_size, transport))
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_same_bits(crew: Crews, layout: str) -> None:
+    case = replace(case_of(100, crew.world_size, "mapped"), layout=layout, threads=2, max_tokens=60)
+    assert crew.run("hook_cases:hooked", case) == crew.run("hook_cases:plain", case)
+
+
+@pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (256, True), (384, False)])
+def test_alignments(crew: Crews, align: int, zero_pad: bool) -> None:
+    """Blocks of several experts, of a part of one, and of nothing but padding."""
+    case = Case(
+        seed(), crew.world_size, num_experts=3 * crew.world_size, top_k=2, hidden=32, max_tokens=150, align=align, zero_pad=zero_pad,
+        threads=2,
+    )  # fmt: skip
+    crew.run("hook_cases:hooked", case)
+
+
+def test_an_output_that_is_too_small() -> None:
+    with Crew(2) as crew:
+        for layout, rows in (("ragged", 200), ("padded", 20)):
+            case = Case(seed(), 2, num_experts=4, top_k=2, hidden=16, max_tokens=150, layout=layout, rows=rows)
+            crew.run("hook_cases:overflowing", case)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_blocks_in_pieces(transport: str) -> None:
+    """A block of the output waits for pieces that come later, and pieces wait for rows of the output."""
+    with Crew(2) as crew:
+        for number, layout in enumerate(("ragged", "padded", "compact")):
+            case = Case(
+                seed() + number, 2, num_experts=6, top_k=2, hidden=64, max_tokens=1500, layout=layout, transport=transport, steps=4,
+                in_flight=1 + number % 2, threads=2,
+            )  # fmt: skip
+            crew.run("hook_cases:hooked", in_pieces(case), timeout=120)
+
+
+@pytest.mark.parametrize("how", ["whole", "beside", "receives first", "alone"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_groups(crew: Crews, layout: str, how: str) -> None:
+    case = replace(case_of(200, crew.world_size, "mapped", "proxy:tcp"), layout=layout, in_flight=1, max_tokens=100, hidden=64)
+    plain = crew.run("hook_cases:plain", case)
+    for parts in (1, 2, 5):
+        assert crew.run("hook_cases:groups", case, parts, how) == plain
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_that_never_comes(layout: str) -> None:
+    case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
+    with Crew(3) as crew:
+        results = crew.run("hook_cases:never_ready", case, 1, 1.0, timeout=60)
+    what = "local expert 0" if layout == "padded" else "block 0"
+    for rank, said in enumerate(results):
+        assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
+    assert results[1]["phase"] == "combine_send", results
+    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+    assert all(said["seconds"] < 10 for said in results), results
+
+
+def test_nobody_spins_for_ever() -> None:
+    with Crew(3) as crew:
+        crew.start("hook_cases:nobody_comes", Case(seed(), 3), 1.0)
+        said = crew.collect(60, [0, 2])
+        crew.tell(1)
+        crew.collect(60, [1])
+    assert all(s["raised"] and s["type"] == "StepTimeout" and s["peer"] == 1 for s in said), said
+
+
+def test_mistakes(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=2 * crew.world_size)
+    for said in crew.run("hook_cases:mistakes", case):
+        wanted = [
+            "expert_groups=0", "2 groups", "not list", "not torch.float32", r"must be [", "ready_value=0", "expert_groups=", "hooks=True",
+            "hooks=True", "hooks=True", "Compact",
+        ]  # fmt: skip
+        assert len(said) == len(wanted) and all(part in text for part, text in zip(wanted, said, strict=True)), said
