@@ -28,7 +28,7 @@ __device__ inline std::uint64_t load_relaxed(const void* word) {
 __device__ inline void store_relaxed(void* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
-// What this thread has stored, or knows of, comes before what it stores next. A sequentially consistent fence waits for longer.
+// Orders what this thread has stored, or has seen, before what it stores next, for every GPU and the host.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 // For what the protocol's words have in common with a host's.
 struct Atomics {

@@ -267,8 +267,8 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
-// Where steps may be large enough. All ranks or none: what rows of combine look like follows from it, also for a rank that maps the
-// memory of all others, which do not map each other's.
+// Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
+// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
 void Exchange::make_chunk_counts() {
   if (memory_.proxied) return;
   const Config& c = common_.c;

@@ -120,7 +120,7 @@ class ManySender {
  private:
   __device__ char* in(std::uint32_t tile) const { return memory_ + tile % kTilesIn * kTileBytes; }
   __device__ char* out(std::uint32_t tile) const { return memory_ + kTilesIn * kTileBytes + tile % kTilesOut * kMostCodes; }
-  // Of the token that is sent: it has a tile or more.
+  // The scales of the token that is being sent. Every token has at least one tile, so two places suffice.
   __device__ char* scales() const { return memory_ + kTilesIn * kTileBytes + kTilesOut * kMostCodes + sent_ % kTilesOut * kMostScaleBytes; }
 
   // Asks for the next tile, of this token or a later one. False: it is not known yet, or there is none.

@@ -36,7 +36,7 @@ inline constexpr const char* kStages[] = {
 };
 static_assert(sizeof kStages / sizeof *kStages == static_cast<int>(Stage::PassedOn) + 1, "a name each");
 
-// What the warps of a launch for many tokens spend their time with.
+// What a warp can spend its time with in a launch for many tokens.
 enum class Span {
   Sending,
   AwaitingPlan,
