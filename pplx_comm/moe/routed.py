@@ -81,7 +81,7 @@ class Pass:
 
     plan: Plan
     ticket: torch.Tensor
-    """Ties the parts together for autograd. It holds nothing."""
+    """Ties the parts together for autograd, until the last of them. It holds nothing."""
 
     def __init__(self, a2a: AllToAll, x: torch.Tensor) -> None:
         self.a2a = a2a
@@ -132,6 +132,8 @@ def compute(
 def finish(one: Pass) -> torch.Tensor:
     """Ends a pass: [tokens, hidden], the experts' outputs, weighted and added."""
     y: torch.Tensor = _Finish.apply(one.ticket, one)
+    # Its graph holds the pass. One that held its graph, too, would never be freed, nor what was saved in it.
+    del one.ticket
     return y
 
 

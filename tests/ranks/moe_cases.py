@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import pplx_comm as pc
 from pplx_comm.moe import MoE, RouterOptions
+from pplx_comm.moe.routed import Pass
 from pplx_comm.moe.schedule import one_forward_one_backward
 from pplx_comm.moe.sharding import local as part_of
 
@@ -71,6 +74,30 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
     ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
     assert layer.a2a.stats()["open_steps"] == 0
     return errors(layer, expected(case, world, me.rank), x, y)
+
+
+def passes_left(me: Any, case: MoECase, steps: int = 3) -> int:
+    """How many passes are still there after their backward passes, without a look for cycles: each holds gigabytes."""
+    world = make_world(case)
+    layer = make_layer(me, case, world)
+    seen: list[weakref.ref[Pass]] = []
+    begin = Pass.__init__
+
+    def noted(self: Pass, *arguments: Any) -> None:
+        seen.append(weakref.ref(self))
+        begin(self, *arguments)
+
+    gc.collect()
+    gc.disable()
+    Pass.__init__ = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(steps):
+            layer(taken(layer, world.x[me.rank]).requires_grad_()).backward(taken(layer, world.dy[me.rank]))
+    finally:
+        Pass.__init__ = begin  # type: ignore[method-assign]
+        gc.enable()
+    assert len(seen) == steps
+    return sum(ref() is not None for ref in seen)
 
 
 def errors(layer: MoE, wanted: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:

@@ -56,6 +56,12 @@ def test_ways_to_train(crew: Crews, how: str) -> None:
     check(crew, 1e-5, how, spread="zipf")
 
 
+@two_ranks
+@pytest.mark.parametrize("recompute", ["nothing", "dispatch"])
+def test_passes_end_with_their_backward_pass(crew: Crews, recompute: str) -> None:
+    assert crew.run("moe_cases:passes_left", replace(MoECase(seed(), crew.world_size), recompute=recompute)) == [0] * crew.world_size
+
+
 def test_no_tokens_anywhere(crew: Crews) -> None:
     check(crew, 1e-30, tokens=(0, 0, 0, 0))
 
