@@ -143,8 +143,9 @@ check: lint machine-code sim tests-built mutants  ## everything that a change mu
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process; and SGLang's dispatchers
+check-serving: build  ## on CPUs over this library: vLLM's engines, SGLang's dispatchers, and MoE layers of torchtitan and Megatron-Core
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
+	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(PY) -m pytest tests/serving --durations=10
 
 wheel: $(deps)  ## a wheel in dist/
