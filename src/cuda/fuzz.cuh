@@ -20,7 +20,7 @@ __device__ inline void linger(const Common& k, std::uint64_t what) {
   if (chance < 4) __nanosleep(h >> 32 & 0x3fff);
   if (chance == 4) __nanosleep(h >> 32 & 0x1ffff);
 }
-// A thread block in eight does so when others may have ended already.
+// One thread block in eight, drawn anew for each step, waits so long here that others may have ended already.
 __device__ inline void come_late(const Common& k, std::uint32_t step) {
   if (mixed(step ^ k.fuzz_seed << 32 ^ std::uint64_t{blockIdx.x} << 48) % 8 != 0) return;
   for (int i = 0; i < 16; ++i) __nanosleep(0x1ffff);
