@@ -59,7 +59,9 @@ def test_ways_to_train(crew: Crews, how: str) -> None:
 @two_ranks
 @pytest.mark.parametrize("recompute", ["nothing", "dispatch"])
 def test_passes_end_with_their_backward_pass(crew: Crews, recompute: str) -> None:
-    assert crew.run("moe_cases:passes_left", replace(MoECase(seed(), crew.world_size), recompute=recompute)) == [0] * crew.world_size
+    assert (
+        crew.run("moe_cases:passes_left", replace(MoECase(seed(), crew.world_size), recompute=recompute)) == [0] * crew.world_size
+    )
 
 
 def test_no_tokens_anywhere(crew: Crews) -> None:
