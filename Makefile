@@ -143,10 +143,11 @@ check: lint machine-code sim tests-built mutants  ## everything that a change mu
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving: build  ## on CPUs over this library: vLLM's engines, SGLang's dispatchers, and MoE layers of torchtitan and Megatron-Core
+check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(PY) -m pytest tests/serving --durations=10
+	$(call serving_env,training) -m pytest tests/ranks/test_moe_kernels.py --durations=5
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -20,10 +20,11 @@ import copies
 import failure_cases
 import gpu_cases
 import open_step_cases
+import outcomes
 import placement_cases
 import rank_cases
 import torch
-from rank_cases import Case
+from cases import Case
 
 import bench
 from pplx_comm import all_to_all
@@ -222,7 +223,7 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
         steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
         combined = [step for step in steps if not step.released]
         for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(combined))):
-            rank_cases.must(stats[name] >= wanted, name, stats[name], "of", wanted)
+            outcomes.must(stats[name] >= wanted, name, stats[name], "of", wanted)
         return [len(steps), len(combined)]
 
 
@@ -235,7 +236,7 @@ def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]])
         rank_cases.Runner(me, case, a2a).run()
         stats = a2a.stats()
         for name in ("bulk_dispatches", "bulk_combines"):
-            rank_cases.must(stats[name] == 0, name, stats[name])
+            outcomes.must(stats[name] == 0, name, stats[name])
         return list(a2a._steps.session.wiring.peers.remote)
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case, random_case
 from harness import Crew, Crews, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
-from rank_cases import Case, random_case
 from test_cpp import build
 from test_failure import left_in_shm
 

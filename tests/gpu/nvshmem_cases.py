@@ -9,8 +9,8 @@ from typing import Any
 import gpu_cases
 import rank_cases
 import torch
+from cases import DTYPES, Case
 from gpu_cases import group_of
-from rank_cases import Case
 from reference import same_bits
 
 import pplx_comm as pc
@@ -37,7 +37,7 @@ def _filled(d: pc.Dispatched, name: str) -> torch.Tensor | None:
 def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(case.seed * 1_000_003 + step * 1009 + group)
     tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
-    x = torch.randn(tokens, case.hidden, generator=g).to(rank_cases.DTYPES[case.dtype])
+    x = torch.randn(tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
     ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g)
     return x.to(device), ids.to(device), torch.rand(tokens, case.top_k, generator=g).to(device)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
-from rank_cases import WIRES, Case, random_case
 from run_cuda import build_module, nvcc
 from test_failure import CLOSED, NOTICED
 

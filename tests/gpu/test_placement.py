@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case, random_case
 from harness import Crew, Crews, run_ranks, seed
-from rank_cases import Case, random_case
 
 GPUS = torch.cuda.device_count()
 RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)

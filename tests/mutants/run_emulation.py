@@ -191,7 +191,7 @@ def main(words: list[str]) -> int:
         code, output = run.call(["env", f"PPLX_TEST_EMULATION={WORK}", *pytest], LIMIT, run.ROOT)
         caught = code in (None, 1)
         lines = [line.removeprefix("E").strip() for line in output.splitlines()]
-        said = [line for line in lines if re.match(r"a put |rank_cases.Failed|\S*Error: ", line)] or ["it hangs"]
+        said = [line for line in lines if re.match(r"a put |outcomes.Failed|\S*Error: ", line)] or ["it hangs"]
         survivors += not caught
         tried += 1
         verdict = said[-1][:110] if caught else f"passes (exit {code}), though {mutant.why}"
