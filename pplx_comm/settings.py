@@ -182,6 +182,11 @@ class Settings:
         "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
         default="768",
     )  # fmt: skip
+    part_bytes: int = _variable(
+        "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",
+        "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",
+        value=64 * 1024, default="65536",
+    )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
     )  # fmt: skip

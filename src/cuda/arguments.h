@@ -41,7 +41,8 @@ struct Control {
   unsigned long long closed[kMaxInFlight];  // by set, see closed_word
   // Blocks of remote peers, see remote.cuh. By set and op.
   unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
-  std::uint32_t stored[kMaxInFlight][kOps][kMaxPeers];  // of the block that is being written
+  std::uint32_t stored[kMaxInFlight][kPieceOps][kMaxPeers][kMostParts];  // of the parts of the block that is being written
+  std::uint32_t parts[kMaxInFlight][kPieceOps][kMaxPeers];  // which of them are complete, a bit each, and kTelling
   std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
   std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // of the last one that was seen to have left
 };
@@ -101,6 +102,7 @@ struct Common {
   Config c;
   Heap heap;
   BlockLayout dispatch, combine, weights;
+  PartSizes dispatch_parts, combine_parts;  // of blocks for other nodes
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some

@@ -196,7 +196,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
     hand_over_first(k, step, Op::Combine, peer, k.combine.header_bytes, row_puts);
     return;
   }
-  if (lane == 0) count_stored(k, step, Op::Combine, peer, kComplete - rows * parts, [&] { return rows; });
+  if (lane == 0) count_header(k, step, Op::Combine, peer, rows, parts);
 }
 
 // The weights of this row's choices that its source gave to combine. False: they will not come.
@@ -326,7 +326,8 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   }
   if (threadIdx.x % 32 != 0) return;
   if (remote)
-    count_stored(k, step, Op::Combine, of.source, 1, [&] { return s.rows_begin[of.source + 1] - s.rows_begin[of.source]; });
+    count_part(k, step, Op::Combine, of.source, k.combine_parts.part_of(of.row), 1, units.runs,
+               [&] { return s.rows_begin[of.source + 1] - s.rows_begin[of.source]; });
   else
     publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }

@@ -19,6 +19,7 @@ struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
   unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
+  std::uint32_t next_row[kMaxPeers];  // behind the unit's last row for a peer, if it has any; of remote ones
   bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
@@ -159,7 +160,7 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
     if (warp_of_block() == 0) hand_over_first(k, step, Op::Dispatch, peer, k.dispatch.header_bytes, row_puts);
     return;
   }
-  if (threadIdx.x == 0) count_stored(k, step, Op::Dispatch, peer, kComplete - rows, [&] { return rows; });
+  if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
 }
 
 // What replicas must have in common. Also to itself, for the thread block that compares.
@@ -281,6 +282,7 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t,
     unit.row[token][nth] = t.at[i];
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
+    if (!kPlain) unit.next_row[rank] = t.row[i] + 1;
   }
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
@@ -479,7 +481,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
       for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & far_peers(k)) >> peer & 1;
-      if (rows != 0) count_stored(k, s.step, Op::Dispatch, peer, rows, [&] { return a.plan.rows[peer]; });
+      if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, [&] { return a.plan.rows[peer]; });
     }
     if (!kPlain && kCarrier) put_near_rows(k, s.step, unit);
     bool any = false;

@@ -72,6 +72,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.dispatch = dispatch_block(config);
   common_.combine = combine_block(config);
   common_.weights = weights_block(config);
+  common_.dispatch_parts = part_sizes(config, Op::Dispatch);
+  common_.combine_parts = part_sizes(config, Op::Combine);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
   common_.experts = local_experts(config, config.rank);

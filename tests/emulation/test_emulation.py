@@ -23,6 +23,8 @@ from test_cpp import build
 from test_failure import left_in_shm
 
 CHAOS = "delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+PARTS = {"PPLX_COMM_PART_BYTES": "500"}
+"""Blocks for other nodes leave in parts of a few rows."""
 # Fibers change stacks in its assembler.
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")
 
@@ -37,7 +39,7 @@ def module() -> str:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
+    crews = Crews(request.param, PARTS)
     yield crews
     crews.close()
 
@@ -79,14 +81,14 @@ def test_more_units_than_warps() -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     """The others find no room on the GPU before it has ended: it sends their shares."""
-    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_PART_BYTES": "1"}) as crew:
         for number in range(10):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(25_000, number, 2, transport))
 
 
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes_in_a_chaos(transport: str) -> None:
-    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}", **PARTS}) as crew:
         for number in range(5):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
