@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants mutants-carrier cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -102,6 +102,9 @@ machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
 
+mutants-carrier: tests-built  ## the same for carriers that kernels drive: the emulation's tests, six minutes
+	$(PY) tests/mutants/run_emulation.py
+
 cpp: build  ## the C++ tests
 	cmake --build $(BUILD) --target pplx_cpp_tests
 	ctest --test-dir $(BUILD) --output-on-failure
@@ -140,8 +143,9 @@ check: lint machine-code sim tests-built mutants  ## everything that a change mu
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving: build  ## vLLM's engines on CPUs over this library: the same tokens as one process; and SGLang's dispatchers
+check-serving: build  ## on CPUs over this library: vLLM's engines, SGLang's dispatchers, and MoE layers of torchtitan and Megatron-Core
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
+	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(PY) -m pytest tests/serving --durations=10
 
 wheel: $(deps)  ## a wheel in dist/

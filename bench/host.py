@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pplx_comm as pc
 from pplx_comm.device import cuda
 from pplx_comm.device.steps import Steps
+from pplx_comm.gpus import built
 from pplx_comm.torch_ops.graph import Graph
 
 
@@ -51,7 +52,7 @@ class NoLaunches:
 def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
     """Gives a CPU AllToAll the host path of a CUDA one."""
     real = a2a._steps, a2a._graph, cuda.raw_stream
-    session = replace(a2a._steps.session, wiring=replace(a2a._steps.session.wiring, exchange=core, carrier=None))
+    session = replace(a2a._steps.session, wiring=replace(a2a._steps.session.wiring, exchange=core, kernels=built(), carrier=None))
     a2a._steps = Steps(session, cuda.Cuda(session))
     a2a._graph = Graph(a2a._steps)
     setattr(cuda, "raw_stream", lambda device: 0)  # noqa: B010

@@ -76,3 +76,5 @@ if(PPLX_CUDA_FUZZ)
   target_compile_definitions(_cuda PRIVATE PPLX_CUDA_FUZZ=1)
 endif()
 pplx_place_module(_cuda)
+
+include("${CMAKE_CURRENT_LIST_DIR}/nvshmem.cmake")

@@ -41,7 +41,8 @@ class AllToAll:
     wire: the format of dispatched rows: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: the shape of d.x: Ragged(align=128), Padded() or Compact().
     device: "cpu", the default; "cuda" for torch's current GPU, or "cuda:1". Ranks of one node may share a GPU.
-    transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists.
+    transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists. "nvshmem" maps memory
+        inside a node, and between nodes kernels post to a ConnectX themselves, by NVSHMEM; device="cuda" only.
     provider: the libfabric provider of the proxy; None takes the best there is.
     nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes
         PPLX_COMM_NICS, else the nearest.
@@ -62,6 +63,8 @@ class AllToAll:
         combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A death is noticed within 1 s.
+    symmetric_memory: with transport="nvshmem" a tensor of NVSHMEM's symmetric memory, the same on all ranks, for blocks of other
+        nodes; needed where these ranks are a part of NVSHMEM's PEs. None: this library makes it.
     scale_layout: layout of d.scale: "row", or "tma": column-major, columns at multiples of 16 bytes. x_scale may have any strides.
     """
 
@@ -94,6 +97,7 @@ class AllToAll:
         timeout: float = 100.0,
         scale_layout: str = "row",
         placement: str | None = None,
+        symmetric_memory: torch.Tensor | None = None,
     ) -> None:
         self._comm = comm
         arguments = Arguments(
@@ -101,7 +105,7 @@ class AllToAll:
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
             num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout, placement=placement,
-            first_step=self._first_step,
+            first_step=self._first_step, symmetric_memory=symmetric_memory,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -118,6 +122,8 @@ class AllToAll:
         session, config = self._steps.session, self._steps.session.config
         w = session.wiring
         groups = [f"{len(w.peers.mapped)} mapped"] if w.peers.mapped else []
+        if w.peers.remote and w.segment:
+            groups.append(f"{len(w.peers.remote)} by NVSHMEM, {len(w.segment.near)} of them reached by stores")
         if w.peers.remote and w.carrier:
             groups.append(
                 f"{len(w.peers.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")

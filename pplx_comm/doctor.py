@@ -27,7 +27,7 @@ from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of
 from pplx_comm.layouts import Padded
 from pplx_comm.machine import machine, versions
 from pplx_comm.settings import Settings, Start, in_force, read, unknown
-from pplx_comm.wiring import libfabric
+from pplx_comm.wiring import libfabric, nvshmem
 from pplx_comm.wiring.config import make_config
 from pplx_comm.wiring.memory import threads_of_a_rank
 from pplx_comm.wiring.placement import placement
@@ -249,17 +249,34 @@ def _version(number: int) -> str:
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def _nvshmem() -> Finding:
-    try:
-        spec = importlib.util.find_spec("nvidia.nvshmem")
-    except ModuleNotFoundError:
-        spec = None
-    places = list(spec.submodule_search_locations or []) if spec else []
-    return Finding(
-        "nvshmem",
-        False,
-        f"this version has no NVSHMEM transport; the library is {places[0] if places else 'not installed'}",
+def _nvshmem() -> list[Finding]:
+    """Whether transport='nvshmem' works here, and what it would post to a ConnectX by."""
+    if nvshmem.library_path() is None:
+        return [Finding("nvshmem", False, "NVSHMEM is not installed: transport='nvshmem' needs it", nvshmem.INSTALL)]
+    findings = [_nvshmem_module()]
+    lacks = nvshmem.missing_for_ibgda(sysfs_here())
+    findings.append(Finding("ibgda", not lacks, "; ".join(lacks) or "GPUs can post to the ConnectX of this host themselves"))
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+    shown = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
+    # Queues that a GPU posts to take these from NVSHMEM alone, whatever the host's defaults are.
+    priority = (
+        f"traffic class {chosen.get('NVSHMEM_IB_TRAFFIC_CLASS', '0')}, service level {chosen.get('NVSHMEM_IB_SL', '0')} "
+        "(NVSHMEM_IB_TRAFFIC_CLASS, NVSHMEM_IB_SL; the host's defaults do not count here)"
     )
+    findings.append(Finding("nvshmem settings", None, f"{priority}; set: {shown or 'nothing of NVSHMEM'}"))
+    return findings
+
+
+def _nvshmem_module() -> Finding:
+    try:
+        module = nvshmem.kernels()
+    except Error as problem:
+        return Finding("nvshmem", False, str(problem), "make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON")
+    if module.device_count() == 0:
+        says = f"built with NVSHMEM {module.version}, but this process sees no GPU"
+        return Finding("nvshmem", False, says, "needs a GPU and its driver: nvidia-smi must list it")
+    refused = nvshmem.try_alone(0)
+    return Finding("nvshmem", refused is None, refused or f"NVSHMEM {module.version} starts; transport='nvshmem' uses it")
 
 
 def _environment() -> list[Finding]:
@@ -288,7 +305,7 @@ def _gib(nbytes: float) -> str:
 def findings() -> list[Finding]:
     settings, wrong = _settings()
     machine_and_software = [*_processor(settings), *_shared_memory(), *_python(), _mpi()]
-    return [*machine_and_software, *_fabric(settings), *_gpus(), _nvshmem(), *_environment(), *wrong]
+    return [*machine_and_software, *_fabric(settings), *_gpus(), *_nvshmem(), *_environment(), *wrong]
 
 
 def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:

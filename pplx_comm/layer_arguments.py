@@ -20,7 +20,7 @@ def positive(text: str) -> int:
     return value
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     return tuple(positive(part) for part in text.split(","))
 
 
@@ -33,7 +33,7 @@ def _wire(text: str) -> str:
 
 def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     shape = parser.add_argument_group("the MoE layer")
-    shape.add_argument("--tokens", type=_numbers, default=(1, 8, 32, 128), metavar="N,N,...", help="tokens per rank (1,8,32,128)")
+    shape.add_argument("--tokens", type=numbers, default=(1, 8, 32, 128), metavar="N,N,...", help="tokens per rank (1,8,32,128)")
     shape.add_argument("--hidden", type=positive, default=7168, help="elements of a token (7168)")
     shape.add_argument("--experts", type=positive, default=256, help="experts of all ranks together (256)")
     shape.add_argument("--top-k", type=positive, default=8, help="experts per token (8)")

@@ -58,5 +58,10 @@ def machine() -> dict[str, Any]:
     }
 
 
+def rdma_devices(sysfs: Path = Path("/sys")) -> list[str]:
+    """Names of those that the kernel knows, as mlx5_0."""
+    return sorted(device.name for device in (sysfs / "class/infiniband").glob("*"))
+
+
 def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": str(torch.__version__)}

@@ -185,6 +185,11 @@ class Settings:
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
     )  # fmt: skip
+    near: bool = _variable(
+        "PPLX_COMM_NVSHMEM_NEAR", _flag, "0 or 1",
+        "For tests: 0 makes transport='nvshmem' hand NVSHMEM whole blocks also for peers that stores reach",
+        value=True, default="1",
+    )  # fmt: skip
     libfabric: str | None = _variable(  # read again by proxy/libfabric/loader.cpp, which programs without Python use, too
         "PPLX_LIBFABRIC", _absolute, "an absolute path", "The libfabric.so.1 to use, an absolute path",
         default="the EFA installer's, the system's, a wheel's",

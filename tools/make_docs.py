@@ -23,8 +23,12 @@ CLASSES = {
     "layouts": ["Ragged", "Padded", "Compact"],
     "wire": ["Wire"],
     "errors": ["Error", "PeerError", "StepTimeout"],
+    "moe/layer": ["MoE"],
+    "moe/router": ["RouterOptions"],
+    "moe/routed": ["Options"],
+    "moe/exchange": ["Exchange"],
 }
-MADE_BY_USERS = ("AllToAll", "Ragged", "Padded", "Compact")
+MADE_BY_USERS = ("AllToAll", "Ragged", "Padded", "Compact", "MoE", "RouterOptions", "Options", "Exchange")
 
 
 def documented(text: str | None) -> str:
@@ -72,7 +76,11 @@ def described(kind: ast.ClassDef) -> str:
 
 
 def api() -> str:
-    parts = ["# API", "Written by `make docs` from the docstrings. `import pplx_comm as pc` has all of it, typed."]
+    parts = [
+        "# API",
+        "Written by `make docs` from the docstrings. `import pplx_comm as pc` has all of it, typed, but for [the layer](moe.md): "
+        "`MoE` and `RouterOptions` are in `pplx_comm.moe`, `Options` and `Exchange` in `pplx_comm.moe.functional`.",
+    ]
     for module, names in CLASSES.items():
         tree = ast.parse((ROOT / "pplx_comm" / f"{module}.py").read_text())
         classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

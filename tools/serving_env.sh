@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes the environment in which the tests run an engine, once, and prints its Python.
-# Usage: [PYTHON=python3] [TORCH_INDEX=url] tools/serving_env.sh [vllm | sglang]
+# Usage: [PYTHON=python3] [TORCH_INDEX=url] tools/serving_env.sh [vllm | sglang | training]
 #
 # It is kept under PPLX_SERVING_ENVS (~/.cache/pplx_comm), in a folder named after what it is made from: 2.3 GB for vLLM, 1.1 GB for
-# SGLang, of which only the modules are there that a CPU can import.
+# SGLang, of which only the modules are there that a CPU can import, and 1.3 GB for training: torchtitan and Megatron-Core.
 set -euo pipefail
 python=${PYTHON:-python3}
 case $python in */*) python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python") ;; esac  # it may be given relative to the caller
@@ -11,8 +11,8 @@ cd "$(dirname "$0")/.."
 engine=${1:-vllm}
 case $engine in
 vllm) needs=tests/serving/requirements.txt ;;
-sglang) needs=tests/serving/requirements_sglang.txt ;;
-*) echo "$0: no engine is named $engine; there are vllm and sglang" >&2 && exit 2 ;;
+sglang | training) needs=tests/serving/requirements_$engine.txt ;;
+*) echo "$0: no engine is named $engine; there are vllm, sglang and training" >&2 && exit 2 ;;
 esac
 wants=("$needs" "tests/serving/$engine.txt")
 

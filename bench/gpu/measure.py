@@ -87,6 +87,11 @@ def run(options: Options, world: World, device: Any) -> Results:
     return results
 
 
+def _mapped(points: list[Point], num_sms: int | None) -> Point | None:
+    """Beside a point of another transport."""
+    return next((point for point in points if (point.transport, point.num_sms, point.off) == (MAPPED, num_sms, None)), None)
+
+
 @dataclass(frozen=True)
 class Bare:
     """The composite floor, by phase: a launch for each input, and a launch's bytes."""
@@ -138,7 +143,9 @@ class Size:
             across = any(world.gather(len(remote), "remote ranks"))
             for num_sms in self._options.num_sms:
                 try:
-                    if across:
+                    if across and transport.transport == "nvshmem":
+                        points.append(self._by_kernels(transport, num_sms, points))
+                    elif across:
                         points.append(self._across(transport, remote, num_sms, points))
                     else:
                         points.append(self._inside(transport, num_sms))
@@ -148,6 +155,11 @@ class Size:
         if inside:
             self._floors(inside)
             self._composites(inside)
+        for point in points:
+            if point.beside:
+                mapped = _mapped(points, point.num_sms)
+                assert mapped is not None
+                point.floor, point.composite, point.traffic = mapped.floor, mapped.composite, mapped.traffic
         results.points += points
         self._peers(peers, results)
         ids = np.ascontiguousarray(self._batches[0].ids)
@@ -167,7 +179,7 @@ class Size:
         finally:
             comm.close()
         point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
-        inside = next((p for p in points if (p.transport, p.num_sms, p.off) == (MAPPED, num_sms, None)), None)
+        inside = _mapped(points, num_sms)
         if inside is None:
             point.floor_off = "its kernels' part needs --transport mapped before it, and all ranks on one node"
             return point
@@ -182,6 +194,24 @@ class Size:
             point.floor_parts[phase] = parts
             point.floor[phase] = total(list(parts.values()))
         point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
+        return point
+
+    def _by_kernels(self, transport: Transport, num_sms: int | None, points: list[Point]) -> Point:
+        """Kernels that post. Its floors are those of the same bytes by bare stores where mapped memory reaches all ranks: over P2P
+        what it takes beyond `mapped` is the carrier's own."""
+        world, point = self._world, Point(transport.name, self._shape.tokens, num_sms)
+        a2a = world.all_or_none(lambda: self.open(world.comm, transport, num_sms), f"transport {transport.name}")
+        with a2a:
+            if self._options.check:
+                self._check(a2a)
+            self._kernels(a2a, point)
+            self._eager(a2a, point)
+        point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
+        inside = _mapped(points, num_sms)
+        if inside is None:
+            point.floor_off = "mapped's needs --transport mapped before it, and all ranks on one node"
+            return point
+        point.beside = {phase: inside.phases[phase] for phase in (*PHASES, "round trip")}
         return point
 
     def _bare_writes(self, transport: Transport, remote: frozenset[int]) -> dict[str, Figure]:

@@ -20,7 +20,7 @@ from bench.cpu.peers import Packing, Peer
 from bench.gpu import symmetric
 from bench.harness.batch import Shape
 from bench.harness.options import Options
-from bench.harness.world import Off, World
+from bench.harness.world import Limits, Off, World
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class NoSuchSetting:
         return False
 
 
-def group(world: World, options: Options, backend: str) -> Any:
+def group(world: World, options: Limits, backend: str) -> Any:
     """torch's process group, made once."""
     if not dist.is_initialized():
         limit = timedelta(seconds=options.timeout)
@@ -79,7 +79,7 @@ def group(world: World, options: Options, backend: str) -> Any:
     return dist.group.WORLD
 
 
-def group_of(world: World, options: Options, device: torch.device) -> Any:
+def group_of(world: World, options: Limits, device: torch.device) -> Any:
     return group(world, options, "nccl" if device.type == "cuda" else "gloo")
 
 

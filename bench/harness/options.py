@@ -17,7 +17,7 @@ PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep"
 
 @dataclass(frozen=True)
 class Transport:
-    """One way to carry, as --transport names it: mapped, auto, proxy, proxy:PROVIDER, nvshmem."""
+    """One way to carry, as --transport names it: mapped, auto, proxy, proxy:PROVIDER, nvshmem, nvshmem:RANKS OF A NODE."""
 
     name: str
     transport: str
@@ -97,11 +97,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--transport", type=_names, default=("auto",), metavar="T,T,...",
         help="mapped; proxy:PROVIDER, every peer through the proxy (shm, tcp, efa, verbs, ...); proxy, over the best "
-            "provider; auto (auto)",
+            "provider; nvshmem, mapped inside a node and posts by kernels across; nvshmem:1, every peer by NVSHMEM; auto (auto)",
     )  # fmt: skip
     what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
     what.add_argument(
-        "--node-size", type=positive, metavar="N", help="auto: take N ranks in a row for a node; the proxy carries to all others"
+        "--node-size",
+        type=positive,
+        metavar="N",
+        help="auto, nvshmem: take N ranks in a row for a node; the proxy, or NVSHMEM, carries to all others",
     )
     what.add_argument(
         "--peers", "--peer", type=_peers, metavar="P,P",
@@ -142,6 +145,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _transport(name: str, arguments: argparse.Namespace) -> Transport:
     kind, _, provider = name.partition(":")
+    if kind == "nvshmem":
+        return Transport(name, kind, None, int(provider) if provider else arguments.node_size)
     if kind == "proxy":
         return Transport(name, kind, provider or arguments.provider, 1)
     return Transport(name, kind, provider or arguments.provider, arguments.node_size if kind == "auto" else None)

@@ -7,14 +7,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from bench.harness.options import Options
 from bench.harness.reference import Wrong
-from bench.harness.world import World, started_by_mpi
+from bench.harness.world import Limits, World, started_by_mpi
 from pplx_comm.errors import Error
 
+Chosen = TypeVar("Chosen", bound=Limits)
 
-def measure(options: Options, arguments: Sequence[str], what: Callable[[Options, World, Sequence[str]], None]) -> int:
+
+def measure(options: Chosen, arguments: Sequence[str], what: Callable[[Chosen, World, Sequence[str]], None]) -> int:
     """The exit status. A rank that fails takes the others along: none is left waiting."""
     # A launcher asks its ranks to end before it kills them; a rank that closes leaves none of its provider's files in /dev/shm.
     signal.signal(signal.SIGTERM, signal.default_int_handler)

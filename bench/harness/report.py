@@ -92,8 +92,10 @@ def _besides(point: Point) -> str:
     p50 = {phase: _number(figure.p50) for phase, figure in point.phases.items()}
     if "wall" in p50:
         ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
+        of_mapped = ", ".join(f"{phase} {_times(point.phases[phase].p50 / it.p50)}" for phase, it in point.beside.items())
         return (
-            f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
+            (f"in multiples of mapped: {of_mapped}; " if of_mapped else "")
+            + f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
             f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']})"
         )
     return (

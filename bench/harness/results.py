@@ -32,6 +32,8 @@ class Point:
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
     """By phase: bytes that the composite of this rank reads, writes, and of those pushes to other ranks."""
     bytes_per_rank: dict[str, float] = field(default_factory=dict)
+    beside: dict[str, Figure] = field(default_factory=dict)
+    """What transport mapped took in the same run, by phase, where kernels post to a network themselves."""
 
     def ratio(self, phase: str) -> float | None:
         return self._ratio(phase, self.floor)

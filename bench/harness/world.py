@@ -6,11 +6,10 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pplx_comm._core as _core
 from bench import _instruments
-from bench.harness.options import Options
 from pplx_comm.communicator import Communicator
 from pplx_comm.control import memfd
 from pplx_comm.control.launch import detect
@@ -22,6 +21,20 @@ from pplx_comm.wiring.memory import threads_of_a_rank
 T = TypeVar("T")
 Span = tuple[int, int]
 """When a rank began and ended, nanoseconds of CLOCK_MONOTONIC, which the ranks of a host share."""
+
+
+class Limits(Protocol):
+    """What of a benchmark's options its ranks need."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a silent rank fails the run."""
+        ...
+
+    @property
+    def threads(self) -> int | None:
+        """Per rank. None: its share of the cores."""
+        ...
 
 
 class Off(Exception):
@@ -41,7 +54,7 @@ class NodeMemory:
 
 
 class World:
-    def __init__(self, options: Options, mpi: Any) -> None:
+    def __init__(self, options: Limits, mpi: Any) -> None:
         self.mpi = mpi
         """mpi4py's MPI, when mpirun started this process."""
         self.comm = Communicator.from_mpi(timeout=options.timeout) if mpi else Communicator.from_env(timeout=options.timeout)

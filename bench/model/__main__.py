@@ -16,11 +16,13 @@ from pathlib import Path
 from bench.model import plot, published, report
 from bench.model.fabrics import FABRICS
 from bench.model.kernels import given
-from bench.model.predict import garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
+from bench.model.predict import beside, garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
 from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
 REPLAYED = (16, 32, 64, 128)
+BY_GPU = ("cx7",)
+"""Where GPUs can post to the NIC themselves, with transport="nvshmem"."""
 SENSITIVITY = ("efa-p5en", 64, 128)
 MANY_RANKS = ("efa-p5en", 1024, 128)
 
@@ -61,6 +63,9 @@ def main() -> int:
                 at = time.monotonic()
                 s = shape(ranks, tokens)
                 predicted[name, ranks, tokens] = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed)
+                if name in BY_GPU:
+                    by_gpu = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed, by_gpu=True)
+                    predicted[f"{name}, by GPUs", ranks, tokens] = by_gpu
                 if ranks in REPLAYED:
                     replayed[name, ranks, tokens] = garden(FABRICS[name], s, seed=options.seed)
                 print(f"{name} EP{ranks} {tokens} tokens: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
@@ -71,6 +76,7 @@ def main() -> int:
         "beyond": list(validation(published.BEYOND, options.seed)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
     }
+    gpus = list(beside(published.BY_GPUS, options.kernels, options.seed)) if "cx7" in fabrics and 128 in options.tokens else []
     asked = {}
     for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks)):
         name, ranks, tokens = point
@@ -90,6 +96,7 @@ def main() -> int:
             predicted=predicted,
             replayed=replayed,
             sensitivity=asked,
+            gpus=gpus,
             **checks,
         )
     )

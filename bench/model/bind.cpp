@@ -101,7 +101,10 @@ PYBIND11_MODULE(_model, m) {
       .def_readwrite("mapped_us", &OurCosts::mapped_us)
       .def_readwrite("block_us", &OurCosts::block_us)
       .def_readwrite("word_us", &OurCosts::word_us)
-      .def_readwrite("shard_bytes", &OurCosts::shard_bytes);
+      .def_readwrite("shard_bytes", &OurCosts::shard_bytes)
+      .def_readwrite("by_gpu", &OurCosts::by_gpu)
+      .def_readwrite("gpu_post_us", &OurCosts::gpu_post_us)
+      .def_readwrite("signal_us", &OurCosts::signal_us);
   py::class_<GardenCosts>(m, "GardenCosts")
       .def(py::init<>())
       .def_readwrite("first_us", &GardenCosts::first_us)

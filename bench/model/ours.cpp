@@ -163,7 +163,10 @@ struct Ours::World final : Ranks {
         const std::uint32_t peer = (rank + i) % shape.ranks, n = rows(op, rank, peer);
         ready += n * send.row_us;
         if (!shape.same_node(rank, peer)) {
-          here.mail.push_back({ready + costs.mailbox_us, peer, n});
+          if (costs.by_gpu)
+            post_by_gpu(here, rank, peer, n, ready + costs.gpu_post_us);
+          else
+            here.mail.push_back({ready + costs.mailbox_us, peer, n});
         } else {
           ranks[peer]->arrivals.push_back({ready + (peer == rank ? 0 : costs.mapped_us), n});
         }
@@ -173,13 +176,31 @@ struct Ours::World final : Ranks {
     }
   }
 
+  // A put with a signal. Whoever completes a block posts it, so nobody waits for another's post.
+  void post_by_gpu(Rank& here, std::uint32_t rank, std::uint32_t peer, std::uint32_t rows_out, double at) {
+    Message message;
+    message.source = rank;
+    message.target = peer;
+    message.nic = peer % simulation.costs().nics;
+    message.bytes = block_layout(config_of(shape, rank), op).bytes(rows_out);
+    simulation.post(at, message);
+    here.fabric.last_post = at;
+    ++writes_by_gpu;
+    bytes_by_gpu += message.bytes;
+  }
+
   void landed(double now, const Message& message) override {
+    if (costs.by_gpu) {
+      ranks[message.target]->arrivals.push_back({now + costs.signal_us, rows(op, message.source, message.target)});
+      return;
+    }
     Completion completion;
     completion.kind = Completion::Kind::Arrived;
     completion.immediate = message.immediate;
     notify(now, message.target, completion);
   }
   void acknowledged(double now, const Message& message) override {
+    if (costs.by_gpu) return;
     Completion completion;
     completion.context = message.context;
     notify(now, message.source, completion);
@@ -236,6 +257,7 @@ struct Ours::World final : Ranks {
 
   Result run(Op which) {
     Result result;
+    writes_by_gpu = bytes_by_gpu = 0;
     const std::vector<std::uint64_t> before = bytes_in(simulation, shape.ranks);
     for (const std::unique_ptr<Rank>& rank : ranks) {
       rank->mail.clear();
@@ -257,6 +279,8 @@ struct Ours::World final : Ranks {
       result.host_us = std::max(result.host_us, rank->busy_us);
       arrived += rank->arrivals.size();
     }
+    result.writes += writes_by_gpu;
+    result.bytes_posted += bytes_by_gpu;
     result.free = *std::max_element(result.finished.begin(), result.finished.end());
     note_bytes(result, before, bytes_in(simulation, shape.ranks));
     if (arrived != std::uint64_t{shape.ranks} * shape.ranks) throw std::logic_error("a block did not arrive");
@@ -271,7 +295,7 @@ struct Ours::World final : Ranks {
   std::vector<std::unique_ptr<Rank>> ranks;
   Op op = Op::Dispatch;
   double begin = 0, end = 0;
-  std::uint64_t arrived = 0;
+  std::uint64_t arrived = 0, writes_by_gpu = 0, bytes_by_gpu = 0;
 };
 
 Ours::Ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs)

@@ -1,4 +1,4 @@
-// This library on the modelled fabric: every rank's production Proxy, fed by a model of its kernels.
+// This library on the modelled fabric: every rank's production Proxy, fed by a model of its kernels. Or kernels that post themselves.
 #pragma once
 
 #include <memory>
@@ -22,6 +22,9 @@ struct OurCosts {
   double block_us = 0.02;          // the proxy's own time to post a write
   double word_us = 0.001;          // the proxy's own time to look at a mailbox word
   std::uint64_t shard_bytes = 256 * 1024;
+  bool by_gpu = false;             // kernels post to the NIC themselves, and its signals are words in GPU memory: no proxy
+  double gpu_post_us = 1.0;        // from a kernel's last store of a block to the NIC that has its work request
+  double signal_us = 1.0;          // from the last byte landed to the kernel that reads the signal
 };
 
 class Ours {

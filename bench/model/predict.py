@@ -53,6 +53,10 @@ OUR_HOST = (
     ),
     Parameter("shard_bytes", _OURS.shard_bytes, "bytes", "the proxy's default"),
 )
+OUR_GPUS = (
+    Parameter("gpu_post_us", _OURS.gpu_post_us, "us", "assumed: a release to the system, a work request, a doorbell across PCIe"),
+    Parameter("signal_us", _OURS.signal_us, "us", "assumed: the NIC's atomic on GPU memory, and a poll of it"),
+)
 GARDEN_HOST = (
     Parameter("first_us", _GARDEN.first_us, "us", "the paper: launch to first transfer, about 15 us at EP64"),
     Parameter("dispatch_tail_us", _GARDEN.dispatch_tail_us, "us", "EP16 on p5en by another team: the receive half, data present"),
@@ -107,10 +111,15 @@ def ours(
     kernels: Kernels = DEFAULT_KERNELS,
     seed: int = 1,
     block_us: float | None = None,
+    by_gpu: bool = False,
+    gpu_post_us: float | None = None,
     changed: Mapping[str, float] = NOTHING,
 ) -> tuple[Predicted, Predicted]:
     costs, f = _model.OurCosts(), fabric_costs(fabric, s, changed)
     kernels.into(costs)
+    costs.by_gpu = by_gpu
+    if gpu_post_us is not None:
+        costs.gpu_post_us = gpu_post_us
     if block_us is not None:
         costs.block_us = block_us
     dispatch, combine = _model.run_ours(s, f, costs, seed)
@@ -125,6 +134,27 @@ def garden(
     costs.submit_us = SUBMIT_US
     dispatch, combine = _model.run_garden(s, f, costs, seed)
     return _predicted(dispatch, s, f), _predicted(combine, s, f)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A published point of others, and this library predicted there, by its proxy and by kernels that post."""
+
+    point: published.Point
+    proxy: tuple[Predicted, Predicted]
+    by_gpu: tuple[Predicted, Predicted]
+
+
+def beside(points: tuple[published.Point, ...], kernels: Kernels, seed: int) -> Iterator[Beside]:
+    known: dict[tuple[str, int], tuple[tuple[Predicted, Predicted], tuple[Predicted, Predicted]]] = {}
+    for p in points:
+        if (p.fabric, p.ranks) not in known:
+            s = shape(p.ranks, p.tokens, p.experts)
+            known[p.fabric, p.ranks] = (
+                ours(FABRICS[p.fabric], s, kernels=kernels, seed=seed),
+                ours(FABRICS[p.fabric], s, kernels=kernels, seed=seed, by_gpu=True),
+            )
+        yield Beside(p, *known[p.fabric, p.ranks])
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 from bench.model import published
 from bench.model.fabrics import FABRICS, Parameter
 from bench.model.kernels import Kernels
-from bench.model.predict import GARDEN_HOST, OUR_HOST, Held, Predicted, Sensitivity
+from bench.model.predict import GARDEN_HOST, OUR_GPUS, OUR_HOST, Beside, Held, Predicted, Sensitivity
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "
@@ -102,6 +102,28 @@ def ours(predicted: Ours, replayed: Ours, tokens: int) -> Iterator[str]:
     )
 
 
+def by_gpus(points: list[Beside]) -> Iterator[str]:
+    """Kernels that post to a ConnectX themselves: ours, predicted, and what others have published."""
+
+    def pair(both: tuple[Predicted, Predicted]) -> str:
+        return f"{both[0].median_us:.0f} / {both[1].median_us:.0f} ({both[0].median_us + both[1].median_us:.0f})"
+
+    rows = []
+    for b in points:
+        p = b.point
+        assert p.combine_us is not None
+        mine = b.by_gpu[0].median_us + b.by_gpu[1].median_us
+        rows.append(
+            (
+                p.fabric, str(p.ranks), pair(b.proxy), pair(b.by_gpu),
+                f"{p.dispatch_us:.0f} / {p.combine_us:.0f} ({p.dispatch_us + p.combine_us:.0f})",
+                f"{(p.dispatch_us + p.combine_us) / mine:.2f}x", p.source,
+            )
+        )  # fmt: skip
+    head = ("fabric", "EP", "ours by proxy", "ours by GPUs", "theirs, published", "theirs / ours by GPUs", "whose")
+    yield from table(head, rows)
+
+
 def markdown(
     *,
     head: dict[str, str],
@@ -114,6 +136,7 @@ def markdown(
     predicted: Ours,
     replayed: Ours,
     sensitivity: dict[str, list[Sensitivity]],
+    gpus: list[Beside],
 ) -> str:
     lines = ["# Predicted", ""]
     lines += [
@@ -162,6 +185,14 @@ def markdown(
                 "the slowest that the microbenchmarks allow, and on p6 one NIC has to take them all. Read these as upper bounds.",
                 "",
             ]
+    if gpus:
+        lines += ['**Posted by the GPU** (`transport="nvshmem"`), 128 tokens, dispatch / combine (sum), median rank:', ""]
+        lines += by_gpus(gpus)
+        lines += [
+            "No host is in the way: a put per peer when its block is complete, a signal in GPU memory when it has landed. Ours are",
+            "predicted, the published ones measured by their authors on hosts of theirs, so the ratio is no measurement.",
+            "",
+        ]
     for of, cases in sensitivity.items():
         lines += [f"What the parameters do ({of}, dispatch + combine, predicted):", ""]
         lines += table(
@@ -172,6 +203,7 @@ def markdown(
     for fabric in FABRICS.values():
         lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
     lines += parameters("this library's hosts", OUR_HOST)
+    lines += parameters("this library's GPUs, where they post", OUR_GPUS)
     lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
     lines += ["The microbenchmarks themselves, in the model (ConnectX posts pages in chains of four, which is not modelled):", ""]
     lines += held(microbenchmarks)

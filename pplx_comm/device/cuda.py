@@ -13,7 +13,6 @@ from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
-from pplx_comm.gpus import built
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
 from pplx_comm.hooks import Hooks
 from pplx_comm.layouts import Compact, Padded
@@ -101,7 +100,7 @@ class Cuda:
         self._hidden, self._dtype = session.hidden, session.dtype
         self._device = session.device
         config = session.config
-        module = built()
+        module = session.wiring.kernels
         layout: _core.OutputLayout = module.output_layout(config)
         self.parts = parts_of(layout)
         self._weights = "topk_weights" if "topk_weights" in self.parts else "weights"
@@ -116,6 +115,7 @@ class Cuda:
         self._make_launch: type[_cuda.Launch] = module.Launch
         self._make_result: type[_cuda.Result] = module.Result
         self._make_outputs: type[_cuda.Outputs] = module.Outputs
+        self._make_event: type[_cuda.StreamEvent] = module.StreamEvent
         self._tokens: type[_cuda.Tokens] = module.Tokens
         self._expert_outputs: type[_cuda.ExpertOutputs] = module.ExpertOutputs
         self._index = session.device.index
@@ -275,7 +275,7 @@ class Cuda:
         stream = raw_stream(self._index)
         hooks = Hooks(torch.empty(self._hooks.words, dtype=torch.uint32, device=self._device), self._hooks)
         self.core.clear_hooks(hooks.words.data_ptr(), stream)
-        hooks.begun = built().StreamEvent()
+        hooks.begun = self._make_event()
         hooks.begun.record(stream)
         return hooks
 

@@ -198,7 +198,7 @@ class Steps:
         self._forget_failures()
         self._forget_busy()
         failed = life.failed is not None or self.session.control.failure is not None
-        self.session.wiring.close(deadlines.CLOSE_FAILED if failed else deadlines.CLOSE_STEPS)
+        self.session.wiring.close(deadlines.CLOSE_FAILED if failed else deadlines.CLOSE_STEPS, failed)
         self.device.close()
 
 

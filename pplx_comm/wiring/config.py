@@ -15,6 +15,7 @@ from pplx_comm.gpus import device_index
 from pplx_comm.layouts import Compact, Padded, Ragged
 from pplx_comm.settings import Settings, read
 from pplx_comm.wire import Wire
+from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.carriers import named_nics
 from pplx_comm.wiring.placement import PLACEMENTS
 from pplx_comm.wiring.request import Request
@@ -156,6 +157,7 @@ class Arguments:
     scale_layout: str
     placement: str | None
     first_step: int
+    symmetric_memory: torch.Tensor | None = None
 
     def request(self, world_size: int, rank: int) -> Request:
         """What the ranks agree about. A mistake is part of it, so that all of them hear of it and none waits."""
@@ -185,6 +187,7 @@ class Arguments:
             self.provider or settings.provider, self.node_size,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
+            symmetric_memory=self.symmetric_memory,
         )  # fmt: skip
 
     def _device(self) -> torch.device:
@@ -197,10 +200,14 @@ class Arguments:
         return torch.device("cpu")  # "cpu:0" has an index, which is no GPU's
 
     def _check_the_rest(self, world_size: int, where: torch.device) -> None:
+        if self.transport not in ("auto", "mapped", "proxy", "nvshmem"):
+            raise Error(f"transport={self.transport!r} must be 'auto', 'mapped', 'proxy' or 'nvshmem'")
         if self.transport == "nvshmem":
-            raise Error("transport='nvshmem' is not built yet: 'auto', 'mapped' and 'proxy' are")
-        if self.transport not in ("auto", "mapped", "proxy"):
-            raise Error(f"transport={self.transport!r} must be 'auto', 'mapped' or 'proxy'")
+            if where.type != "cuda":
+                raise Error("transport='nvshmem' needs device='cuda': it is GPUs that post to the network")
+            nvshmem.kernels()
+        elif self.symmetric_memory is not None:
+            raise Error(f"symmetric_memory= is for transport='nvshmem', not for {self.transport!r}")
         if self.placement is not None and self.placement not in PLACEMENTS:
             raise Error(f"placement={self.placement!r} must be 'auto', 'host' or 'device'")
         if self.placement == "device" and where.type != "cuda":

@@ -13,7 +13,8 @@ import torch
 import pplx_comm._core as _core
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
-from pplx_comm.gpus import built, cuda_module
+from pplx_comm.gpus import cuda_module
+from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.compare import Attempts, agree
 from pplx_comm.wiring.libfabric import Locality
 from pplx_comm.wiring.peers import Peers
@@ -32,6 +33,8 @@ class GpuExchange:
     peers: Peers
     proxied: bool  # some rank has a proxy
     blocks_on_gpu: bool  # those that this rank's proxy moves
+    kernels: Any  # the module that it is of
+    segment: nvshmem.Segment | None  # of a carrier that kernels drive
 
 
 @dataclass
@@ -41,9 +44,9 @@ class Opened:
     heaps: dict[int, Any] = field(default_factory=dict)
     refused: dict[int, str] = field(default_factory=dict)  # and why
 
-    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int]) -> None:
+    def open(self, gpu: int, rank: int, description: dict[str, Any], fds: list[int], kernels: Any) -> None:
         try:
-            self.heaps[rank] = open_heap(gpu, description, fds)
+            self.heaps[rank] = open_heap(gpu, description, fds, kernels)
         except Error as why:
             self.refused[rank] = str(why)
 
@@ -55,14 +58,15 @@ def make_gpu_exchange(
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     attempts = Attempts()
-    own = attempts.run(lambda: _allocate(config, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
+    kernels = attempts.run(nvshmem.usable_kernels if request.by_kernels else cuda_module)
+    own = attempts.run(lambda: _allocate(config, kernels, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
     described = attempts.run(lambda: describe(own))  # type: ignore[arg-type]
     with contextlib.ExitStack() as held:
         fds = attempts.run(lambda: [own.descriptor()] if own.has_descriptor else [])  # type: ignore[union-attr]
         held.callback(close_all, fds or [])
         answers = agree(control, "AllToAll: memory", {"error": attempts.error, "memory": described}, timeout)
         descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
-        opened = attempts.run(lambda: _open_all(control, fds or [], gpu, descriptions))
+        opened = attempts.run(lambda: _open_all(control, kernels, fds or [], gpu, descriptions))
     # By rank as text: JSON has no other keys.
     refused = {} if opened is None else {str(rank): why for rank, why in opened.refused.items()}
     answers = agree(control, "AllToAll: mappings", {"error": attempts.error, "refused": refused}, timeout)
@@ -73,22 +77,37 @@ def make_gpu_exchange(
     peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
     heaps = {rank: heap for rank, heap in opened.heaps.items() if rank in peers.mapped}
     config.remote_peers = len(peers.remote)
-    make = cuda_module().Exchange
+    # Such a carrier is there for all remote peers, and no proxy.
+    carried = proxied and request.by_kernels
+    proxied = proxied and not carried
+    segment = None
+    if carried:
+        assert attempts.error is None
+        segment = nvshmem.library.segment(control, gpu, config.heap_bytes, request.symmetric_memory, timeout)
     on_gpu = attempts.run(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
     gdrcopy, many_tokens = request.settings.gdrcopy, request.settings.bulk_tokens
-    arguments = config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms, many_tokens
-    exchange = attempts.run(lambda: make(*arguments))
-    agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
+    arguments: list[Any] = [config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms]
+    arguments.append(many_tokens)
+    if request.by_kernels:
+        near = segment.near if segment and request.settings.near else []
+        arguments += [segment.address, segment.nbytes, near, segment.pes] if segment else [0, 0, [], []]
+    exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
+    try:
+        agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
+    except BaseException:
+        if segment is not None:
+            segment.close(True)  # nobody has put anything there
+        raise
     assert exchange is not None
-    return GpuExchange(exchange, peers, proxied, bool(on_gpu))
+    return GpuExchange(exchange, peers, proxied, bool(on_gpu), kernels, segment)
 
 
-def _allocate(config: _core.Config, gpu: int, what: str) -> _cuda.SharedMemory:
-    memory = cuda_module().SharedMemory(gpu, config.shared_bytes, what)
+def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:
+    memory = kernels.SharedMemory(gpu, config.shared_bytes, what)
     with torch.cuda.device(gpu):  # which need not be the current one; only it can write there
-        built().leave_blank(config, memory)
+        kernels.leave_blank(config, memory)
     return memory
 
 
@@ -97,19 +116,19 @@ def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
     return {"nbytes": memory.nbytes, "ipc": None if memory.has_descriptor else memory.ipc_handle().hex()}
 
 
-def _open_all(control: ControlPlane, fds: list[int], gpu: int, descriptions: dict[int, dict[str, Any]]) -> Opened:
+def _open_all(control: ControlPlane, kernels: Any, fds: list[int], gpu: int, descriptions: dict[int, dict[str, Any]]) -> Opened:
     received = control.share_fds(fds, "AllToAll: memory")
     opened = Opened()
     with contextlib.ExitStack() as held:
         for of_peer in received.values():
             held.callback(close_all, of_peer)
         for rank, description in descriptions.items():
-            opened.open(gpu, rank, description, received[rank])
+            opened.open(gpu, rank, description, received[rank], kernels)
     return opened
 
 
-def open_heap(gpu: int, description: dict[str, Any], fds: Sequence[int]) -> _cuda.SharedMemory:
-    heap = cuda_module().SharedMemory
+def open_heap(gpu: int, description: dict[str, Any], fds: Sequence[int], kernels: Any = None) -> _cuda.SharedMemory:
+    heap = (kernels or cuda_module()).SharedMemory
     if description["ipc"] is not None:
         return heap.from_ipc(gpu, bytes.fromhex(description["ipc"]), description["nbytes"])
     return heap.from_descriptor(gpu, fds[0], description["nbytes"])

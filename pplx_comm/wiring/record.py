@@ -10,6 +10,7 @@ import pplx_comm._core as _core
 from pplx_comm.errors import Error
 from pplx_comm.wiring.carriers import ProxyCarrier
 from pplx_comm.wiring.libfabric import Locality
+from pplx_comm.wiring.nvshmem import Segment
 from pplx_comm.wiring.peers import Peers
 
 
@@ -32,6 +33,8 @@ class Wiring:
     hosts: dict[int, str]  # by rank, see host_key
     localities: dict[int, Locality]  # of the ranks of this host
     blocks_on_gpu: bool  # those that the proxy moves
+    kernels: Any = None  # the module of a GPU's exchange
+    segment: Segment | None = None  # of a carrier that kernels drive
     carrier: ProxyCarrier | None = None
     regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
 
@@ -51,9 +54,12 @@ class Wiring:
             return
         carrier.detach(self.carried, self.regions, max(0.0, end - time.monotonic()))
 
-    def close(self, timeout: float) -> None:
-        """detach(), and the memory is given back as soon as no call uses it any more."""
+    def close(self, timeout: float, failed: bool = True) -> None:
+        """detach(), and the memory is given back as soon as no call uses it any more. failed: something may be on its way."""
         if self.exchange is CLOSED:
             return
         self.detach(timeout)
+        segment, self.segment = self.segment, None
+        if segment is not None:
+            segment.close(not failed and self.exchange.ended(0.0))
         self.exchange = CLOSED

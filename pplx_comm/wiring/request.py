@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.settings import Settings
@@ -28,6 +30,12 @@ class Request:
     hooks: bool = False  # words for kernels that run beside its own
     placement: str = "auto"  # of remote peers' blocks: see wiring/placement.py
     settings: Settings = field(default_factory=Settings)
+    symmetric_memory: torch.Tensor | None = None  # transport="nvshmem": the caller's, in place of our own
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels drive the carrier to remote peers themselves."""
+        return self.transport == "nvshmem"
 
     @property
     def patience(self) -> float:

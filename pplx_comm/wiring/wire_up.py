@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -60,7 +61,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
         # Nobody writes before everybody can receive.
         agree(control, "AllToAll: ready", {}, request.patience)
     except BaseException:
-        wiring.detach(deadlines.CLOSE_FAILED)
+        wiring.close(deadlines.CLOSE_FAILED)
         raise
     return wiring
 
@@ -68,10 +69,41 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
 def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: list[int]) -> None:
     """After a failure: the mappings stay; the proxy is made anew, for the dead may have left the old one in any state."""
     wiring.peers = wiring.peers.of(survivors)
-    answers = agree(control, "reset: survivors", {"remote": len(wiring.peers.remote)}, request.patience)
-    if any(answer is not None and answer["remote"] for answer in answers):
+    carried = wiring.segment is not None
+    posted = wiring.exchange.posted() if carried else None
+    mine = {"remote": len(wiring.peers.remote), "posted": posted}
+    answers = agree(control, "reset: survivors", mine, request.patience)
+    if carried:
+        settle(control, request, wiring, answers)
+    elif any(answer is not None and answer["remote"] for answer in answers):
         connect(control, request, wiring, survivors)
     agree(control, "reset: ready", {}, request.patience)
+
+
+def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Answers) -> None:
+    """Collective: what the survivors have put in the old generation lands; then all count anew. A put that came later would be
+    taken for one of the new generation."""
+    attempts = Attempts()
+    expected = {r: answer["posted"][control.rank] for r, answer in enumerate(answers) if answer is not None and r != control.rank}
+    end = time.monotonic() + request.patience
+
+    def wait() -> None:
+        while True:
+            landed = wiring.exchange.landed()
+            late = [rank for rank, puts in expected.items() if landed[rank] != puts]
+            if not late:
+                return
+            if time.monotonic() > end:
+                rank = late[0]
+                raise Error(
+                    f"reset: of {expected[rank]} puts that rank {rank} posted before, {landed[rank]} have landed on rank "
+                    f"{control.rank} within {request.patience:.0f} s: the network between them is broken"
+                )
+            time.sleep(0.001)
+
+    attempts.run(wait)
+    agree(control, "reset: puts", {"error": attempts.error}, 2 * request.patience)
+    wiring.exchange.rebase()
 
 
 def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: Answers, proxied: bool) -> tuple[Wiring, bool]:
@@ -85,7 +117,10 @@ def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: 
         exchange: Any = make_exchange(control, request, peers, len(localities))
         return Wiring(exchange, peers, hosts, localities, blocks_on_gpu=False), proxied
     made = make_gpu_exchange(control, request, peers, proxied, localities)
-    return Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu), made.proxied
+    wiring = Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu, made.kernels, made.segment)
+    if made.segment is not None:
+        made.exchange.name_networks(["NVSHMEM" if rank in made.peers.remote else "" for rank in range(control.world_size)])
+    return wiring, made.proxied
 
 
 def _locality(request: Request) -> Locality:

@@ -20,6 +20,7 @@
 #include "../protocol/notices.h"
 #include "../protocol/replicas.h"
 #include "../protocol/scale_strides.h"
+#include "../protocol/signals.h"
 #include "tuning.h"
 
 namespace pplx::cuda {
@@ -68,6 +69,16 @@ struct Report {
   Notices notices;  // kernels to host
 };
 
+#ifdef PPLX_CARRIER
+// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, signal and peer.
+struct PutCounts {
+  std::uint64_t base[kMaxInFlight][kPutSignals][kMaxPeers];      // what this rank's signals said then
+  std::uint64_t turns[kMaxInFlight][kPutSignals][kMaxPeers];     // that were heard of since, where each has a signal
+  std::uint64_t promised[kMaxInFlight][kPutSignals][kMaxPeers];  // puts of rows that headers for the peer have spoken of
+  std::uint64_t posted[kMaxInFlight][kPutSignals][kMaxPeers];    // puts for the peer
+};
+#endif
+
 // In a Report's `expected`, beside the flags that a combine's header must have: `seen` are those that it has.
 inline constexpr std::uint64_t kFlags = 1ull << 63;
 inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail;  // on all ranks of a step
@@ -114,6 +125,11 @@ struct Common {
   char* host = nullptr;  // pinned memory, laid out like `heap`: the words of what the proxy moves
   char* arrivals = nullptr;  // the same for the words that the proxy raises: there, or in this GPU's memory
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
+#ifdef PPLX_CARRIER
+  std::uint64_t near = 0;  // remote peers whose memory this GPU's stores reach, a bit each: puts to them are copies by a warp
+  std::uint32_t pe[kMaxPeers] = {};  // as the carrier numbers the ranks
+  PutCounts* puts = nullptr;
+#endif
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
   char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none

@@ -32,11 +32,12 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
 
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  if (!wait_for_proxy(k, step, Signal::Combine, Phase::CombineRecv, peer)) return;
+  if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
-  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on(k, step, Signal::Combine, peer);
+  if (check_combine_header(a, step, peer, h.rows, h.flags) && wait_for_rows(k, step, Op::Combine, Phase::CombineRecv, peer))
+    pass_on(k, step, Signal::Combine, peer);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
 

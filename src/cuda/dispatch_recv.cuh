@@ -238,7 +238,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
-    const bool there = lane >= n || wait_for_proxy(k, step, Signal::Dispatch, Phase::DispatchRecv, peer);
+    const bool there = lane >= n || wait_for_block(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
     if (!all_of_warp(there)) return;
     note(k, Stage::Heard);
     const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
@@ -263,7 +263,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if (good && lane < n) {
       store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
-      pass_on(k, step, Signal::Dispatch, peer);
+      if (wait_for_rows(k, step, Op::Dispatch, Phase::DispatchRecv, peer)) pass_on(k, step, Signal::Dispatch, peer);
     }
     note(k, Stage::PassedOn);
     if (!__all_sync(~0u, good)) return;

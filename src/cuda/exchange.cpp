@@ -98,6 +98,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
     common_.blocks = host_->blocks_at();
   }
   common_.remote = memory_.remote;
+#ifdef PPLX_CARRIER
+  const Symmetric& symmetric = memory_.symmetric;
+  if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
+  common_.blocks = symmetric.base;
+  common_.near = symmetric.near & memory_.remote;
+  std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
+#endif
   int sms = 0;
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
   // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
@@ -119,6 +126,12 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
+#ifdef PPLX_CARRIER
+  if (symmetric.base != nullptr) {  // else there is nobody to put anything to
+    check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
+    rebase();
+  }
+#endif
   listen();
 }
 
@@ -165,6 +178,9 @@ Exchange::~Exchange() {
   host_.reset();
   cudaFree(controls_);
   cudaFree(chunk_memory_);
+#ifdef PPLX_CARRIER
+  cudaFree(common_.puts);
+#endif
   cudaFreeHost(common_.report);
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
@@ -270,7 +286,7 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 // Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
 // rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
 void Exchange::make_chunk_counts() {
-  if (memory_.proxied) return;
+  if (memory_.across()) return;
   const Config& c = common_.c;
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");

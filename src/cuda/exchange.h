@@ -24,6 +24,16 @@ namespace pplx::cuda {
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
+#ifdef PPLX_CARRIER
+// Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
+struct Symmetric {
+  char* base = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t near = 0;               // remote peers that this GPU's stores reach, a bit each
+  std::vector<std::uint32_t> pes;       // by rank, as the carrier numbers them
+};
+#endif
+
 class Exchange {
  public:
   struct Memory {
@@ -33,6 +43,15 @@ class Exchange {
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
+#ifdef PPLX_CARRIER
+    Symmetric symmetric;                                // for the remote peers; where some rank has any, each has it
+#endif
+    bool across() const {                               // whether some rank has remote peers, this one or another
+#ifdef PPLX_CARRIER
+      if (symmetric.base != nullptr) return true;
+#endif
+      return proxied;
+    }
   };
 
   // many_tokens: from which on a dispatch goes by bulk copies; 0: as tuned.
@@ -64,6 +83,13 @@ class Exchange {
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
+#ifdef PPLX_CARRIER
+  // Between generations, when no kernel is at work: how many puts this rank has posted in the old one, by peer; how many have landed,
+  // by source; and once these are as many, counts begin anew from where the signals are.
+  std::vector<std::uint64_t> posted() const;
+  std::vector<std::uint64_t> landed() const;
+  void rebase();
+#endif
   void raise_failure();
   void raise_notice() { raise_notices(common_.report->notices, common_.c); }
   // Of eager calls; captures run nothing, and replays are not seen by the host.
@@ -101,6 +127,10 @@ class Exchange {
   ChunkCounts chunk_counts_;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
   Control* controls_ = nullptr;  // by generation, in turn
+#ifdef PPLX_CARRIER
+  std::unique_ptr<PutCounts> read_puts() const;
+  std::vector<std::uint64_t> read_signals() const;
+#endif
   FirstFailure first_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;

@@ -1,5 +1,6 @@
 // Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
-// which kernels write and read as they do a peer's.
+// which kernels write and read as they do a peer's. With a carrier that kernels drive (carrier.cuh) blocks lie in its memory, and who
+// would tell the proxy puts them.
 //
 //   sending     Each warp (or thread block) that has stored its part of a block says so in a count, and the header, which knows how
 //               many parts there are, counts, too. Whoever completes the count tells the proxy, by the peer's word in the mailbox.
@@ -29,6 +30,7 @@
 #pragma once
 
 #include "../protocol/mailbox.h"
+#include "carrier.cuh"
 #include "words.cuh"
 
 namespace pplx::cuda {
@@ -64,15 +66,31 @@ __device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std
 __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   const std::uint64_t last = *announced(k, step, op, peer);
   if (is_seen_to_leave(k, last, step, op, peer)) return;
+  if (kCarrier) {
+    if (wait_until_left(k, step, op, phase, peer)) *seen_to_leave(k, step, op, peer) = last;
+    return;
+  }
   if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer))
     *seen_to_leave(k, step, op, peer) = last;
 }
 
 // The block is complete, and this thread knows it.
-__device__ inline void tell_proxy(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
+__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
+  if (kCarrier) {
+    *announced(k, step, op, peer) = arrival_word(k.generation, step);
+    put_block(k, step, op, peer, rows);
+    return;
+  }
   linger(k, rows);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows}, *announced(k, step, op, peer));
   note(k, Stage::Told);
+}
+
+// The same for a warp, of a near peer's block: of one whose rows go by themselves, the header.
+__device__ inline void hand_over_first(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint64_t bytes,
+                                       std::uint64_t row_puts) {
+  if (threadIdx.x % 32 == 0) *announced(k, step, op, peer) = arrival_word(k.generation, step);
+  put_first(k, step, op, peer, bytes, row_puts);
 }
 
 // This thread's group has stored `parts` of the block's parts, and met at a barrier. rows(): of the block, asked of whoever
@@ -84,7 +102,7 @@ __device__ inline void count_stored(const Common& k, std::uint32_t step, Op op, 
   linger(k, std::uint64_t{step} << 32 | peer);
   if (count_in_order(count, parts) + parts != kComplete) return;
   *count = 0;
-  tell_proxy(k, step, op, peer, rows());
+  hand_over(k, step, op, peer, rows());
 }
 
 // Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
@@ -93,8 +111,10 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
 }
 
-__device__ inline bool wait_for_proxy(const Common& k, std::uint32_t step, Signal signal, Phase phase, std::uint32_t peer) {
-  return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer), phase, step, peer);
+// Until the header of the peer's block is there; by a proxy, all of the block.
+__device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  if (kCarrier) return wait_for_first(k, step, op, phase, peer);
+  return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
 // For the other threads of this GPU, who wait for it in device memory.

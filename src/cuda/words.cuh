@@ -4,6 +4,8 @@
 // and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
+#include <cstddef>
+
 #include "../protocol/deadlines.h"
 #include "../protocol/abort.h"
 #include "../protocol/arrival.h"
@@ -114,13 +116,10 @@ __device__ inline void fail_of_leaving(const Common& k, Phase phase, std::uint32
   fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
 }
 
-template <Match match>
-__device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                       std::uint64_t& seen) {
-  const auto look = [&] {
-    seen = load_acquire(word);
-    return matches<match>(k, seen, step);
-  };
+// look(): whether it has come.
+template <typename Look>
+__device__ inline bool keep_looking(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                    const std::uint64_t& seen, const Look& look) {
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !look(); ++i) {
@@ -133,6 +132,15 @@ __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase 
     return false;
   }
   return true;
+}
+
+template <Match match>
+__device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                       std::uint64_t& seen) {
+  return keep_looking(k, word, phase, step, peer, seen, [&] {
+    seen = load_acquire(word);
+    return matches<match>(k, seen, step);
+  });
 }
 
 // False: something failed, here or elsewhere, and what was waited for may never come.
@@ -179,7 +187,8 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
 
 // The threads of a group of 16 or more write a header together; nobody has been told yet.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
-                                    std::uint32_t thread) {
+                                    std::uint32_t thread, std::uint64_t row_puts = 0) {
+  constexpr std::uint32_t puts_at = offsetof(BlockHeader, row_puts) / 4;
   const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};
   if (thread < sizeof(BlockHeader) / 4)
     reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
@@ -187,6 +196,8 @@ __device__ inline void write_header(const Common& k, char* block, std::uint32_t 
                                                       : thread == 2 ? words[2]
                                                       : thread == 3 ? words[3]
                                                       : thread == 4 ? words[4]
+                                                      : thread == puts_at ? static_cast<std::uint32_t>(row_puts)
+                                                      : thread == puts_at + 1 ? static_cast<std::uint32_t>(row_puts >> 32)
                                                                     : 0;
 }
 

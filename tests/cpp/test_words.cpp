@@ -8,6 +8,7 @@
 #include "../../src/protocol/abort.h"
 #include "../../src/protocol/immediate.h"
 #include "../../src/protocol/mailbox.h"
+#include "../../src/protocol/signals.h"
 #include "check.h"
 
 using namespace pplx;
@@ -38,6 +39,26 @@ void check_steps(check::Random& random) {
     CHECK(step_reached(a + d, a));
     if (d != 0) CHECK(!step_reached(a, a + d));
   }
+}
+
+// A step has 32 bits, a turn of its set 64: also after 2^32 steps it is that of the step, whoever has missed how many before.
+void check_turns(check::Random& random) {
+  for (std::uint32_t in_flight : {1u, 2u, 4u, 8u})
+    for (std::uint32_t first : kAroundZero) {
+      Config c;
+      c.in_flight = in_flight;
+      c.first_step = first;
+      for (std::uint32_t i = 0; i < in_flight; ++i) CHECK_EQ(turn_of(c, first + i, 0), 1u);
+      for (int i = 0; i < 2000; ++i) {
+        const auto nth = static_cast<std::uint64_t>(random.integer(0, 1ll << 40));   // of all steps
+        const std::uint32_t step = first + static_cast<std::uint32_t>(nth);
+        const std::uint64_t turn = (nth - (first_step_of_set(c, set_of(c, step)) - first)) / in_flight + 1;
+        const auto apart = static_cast<std::uint64_t>(random.integer(0, 1 << 20));
+        CHECK_EQ(turn_of(c, step, turn), turn);
+        CHECK_EQ(turn_of(c, step, turn - std::min(apart, turn)), turn);
+        CHECK_EQ(turn_of(c, step, turn + apart), turn);
+      }
+    }
 }
 
 void check_arrivals(check::Random& random) {
@@ -287,6 +308,7 @@ void check_validation() {
 int main() {
   check::Random random(check::seed());
   check_steps(random);
+  check_turns(random);
   check_arrivals(random);
   check_aborts();
   check_immediates();

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import os
 from collections.abc import Iterator
@@ -32,7 +31,8 @@ from pplx_comm.device import cuda
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
 from pplx_comm.gpus import cuda_module
-from pplx_comm.wiring import config
+from pplx_comm.wiring import config, nvshmem
+from pplx_comm.wiring.compare import agree
 
 _opened = rank_cases.open_all_to_all
 _LAUNCHING = ("dispatch", "dispatch_recv", "combine", "combine_recv", "release")
@@ -114,6 +114,40 @@ def _checking(call: Any, streams: EmulatedStreams) -> Any:
     return checked
 
 
+class StandIn(nvshmem.Library):
+    """In NVSHMEM's place: memory that the ranks map, and tests/emulation/network.cpp."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__()
+        self._library = library
+
+    def segment(self, control: Any, gpu: int, nbytes: int, given: Any, timeout: float) -> nvshmem.Segment:
+        answers = agree(control, "emulation: symmetric memory", {"nbytes": nbytes}, timeout)
+        needed = max(answer["nbytes"] for answer in answers if answer is not None)
+        memory = nvshmem.kernels().SharedMemory
+        own = memory(0, needed, "symmetric memory")
+        fds = [own.descriptor()]
+        mapped = [own]
+        try:
+            for rank, received in control.share_fds(fds, "emulation: symmetric memory").items():
+                mapped.append(memory.from_descriptor(0, received[0], needed))
+                self._library.pplx_emulation_open_window(
+                    ctypes.c_void_p(own.address), ctypes.c_uint32(rank), ctypes.c_void_p(mapped[-1].address)
+                )
+                os.close(received[0])
+        finally:
+            os.close(fds[0])
+        near = {"none": [], "all": [*range(control.world_size)], "odd": [*range(1 - control.rank % 2, control.world_size, 2)]}
+
+        def close(landed: bool) -> None:
+            self._library.pplx_emulation_close_windows(ctypes.c_void_p(own.address))
+            mapped.clear()
+
+        return nvshmem.Segment(
+            own.address, own.nbytes, [*range(control.world_size)], near[os.environ.get("PPLX_EMULATION_NEAR", "odd")], None, close
+        )
+
+
 def use(module: str) -> None:
     """From now on device="cuda" is that."""
     global _synchronize
@@ -124,15 +158,31 @@ def use(module: str) -> None:
     bench._instruments_cuda = gpu_cases.load_module("bench._instruments_cuda", str(instruments))
     library = ctypes.CDLL(module)
     streams = EmulatedStreams(library)
-    _synchronize = functools.partial(library.pplx_emulation_synchronize, ctypes.c_void_p(0))
+    [carrier] = Path(module).parent.glob("_nvshmem*.so")
+    carried, carrier_library = gpu_cases.load_module("pplx_comm._nvshmem", str(carrier)), ctypes.CDLL(str(carrier))
+    rebase = carried.Exchange.rebase
+
+    def rebased(core: Any) -> None:
+        carrier_library.pplx_emulation_forget_landed()
+        rebase(core)
+
+    carried.Exchange.rebase = rebased
+    setattr(nvshmem, "kernels", lambda: carried)  # noqa: B010
+    setattr(nvshmem, "library", StandIn(carrier_library))  # noqa: B010
+
+    def synchronize() -> None:
+        for each in (library, carrier_library):
+            each.pplx_emulation_synchronize(ctypes.c_void_p(0))
+
+    _synchronize = synchronize
 
     def on_cpu(*args: Any) -> Session:
         return replace(Session(*args), device=torch.device("cpu"))
 
     setattr(all_to_all, "Session", on_cpu)  # noqa: B010
-    exchange = cuda_module().Exchange
-    for name in ("dispatch", "combine", "release"):
-        setattr(exchange, name, _waiting(getattr(exchange, name), streams))
+    for exchange in (cuda_module().Exchange, carried.Exchange):
+        for name in ("dispatch", "combine", "release"):
+            setattr(exchange, name, _waiting(getattr(exchange, name), streams))
     for name in _LAUNCHING:
         setattr(Steps, name, _checking(getattr(Steps, name), streams))
     setattr(cuda, "raw_stream", lambda device: streams.current)  # noqa: B010

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emul
 
 @functools.cache
 def module() -> str:
-    [built] = (build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation").glob("_cuda*.so")
+    # A folder with mutants, else what is built.
+    folder = os.environ.get("PPLX_TEST_EMULATION") or build("pplx_emulation", "-DPPLX_CUDA=OFF") / "emulation"
+    [built] = Path(folder).glob("_cuda*.so")
     return str(built)
 
 
@@ -74,7 +76,7 @@ def test_more_units_than_warps() -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     """The others find no room on the GPU before it has ended: it sends their shares."""
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
@@ -97,6 +99,52 @@ def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
     with Crew(2) as crew:
         for ran in crew.run("emulated:call", module(), "bench_cases:composite", ["--tokens", "41", *layer], "emulated", 2):
             assert ran["says"] == ran["counted"] and all(ran["says"].values())
+
+
+# ---- a carrier that kernels drive, with a stand-in for its five calls that delays and reorders
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("near", ["none", "all", "odd"])
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
+def test_random_shapes_by_kernels(transport: str, near: str) -> None:
+    """near: the peers that get row after row, by warps; the others get whole blocks."""
+    for world in (2, 4):
+        with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+            for number in range(5):
+                crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_bits_of_mapped_memory(crew: Crews, layout: str) -> None:
+    wire = {"ragged": "fp8", "padded": "native", "compact": "mxfp8"}[layout]
+    case = Case(
+        seed(), crew.world_size, num_experts=9, top_k=3, hidden=96, max_tokens=12, wire=wire, layout=layout, transport="nvshmem"
+    )
+    crew.run("emulated:call", module(), "nvshmem_cases:against_mapped", case, 6)
+
+
+def test_several_all_to_alls_by_kernels(crew: Crews) -> None:
+    """Of one Communicator, in steps that interleave, each of its own shape, among such of mapped memory and a proxy."""
+    transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]
+    cases = [replace(case_of(27_000, i, crew.world_size, t), in_flight=1, steps=4) for i, t in enumerate(transports)]
+    crew.run("emulated:call", module(), "rank_cases:interleaved", cases)
+
+
+def test_across_the_wrap_of_steps_by_kernels(crew: Crews) -> None:
+    """A turn follows from a step's number, of which only the low bits are a set's own."""
+    for in_flight, first in ((4, 2**32 - 5), (8, 2**32 - 9), (2, 2**31 - 5)):
+        case = Case(seed(), crew.world_size, first_step=first, in_flight=in_flight, steps=24, crowd="uneven", transport="nvshmem")
+        crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+@pytest.mark.parametrize("near", ["none", "all"])
+def test_a_put_that_lands_after_its_generation(near: str) -> None:
+    """A step gives up on a put that comes later than the reset: it must not count in the new generation, nor lie in its blocks."""
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": "2500@100"}) as crew:
+        for r in crew.run("emulated:call", module(), "chaos_cases:until_failure", case, 1.0, again=True, timeout=60):
+            assert r.get("is_peer") and r["is_timeout"], r
 
 
 def test_gpus_that_do_not_reach_each_other() -> None:
@@ -149,10 +197,11 @@ def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
             assert crew.run("emulated:gdrcopy_is_used", module(), case) == [used, used]
 
 
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 @pytest.mark.parametrize("busy", [True, False])
-def test_a_rank_that_is_busy(busy: bool) -> None:
+def test_a_rank_that_is_busy(busy: bool, transport: str) -> None:
     with Crew(2) as crew:
-        crew.start("emulated:call", module(), "busy_cases:late_step", "mapped", 1, busy, device="cuda")
+        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda")
         crew.heard(1, "busy")
         crew.heard(0, "waits")
         crew.tell(1)
@@ -179,7 +228,7 @@ def test_cut_link(how: str) -> None:
             assert (" on " if how == "kill" else " over ") in r["message"], r
 
 
-@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
 def test_reset(transport: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
@@ -204,7 +253,7 @@ def run_refused(crew: Crews | Crew, name: str, *args: Any, sentence: str = STILL
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_eager_steps_among_replays(crew: Crews, transport: str, in_flight: int) -> None:
     case = small_case(seed(), crew.world_size, in_flight, transport=transport)
     crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
@@ -222,7 +271,7 @@ def test_a_capture_takes_no_step(crew: Crews, in_flight: int) -> None:
     crew.run("emulated:call", module(), "open_step_cases:a_capture_between", case)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize(
     ("kind", "in_flight", "alone"),
     [("eager", 2, None), ("replay", 1, None), ("replay", 2, None), ("replay", 1, 1), ("replay", 2, 1), ("dispatch only", 2, None)],
@@ -247,15 +296,16 @@ def test_a_replay_beside_the_combine_whose_memory_it_takes(crew: Crews, in_fligh
     assert outcomes == [outcomes[0]] * crew.world_size, outcomes
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_ids_that_only_the_device_sees(crew: Crews, transport: str) -> None:
     crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), crew.world_size, 2, transport=transport), 1)
 
 
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
 @pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
-def test_ranks_that_end_a_step_differently(kind: str) -> None:
+def test_ranks_that_end_a_step_differently(kind: str, transport: str) -> None:
     with Crew(3) as crew:
-        results = crew.run("emulated:call", module(), "failure_cases:mismatch", Case(81, 3), kind)
+        results = crew.run("emulated:call", module(), "failure_cases:mismatch", Case(81, 3, transport=transport), kind)
         for r in results:
             assert r.get("is_peer") and not r["is_timeout"], r
         assert any(kind.removeprefix("no_") in r["message"] for r in results), results
@@ -349,18 +399,28 @@ def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
         crew.leave()
 
 
-def test_no_bulk_copies_across_nodes() -> None:
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed", "mixed:tcp"])
+def test_no_bulk_copies_across_nodes(transport: str) -> None:
     with Crew(4, BULK) as crew:
-        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="mixed:tcp")
+        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
         for remote in crew.run("emulated:none_by_bulk", module(), case, []):
-            assert len(remote) == 2
+            assert len(remote) == (3 if transport == "nvshmem" else 2)
 
 
-def test_no_bulk_copies_where_others_are_apart() -> None:
+@pytest.mark.parametrize("transport", ["auto:tcp", "nvshmem"])
+def test_no_bulk_copies_where_others_are_apart(transport: str) -> None:
     """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
     with Crew(3, BULK) as crew:
-        case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport="auto:tcp")
+        case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
         assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
+
+
+def test_bulk_copies_inside_a_node_of_nvshmem() -> None:
+    """Kernels that could post have nobody to post to."""
+    with Crew(2, BULK) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport="nvshmem-mixed")
+        counts = crew.run("emulated:by_bulk", module(), case)
+    assert all(sum(rank[i] for rank in counts) > 0 for i in (0, 1)), counts
 
 
 def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
@@ -372,7 +432,7 @@ def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
 def test_hooks(crew: Crews, transport: str) -> None:
     for number in range(8):
         crew.run("emulated:call", module(), "hook_cases:hooked", case_of(40_000, number, crew.world_size, transport))

@@ -6,6 +6,7 @@ The runner and the reference stay as they are: tensors travel to the GPU where t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -25,6 +26,7 @@ from rank_cases import Case, Runner
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.gpu_memory import Opened
 
 
@@ -42,8 +44,16 @@ def use_module(path: str) -> None:
     pc._cuda = load_module("pplx_comm._cuda", path)  # type: ignore[attr-defined]
 
 
+def use_nvshmem_module(path: str) -> None:
+    """That file as pplx_comm._nvshmem."""
+    ctypes.CDLL(str(nvshmem.library_path()), mode=ctypes.RTLD_GLOBAL)
+    pc._nvshmem = load_module("pplx_comm._nvshmem", path)  # type: ignore[attr-defined]
+
+
 if "PPLX_TEST_CUDA" in os.environ:
     use_module(os.environ["PPLX_TEST_CUDA"])
+if "PPLX_TEST_NVSHMEM" in os.environ:
+    use_nvshmem_module(os.environ["PPLX_TEST_NVSHMEM"])
 
 HELD = 10.0
 """Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""

@@ -329,11 +329,12 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def build_module(sources: Path, build: Path, architectures: str = "native") -> Path:
-    """pplx_comm._cuda of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
+def build_module(sources: Path, build: Path, architectures: str = "native", target: str = "_cuda") -> Path:
+    """pplx_comm._cuda, or ._nvshmem, of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
     options = {
         "PPLX_CUDA": "ON",
         "PPLX_CUDA_FUZZ": "ON",
+        "PPLX_NVSHMEM": "ON" if target == "_nvshmem" else "OFF",
         "PPLX_IN_PLACE": "OFF",
         "PPLX_PYTHON_INTERPRETER": sys.executable,
         "CMAKE_CUDA_ARCHITECTURES": os.environ.get("PPLX_TEST_ARCHITECTURES", architectures),
@@ -348,9 +349,9 @@ def build_module(sources: Path, build: Path, architectures: str = "native") -> P
         *generator,
         *(f"-D{name}={value}" for name, value in options.items()),
     ]
-    for command in (configure, ["cmake", "--build", str(build), "--target", "_cuda", "-j", "4"]):
+    for command in (configure, ["cmake", "--build", str(build), "--target", target, "-j", "4"]):
         subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    (module,) = build.glob("_cuda*.so")
+    (module,) = build.glob(f"{target}*.so")
     return module
 
 

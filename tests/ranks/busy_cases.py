@@ -18,6 +18,7 @@ LATE = 2.95 * TIMEOUT
 
 def _all_to_all(me: Any, transport: str, device: str = "cpu", **more: Any) -> pc.AllToAll:
     provider = transport.partition(":")[2] or None
+    more = {"node_size": 1, **more} if transport == "nvshmem" else more
     a2a = pc.AllToAll(
         me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT,
         transport=transport.partition(":")[0], provider=provider, device=device, **more,

@@ -258,6 +258,8 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "auto": {"transport": "auto", "provider": provider},
         "proxy": {"transport": "proxy", "provider": provider},
         "copy": {"transport": "proxy", "provider": "copy", "placement": "device"},  # see copies.py
+        "nvshmem": {"transport": "nvshmem", "node_size": case.replicas},
+        "nvshmem-mixed": {"transport": "nvshmem", "node_size": min(max(2, case.replicas), case.world_size)},
         "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},
     }[kind]
     arguments: dict[str, Any] = {

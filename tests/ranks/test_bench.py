@@ -294,30 +294,46 @@ def test_the_gpu_benchmark_up_to_its_cuda_calls(tmp_path: Path) -> None:
 
 
 def test_several_numbers_of_multiprocessors(tmp_path: Path) -> None:
-    """Each with floors of as many; peers that have no such setting once."""
+    """Each with floors of as many, which for kernels that post are mapped's; peers that have no such setting once."""
     written, picture = tmp_path / "gpu.json", tmp_path / "gpu.png"
     arguments = ["--device", "cuda", "--tokens", "5,3", "--pairs", "3", "--replays", "2", "--peers", "ag_rs", "--num-sms", "all,3"]
-    arguments += ["--transport", "mapped,proxy:tcp", "--layout", "compact", "--json", str(written), "--plot", str(picture), *TINY]
+    arguments += [
+        "--transport",
+        "mapped,proxy:tcp,nvshmem:1",
+        "--layout",
+        "compact",
+        "--json",
+        str(written),
+        "--plot",
+        str(picture),
+        *TINY,
+    ]
     statuses, said = ranks_of(HERE / "bench_on_cpu.py", *arguments)
     assert statuses == [0, 0], said
     record = json.loads(written.read_text())
     assert record["options"]["num_sms"] == [3, None] and record["multiprocessors"] == 132
     points = record["points"]
-    expected = [(tokens, transport, n) for tokens in (3, 5) for transport in ("mapped", "proxy:tcp") for n in (3, None)]
+    transports = ["mapped", "proxy:tcp", "nvshmem:1"]
+    expected = [(tokens, transport, n) for tokens in (3, 5) for transport in transports for n in (3, None)]
     assert [(p["tokens"], p["transport"], p["num_sms"]) for p in points] == expected
     for point in points:
         assert set(point["floor"]) == PHASES and all(of["p50"] > 0 for of in point["floor"].values())
-        inside = point["transport"] == "mapped"
+        inside = point["transport"] != "proxy:tcp"
+        mapped = next(p for p in points if (p["tokens"], p["num_sms"]) == (point["tokens"], point["num_sms"]))
+        posts = point["transport"] == "nvshmem:1"
+        assert point["beside"] == ({phase: mapped["phases"][phase] for phase in PHASES} if posts else {})
+        assert not posts or all(point[name] == mapped[name] for name in ("floor", "composite", "traffic"))
         assert set(point["composite"]) == set(point["ratio_to_composite"]) == (PHASES if inside else set())
         assert bool(point["traffic"]) == inside
         assert {best["peer"] for best in point["best_peer"].values() if best} == {"ag_rs"}
-    assert points[0]["traffic"] == points[1]["traffic"] != points[4]["traffic"]
+    assert points[0]["traffic"] == points[1]["traffic"] != points[6]["traffic"]
     # x is read, and rows are stored and stored again; the same bytes go back.
     assert all(0 < of["pushed"] < of["written"] for of in points[0]["traffic"].values())
     assert [(p["peer"], p["tokens"], p["num_sms"]) for p in record["peers"]] == [("ag_rs", 3, None), ("ag_rs", 5, None)]
     header = next(line.split() for line in said.splitlines() if line.startswith("transport"))
     assert header[:3] == ["transport", "tokens", "SMs"] and "composite" in header
-    assert [line.split()[2] for line in said.splitlines() if line.startswith(("mapped", "proxy:tcp"))] == ["3", "all"] * 4
+    assert [line.split()[2] for line in said.splitlines() if line.startswith(tuple(transports))] == ["3", "all"] * 6
+    assert said.count("in multiples of mapped: dispatch 1.00x, combine 1.00x, round trip 1.00x; ") == 4
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in (picture, tmp_path / "gpu-by-sms.png"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, Engines, Nest, engines, environment
+from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, TRAINING_PYTHON, Engines, Nest, engines, environment
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = Path(item.path)
         if path.parent != HERE or path.name == "test_kernels_gpu.py":
             continue
-        if (SGLANG_PYTHON if path.name == "test_sglang.py" else PYTHON) is None:
+        if {"test_sglang.py": SGLANG_PYTHON, "test_training.py": TRAINING_PYTHON}.get(path.name, PYTHON) is None:
             item.add_marker(pytest.mark.skip(reason="`make check-serving` makes the environment that these need"))
 
 

@@ -19,6 +19,8 @@ PYTHON = os.environ.get("PPLX_SERVING_PYTHON")
 """vLLM's Python; `make check-serving` sets it."""
 SGLANG_PYTHON = os.environ.get("PPLX_SGLANG_PYTHON")
 """SGLang's; `make check-serving` sets it."""
+TRAINING_PYTHON = os.environ.get("PPLX_TRAINING_PYTHON")
+"""That of torchtitan and Megatron-Core; `make check-serving` sets it."""
 SECONDS = 480.0
 """For an engine to do what it has to. One alone takes 15 s."""
 

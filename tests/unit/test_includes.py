@@ -21,6 +21,7 @@ MAY_INCLUDE = {
     "proxy/sim": (PROTOCOL, CPU, "proxy"),
     "src/bindings": (PROTOCOL, HOST, CPU, "src/cpu/vector", "proxy", "proxy/libfabric"),
     "src/bindings/cuda": (CUDA, "src/bindings"),
+    "src/nvshmem": (CUDA,),
 }
 """A folder that has no line of its own belongs to the one above it. Nothing here includes bench/ or tests/."""
 GENERATED = {("src/cuda/device.cuh", "emulation/device.h"), ("src/cuda/protocol_check.cu", "protocol_headers.h")}

@@ -310,7 +310,9 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "p.json").read_text())
     assert record["predicted"] is True
-    assert [(p["fabric"], p["ranks"]) for p in record["points"]] == [("efa-p5en", 8), ("cx7", 8), ("efa-p5en", 16), ("cx7", 16)]
+    of = ("efa-p5en", "cx7", "cx7, by GPUs")
+    assert [(p["fabric"], p["ranks"]) for p in record["points"]] == [(fabric, ranks) for ranks in (8, 16) for fabric in of]
+    assert "| cx7 | 16 | " in printed and published.PPLX_KERNELS in printed
     assert all(p["predicted"] for p in record["points"])
     assert {h["what"] for h in record["held_against"]["reference"]} == {f"efa-p5en EP{n} dispatch + combine" for n in (16, 32, 64)}
 
@@ -321,3 +323,17 @@ def test_wrong_arguments(wrong: list[str], monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit, match="2"):
         main()
     assert wrong[1] in capsys.readouterr().err
+
+
+def test_blocks_that_gpus_post() -> None:
+    """The same blocks without a host: no proxy is busy, and a post that takes longer is seen in the time, once."""
+    s = predict.shape(16, 128)
+    proxy, gpus, late = (
+        predict.ours(CX7, s, **options)  # type: ignore[arg-type]
+        for options in ({}, {"by_gpu": True}, {"by_gpu": True, "gpu_post_us": predict._OURS.gpu_post_us + 10})
+    )
+    for by_proxy, by_gpu, later in zip(proxy, gpus, late, strict=True):
+        assert (by_gpu.bytes_per_rank, by_gpu.writes_per_rank) == (by_proxy.bytes_per_rank, 8.0)
+        assert by_gpu.host_us == 0 < by_proxy.host_us
+        assert by_gpu.wire_us < by_gpu.median_us < by_proxy.median_us
+        assert later.median_us == pytest.approx(by_gpu.median_us + 10, abs=0.5)

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-CARRIERS = {"cpu": ("mapped", "proxy", "simulation"), "cuda": ("mapped", "proxy", "emulation")}
+CARRIERS = {"cpu": ("mapped", "proxy", "simulation"), "cuda": ("mapped", "proxy", "emulation", "nvshmem")}
 
 
 def table() -> dict[tuple[str, str, str], str]:

@@ -49,6 +49,13 @@ namespace {
 using Address = std::uintptr_t;
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+// The module of a carrier that kernels drive has the same classes, and a process may load both.
+#ifdef PPLX_CARRIER
+const py::module_local kLocal(true);
+#else
+const py::module_local kLocal(false);
+#endif
+
 // Each of these answers 0 where there is no driver: a failed call leaves its argument alone.
 int device_count() {
   int count = 0;
@@ -94,10 +101,25 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens) {
-  Exchange::Memory memory{std::move(own), std::vector<std::shared_ptr<SharedMemory>>(config.world), 0, proxied, blocks_on_gpu, gdrcopy};
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens
+#ifdef PPLX_CARRIER
+                                        ,
+                                        Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& near,
+                                        const std::vector<std::uint32_t>& pes
+#endif
+) {
+  Exchange::Memory memory;
+  memory.own = std::move(own);
+  memory.peers.resize(config.world);
+  memory.proxied = proxied;
+  memory.blocks_on_gpu = blocks_on_gpu;
+  memory.gdrcopy = gdrcopy;
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
+#ifdef PPLX_CARRIER
+  memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, 0, pes};
+  for (const std::uint32_t peer : near) memory.symmetric.near |= 1ull << peer % kMaxPeers;
+#endif
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens);
 }
 
@@ -139,7 +161,7 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_memory(py::module_& m) {
-  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory", "Device memory that the ranks of a node map.")
+  py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory", kLocal, "Device memory that the ranks of a node map.")
       .def(py::init<int, std::size_t, const std::string&>(), py::arg("device"), py::arg("nbytes"), py::arg("what"), Unlocked())
       .def_static(
           "from_descriptor",
@@ -159,15 +181,25 @@ void bind_memory(py::module_& m) {
 }
 
 void bind_exchange(py::module_& m) {
-  py::class_<StreamEvent>(m, "StreamEvent", "A place in a stream, which others wait for.")
+  py::class_<StreamEvent>(m, "StreamEvent", kLocal, "A place in a stream, which others wait for.")
       .def(py::init<>())
       .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
       .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
-  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", "What the proxy moves, and the words about it.")
+  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "What the proxy moves, and the words about it.")
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
-  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"))
+           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens")
+#ifdef PPLX_CARRIER
+               ,
+           py::arg("symmetric"), py::arg("symmetric_bytes"), py::arg("near"), py::arg("pes")
+#endif
+               )
+#ifdef PPLX_CARRIER
+      .def("posted", &Exchange::posted, Unlocked(), "Puts of this generation, by peer.")
+      .def("landed", &Exchange::landed, Unlocked(), "Puts that have landed here in this generation, by source.")
+      .def("rebase", &Exchange::rebase, Unlocked(), "Begins a generation where the signals are.")
+#endif
       .def_property_readonly(
           "host", [](const Exchange& e) { return e.host() ? std::optional(e.host()) : std::nullopt; },
           "What the proxy carries for; None inside a node.")
@@ -235,7 +267,7 @@ void bind_exchange(py::module_& m) {
   m.def(
       "output_layout", [](const Config& config) { return OutputLayout(buffer_layout(config)); }, py::arg("config"),
       "Where the tensors that a dispatch fills lie in its buffer. Before x, scale and weights there is all that its combine reads.");
-  py::class_<PlanLayout>(m, "PlanLayout", "Where the parts of a plan lie that Python reads: bytes from its start.")
+  py::class_<PlanLayout>(m, "PlanLayout", kLocal, "Where the parts of a plan lie that Python reads: bytes from its start.")
       .def_readonly("rows", &PlanLayout::rows)
       .def_readonly("weights", &PlanLayout::weights)
       .def_readonly("nbytes", &PlanLayout::bytes, "Of a plan for any number of tokens.");
@@ -245,6 +277,10 @@ void bind_exchange(py::module_& m) {
 }
 
 }  // namespace
+
+#ifdef PPLX_CARRIER
+void bind_carrier(py::module_& m);  // its host side
+#endif
 
 void bind(py::module_& m) {
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
@@ -269,11 +305,19 @@ void bind(py::module_& m) {
   bind_structs(m);
   bind_memory(m);
   bind_exchange(m);
+#ifdef PPLX_CARRIER
+  bind_carrier(m);
+#endif
 }
 
 }  // namespace pplx::cuda
 
+#ifdef PPLX_CARRIER
+PYBIND11_MODULE(_nvshmem, m) {
+  m.doc() = "The CUDA half of pplx_comm, with kernels that call NVSHMEM. Import pplx_comm._core first.";
+#else
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA half of pplx_comm. Import pplx_comm._core first.";
+#endif
   pplx::cuda::bind(m);
 }

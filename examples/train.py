@@ -1,0 +1,227 @@
+"""A small Mixture-of-Experts language model, trained on bytes, with one precision beside another: python examples/train.py
+
+Its experts are spread over all ranks, everything else is the same on each, and every number of ranks sees the same batches. What
+differs between precisions is one argument of the layer. The program starts its ranks itself: one, then two, then four.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is built is found without being installed
+
+import pplx_comm as pc
+from pplx_comm.moe import MoE, RouterOptions, expert_parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+LAST = 50
+"""Steps at the end whose mean loss is compared."""
+SIZES = {
+    "cpu": {"hidden": 128, "intermediate": 128, "layers": 2, "experts": 8, "batch": 8, "length": 64},
+    "cuda": {"hidden": 1024, "intermediate": 512, "layers": 6, "experts": 64, "batch": 64, "length": 512},
+}
+Losses = dict[str, list[float]]
+"""By precision, of each step."""
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, comm: pc.Communicator, sizes: dict[str, int], device: str, precision: str, seed: int) -> None:
+        super().__init__()
+        hidden, tokens = sizes["hidden"], sizes["batch"] // comm.world_size * sizes["length"]
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.moe = MoE(
+            hidden, sizes["intermediate"], sizes["experts"], 2, comm, precision, max_tokens_per_rank=tokens,
+            shared_intermediate=sizes["intermediate"], param_dtype=torch.float32, seed=seed,
+            router=RouterOptions(load_balance=0.01, z=0.001), all_to_all={"device": device},
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        q, k, v = self.qkv(self.norms[0](x)).view(batch, length, 3, -1, 32).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, hidden))
+        return x + self.moe(self.norms[1](x))
+
+
+class Model(nn.Module):
+    def __init__(self, comm: pc.Communicator, sizes: dict[str, int], device: str, precision: str, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)  # the same on all ranks, and for every precision
+        hidden = sizes["hidden"]
+        self.bytes, self.places = nn.Embedding(256, hidden), nn.Embedding(sizes["length"], hidden)
+        self.blocks = nn.Sequential(*(Block(comm, sizes, device, precision, seed + n) for n in range(sizes["layers"])))
+        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 256, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.bytes(text) + self.places.weight
+        return self.head(self.norm(self.blocks(x)))
+
+
+# ---- training ------------------------------------------------------------------------------------------------------------
+
+
+def corpus() -> torch.Tensor:
+    """This repository's own pages."""
+    pages = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    return torch.frombuffer(bytearray(b"\n".join(page.read_bytes() for page in pages)), dtype=torch.uint8)
+
+
+def batch(text: torch.Tensor, sizes: dict[str, int], step: int, comm: pc.Communicator) -> torch.Tensor:
+    """This rank's part of a batch that depends on the step alone: [sequences, length + 1]."""
+    generator = torch.Generator().manual_seed(step)
+    begins = torch.randint(len(text) - sizes["length"] - 1, (sizes["batch"],), generator=generator)[comm.rank :: comm.world_size]
+    return torch.stack([text[b : b + sizes["length"] + 1] for b in begins.tolist()]).long()
+
+
+def rate(step: int, steps: int) -> float:
+    """Of the highest: up in 20 steps, then down along a cosine, so that the end is not noise."""
+    return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+
+
+def train(comm: pc.Communicator, precision: str, arguments: argparse.Namespace) -> list[float]:
+    sizes, device, text = SIZES[arguments.device], arguments.device, corpus()
+    model = Model(comm, sizes, device, precision, arguments.seed).to(device)
+    own = {id(weight) for _, weight in expert_parameters(model)}
+    same = [weight for weight in model.parameters() if id(weight) not in own]
+    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, arguments.steps))
+    losses = []
+    for step in range(arguments.steps):
+        tokens = batch(text, sizes, step, comm).to(device)
+        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        extra = sum(block.moe.aux_loss for block in model.blocks)
+        ((loss + extra) / comm.world_size).backward()
+        for weight in same:  # experts have the gradients of all ranks' tokens already
+            dist.all_reduce(weight.grad)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+        mean = loss.detach() / comm.world_size
+        dist.all_reduce(mean)
+        losses.append(float(mean))
+    return losses
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    if arguments.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+    with pc.Communicator.from_torch() as comm:
+        losses: Losses = {}
+        for precision in arguments.precision.split(","):
+            begun = time.monotonic()
+            losses[precision] = train(comm, precision, arguments)
+            if comm.rank == 0:
+                seconds = time.monotonic() - begun
+                print(f"{comm.world_size} ranks, {precision}: loss {end(losses[precision]):.4f}, {seconds:.0f} s", file=sys.stderr)
+        if comm.rank == 0:
+            print(json.dumps(losses))
+    dist.destroy_process_group()
+
+
+def end(losses: list[float]) -> float:
+    last = losses[-LAST:]
+    return sum(last) / len(last)
+
+
+# ---- beside each other ---------------------------------------------------------------------------------------------------
+
+
+def start(ranks: int) -> Losses:
+    """Ranks of this program; what rank 0 printed."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PPLX_COMM_JOB": f"train-{port}"}
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        world["GLOO_SOCKET_IFNAME"] = "lo"
+    started = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:]], stdout=subprocess.PIPE if rank == 0 else None, text=True,
+            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)},
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    said = started[0].communicate()[0]
+    if any([process.wait() for process in started]):
+        sys.exit("a rank failed")
+    losses: Losses = json.loads(said)
+    return losses
+
+
+def table(results: dict[int, Losses]) -> str:
+    lines = ["| ranks | precision | loss | beside bf16 |", "|---|---|---|---|"]
+    for ranks, losses in results.items():
+        for precision, of_steps in losses.items():
+            beside = f"{end(of_steps) / end(losses['bf16']) - 1:+.2%}" if "bf16" in losses else ""
+            lines.append(f"| {ranks} | {precision} | {end(of_steps):.4f} | {beside} |")
+    return "\n".join(lines)
+
+
+def plot(results: dict[int, Losses], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(results), figsize=(4 * len(results), 3.4), sharey=True, squeeze=False)
+    for place, (ranks, losses) in zip(axes[0], results.items(), strict=True):
+        for precision, of_steps in losses.items():
+            window = max(1, len(of_steps) // 50)
+            smooth = [sum(of_steps[max(0, n - window) : n + 1]) / (min(n, window) + 1) for n in range(len(of_steps))]
+            place.plot(smooth, label=precision, linewidth=1)
+        place.set_title(f"{ranks} rank{'s' if ranks > 1 else ''}")
+        place.set_xlabel("step")
+    axes[0][0].set_ylabel("loss, nats per byte")
+    axes[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="1,2,4", help="how many, one number after the other (1,2,4)")
+    parser.add_argument("--precision", default="bf16,fp8,mxfp8", help="of the layers, one after the other (bf16,fp8,mxfp8)")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=2e-3, help="of learning, at its highest (0.002)")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu", choices=SIZES)
+    parser.add_argument("--within", type=float, default=0.01, help="how far from bf16 a loss may end, else the status is 1 (0.01)")
+    parser.add_argument("--plot", help="where to draw the losses")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parsed()
+    if "RANK" in os.environ:
+        work(arguments)
+        return 0
+    results = {int(ranks): start(int(ranks)) for ranks in arguments.ranks.split(",")}
+    print(table(results))
+    if arguments.plot:
+        plot(results, arguments.plot)
+    worst = max((abs(end(one) / end(of["bf16"]) - 1) for of in results.values() if "bf16" in of for one in of.values()), default=0)
+    finite = all(math.isfinite(loss) for of in results.values() for one in of.values() for loss in one)
+    return 0 if finite and worst <= arguments.within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""The four products of an expert with its activations, in the tokens' dtype or in e4m3 codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pplx_comm.moe.grouped import products
+from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.segments import Segments
+from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
+
+Codes = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as they were received, one under the other: values, or codes with their scales, which Padded has by expert."""
+
+    x: torch.Tensor
+    scale: torch.Tensor | None
+    where: Segments
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """As numbers. A block scale that is a power of two makes this exact in bfloat16."""
+        return self.x if self.scale is None else dequantise(self.x, self.scale, dtype, self.where)
+
+    def codes(self, subnormal: torch.Tensor | None = None, mx: bool = False) -> Codes:
+        """As e4m3 with float32 scales per 1x128. MXFP8 adds to `subnormal` the codes that the change of scale made so.
+
+        mx: MXFP8 stays what it is.
+        """
+        if self.scale is None:
+            return quantise(self.x, self.where)
+        if self.scale.dtype == torch.uint8 and not mx:
+            codes, scale, became = rescale_mx(self.x, self.scale, self.where)
+            if subnormal is not None:
+                subnormal += became
+            return codes, scale
+        return self.x, self.scale
+
+
+class Arithmetic(Protocol):
+    """The products of one pass, on one set of weights and one set of rows."""
+
+    def up(self, rows: Rows) -> torch.Tensor:
+        """[rows, hidden] to [rows, 2 * intermediate]."""
+        ...
+
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        """[rows, 2 * intermediate] through the activation to [rows, hidden]."""
+        ...
+
+    def back_through_down(self, g: Rows) -> torch.Tensor:
+        """The gradient of the activation: [rows, hidden] to [rows, intermediate]."""
+        ...
+
+    def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
+        """The gradient of the rows: [rows, 2 * intermediate] to [rows, hidden]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Precise:
+    """In the dtype of the layer, whatever the rows travelled as."""
+
+    gate_up: torch.Tensor
+    down_weights: torch.Tensor
+    where: Segments
+    dtype: torch.dtype
+    backend: str
+
+    def up(self, rows: Rows) -> torch.Tensor:
+        return products.forward(rows.values(self.dtype), self.gate_up.to(self.dtype), self.where, self.backend)
+
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        return products.forward(swiglu(h, self.where), self.down_weights.to(self.dtype), self.where, self.backend)
+
+    def back_through_down(self, g: Rows) -> torch.Tensor:
+        return products.dgrad(g.values(self.dtype), self.down_weights.to(self.dtype), self.where, self.backend)
+
+    def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
+        return products.dgrad(dh, self.gate_up.to(self.dtype), self.where, self.backend)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """All four in e4m3, scaled from what the tensors hold now; results in the dtype of the layer."""
+
+    gate_up: Codes
+    down_weights: Codes
+    where: Segments
+    dtype: torch.dtype
+    backend: str
+    subnormal: torch.Tensor | None
+
+    @staticmethod
+    def weights(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:
+        return quantise_weights(gate_up), quantise_weights(down)
+
+    def up(self, rows: Rows) -> torch.Tensor:
+        return self._product(self._received(rows, self.gate_up), self.gate_up, False)
+
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        return self._product(swiglu_quantise(h, self.where), self.down_weights, False)
+
+    def back_through_down(self, g: Rows) -> torch.Tensor:
+        return self._product(self._received(g, self.down_weights), self.down_weights, True)
+
+    def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
+        return self._product(quantise(dh, self.where), self.gate_up, True)
+
+    def _received(self, rows: Rows, weights: Codes) -> Codes:
+        return rows.codes(self.subnormal, products.takes_mx(weights, self.where, self.backend))
+
+    def _product(self, x: Codes, w: Codes, transposed: bool) -> torch.Tensor:
+        return products.scaled(x, w, self.where, transposed=transposed, dtype=self.dtype, backend=self.backend)

@@ -1,0 +1,149 @@
+"""Weights of a layer under the names that Hugging Face and Megatron-Core give them, one tensor per expert and projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pplx_comm.errors import Error
+from pplx_comm.moe.layer import MoE
+from pplx_comm.moe.quantise import dequantise_weights
+from pplx_comm.moe.sharding import local
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a family of models calls the parts of a layer, behind the layer's prefix. {e} is an expert's number."""
+
+    router: str
+    bias: str
+    """Of the router's correction bias; empty where the family has none."""
+    gate_up: tuple[str, ...]
+    """Two names, of gate and up; or one, of both in one tensor, the gate first."""
+    down: str
+    shared_gate_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str = ""
+    local_numbers: bool = False
+    """{e} counts the rank's own experts, and not those of all ranks."""
+
+
+_HF = (("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight"), "experts.{e}.down_proj.weight")
+
+
+def _hf_shared(prefix: str) -> tuple[tuple[str, ...], str]:
+    return (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), f"{prefix}.down_proj.weight"
+
+
+_MEGATRON_SHARED = (("shared_experts.linear_fc1.weight",), "shared_experts.linear_fc2.weight", "shared_experts.gate_weight", True)
+
+FAMILIES = {
+    "deepseek": Names("gate.weight", "gate.e_score_correction_bias", *_HF, *_hf_shared("shared_experts")),
+    "qwen": Names("gate.weight", "", *_HF, *_hf_shared("shared_expert"), "shared_expert_gate.weight"),
+    "mixtral": Names("gate.weight", "", ("experts.{e}.w1.weight", "experts.{e}.w3.weight"), "experts.{e}.w2.weight"),
+    "megatron": Names(
+        "router.weight", "router.expert_bias", ("experts.linear_fc1.weight{e}",), "experts.linear_fc2.weight{e}", *_MEGATRON_SHARED
+    ),
+    "megatron_sequential": Names(
+        "router.weight", "router.expert_bias", ("experts.local_experts.{e}.linear_fc1.weight",),
+        "experts.local_experts.{e}.linear_fc2.weight", *_MEGATRON_SHARED,
+    ),
+}  # fmt: skip
+"""Usual prefixes: "model.layers.N.mlp." of deepseek (V2, V3) and qwen (Qwen2-MoE, Qwen3-MoE), "model.layers.N.block_sparse_moe." of
+mixtral, "decoder.layers.N.mlp." of megatron, whose experts are one module, and of megatron_sequential, where each is one."""
+
+
+def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
+    """The router, this rank's experts and the shared expert: name to tensor. The tensors are the layer's own memory.
+
+    family: "deepseek", "qwen", "mixtral", "megatron", "megatron_sequential"; see FAMILIES. With expert_tp= Megatron's alone, whose
+        ranks have slices too.
+    prefix: in front of every name, with its dot: "model.layers.3.mlp.".
+    """
+    if layer.placement.slices > 1 and not family.startswith("megatron"):
+        raise Error(f"checkpoints of {family!r} have whole experts, and this layer has slices of them")
+    return {prefix + name: tensor for name, tensor in _parts(layer, family)}
+
+
+@torch.no_grad()
+def load(layer: MoE, tensors: Mapping[str, torch.Tensor], family: str, prefix: str = "") -> None:
+    """Fills the layer from tensors of these names: whole checkpoints too, of which a rank takes its own experts, or slices.
+
+    Codes with a tensor of scales per 128x128 behind them (`..._scale_inv`, as DeepSeek-V3 publishes them) are multiplied out.
+    """
+    of_experts = {name for name, _ in _of_experts(layer, _names(family))}
+    for part, memory in _parts(layer, family):
+        name = prefix + part
+        if name not in tensors:
+            raise Error(f"load: there is no tensor {name!r}")
+        found, scale = tensors[name], tensors.get(f"{name}_scale_inv")
+        if scale is not None:
+            found = dequantise_weights(found, scale)
+        if part in of_experts:
+            found = _slice(layer, found, memory)
+        if found.shape != memory.shape:
+            raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
+        memory.copy_(found)
+
+
+def _parts(layer: MoE, family: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names, and the memory that each stands for."""
+    names = _names(family)
+    yield from _of_router(layer, names, family)
+    yield from _of_experts(layer, names)
+    yield from _of_shared_expert(layer, names, family)
+
+
+def _names(family: str) -> Names:
+    if family not in FAMILIES:
+        raise Error(f"checkpoints of {family!r} are unknown; there are {', '.join(map(repr, FAMILIES))}")
+    return FAMILIES[family]
+
+
+def _of_experts(layer: MoE, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+    gate_up, down = local(layer.experts.gate_up).detach(), local(layer.experts.down).detach()
+    for place, expert in enumerate(layer.experts.experts):
+        number = place if names.local_numbers else expert
+        yield from _split(names.gate_up, gate_up[place], number)
+        yield names.down.format(e=number), down[place]
+
+
+def _slice(layer: MoE, found: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a whole expert's tensor. What is a slice already stays."""
+    slices, part = layer.placement.slices, layer.placement.part
+    if slices == 1 or found.shape == memory.shape:
+        return found
+    if found.shape[1] != memory.shape[1]:
+        return part(found, 1)
+    if len(memory) == 2 * local(layer.experts.down).shape[2]:
+        return torch.cat([part(half, 0) for half in found.chunk(2)])
+    return part(found, 0)
+
+
+def _of_router(layer: MoE, names: Names, family: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield names.router, layer.router.weight.detach()
+    if layer.router.correction_bias is not None:
+        yield _exists(names.bias, family, "correction bias"), layer.router.correction_bias
+
+
+def _of_shared_expert(layer: MoE, names: Names, family: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if layer.shared is None:
+        return
+    _exists(names.shared_down, family, "shared expert")
+    yield from _split(names.shared_gate_up, layer.shared.gate_up.detach(), 0)
+    yield names.shared_down, layer.shared.down.detach()
+    if layer.shared.gate is not None:
+        yield _exists(names.shared_gate, family, "gate of the shared expert"), layer.shared.gate.detach()
+
+
+def _split(names: tuple[str, ...], both: torch.Tensor, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+    parts = both.chunk(len(names)) if len(names) > 1 else (both,)
+    yield from ((name.format(e=number), part) for name, part in zip(names, parts, strict=True))
+
+
+def _exists(name: str, family: str, what: str) -> str:
+    if not name:
+        raise Error(f"checkpoints of {family!r} have no {what}, and this layer has one")
+    return name

@@ -1,0 +1,80 @@
+"""The products that a layer needs, each by the backend that was chosen for it."""
+
+from __future__ import annotations
+
+import torch
+
+from pplx_comm.errors import Error
+from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
+from pplx_comm.moe.grouped.choose import backends, named, pick, rows_class, scaled_backends
+from pplx_comm.moe.segments import Segments
+
+Codes = tuple[torch.Tensor, torch.Tensor]
+
+
+def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
+    if where.room and op != "forward":
+        raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
+    if name != "auto":
+        return named(backends(), name)
+    found = [backend for backend in backends() if backend.takes(rows.device, rows.dtype)]
+
+    def run(backend: Backend) -> object:
+        if op == "wgrad":
+            backend.wgrad(rows, other, where, torch.empty_like(weights), False)
+            return None
+        return (backend.forward if op == "forward" else backend.dgrad)(rows, weights, where)
+
+    key = (op, rows.dtype, weights.dtype, tuple(weights.shape), *_like(where, rows))
+    return pick(found, key, rows.device, run)
+
+
+def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
+    """What rows have in common for which one backend is the fastest."""
+    return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
+
+
+def forward(x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
+    """x @ w^T by expert: [rows, k] and [experts, n, k] to [rows, n]."""
+    return _backend("forward", x, w, backend, where, x).forward(x, w, where)
+
+
+def dgrad(dy: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
+    """dy @ w by expert: [rows, n] and [experts, n, k] to [rows, k]."""
+    return _backend("dgrad", dy, w, backend, where, dy).dgrad(dy, w, where)
+
+
+def wgrad(
+    dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool = False, backend: str = "auto"
+) -> torch.Tensor:
+    """dy^T @ x by expert: [rows, n] and [rows, k] to out, [experts, n, k], or added to it. Padding must be zero."""
+    _backend("wgrad", dy, out, backend, where, x).wgrad(dy, x, where, out, accumulate)
+    return out
+
+
+def takes_mx(w: Codes, where: Segments, backend: str) -> bool:
+    """Whether rows of MXFP8 are multiplied as they are. Otherwise they become 1x128 first."""
+    if backend != "auto":
+        return named(scaled_backends(), backend).mx
+    return any(each.mx and each.takes(w[0], where) for each in scaled_backends())
+
+
+def scaled(
+    x: Codes, w: Codes, where: Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
+    """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
+
+    Scales of x may be those of MXFP8 where takes_mx() says so. A backend for nothing else leaves other products to the rest.
+    """
+    mx = x[1].dtype == torch.uint8
+    if backend != "auto" and named(scaled_backends(), backend).mx == mx:
+        return named(scaled_backends(), backend).product(x, w, where, transposed, dtype)
+    found = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
+    if not found:
+        raise Error("no backend here multiplies MXFP8 as it is: rescale_mx() makes it 1x128")
+
+    def run(each: ScaledBackend) -> object:
+        return each.product(x, w, where, transposed, dtype)
+
+    key = ("scaled", transposed, tuple(w[0].shape), *_like(where, x[0]))
+    return pick(found, key, x[0].device, run).product(x, w, where, transposed, dtype)

@@ -1,0 +1,34 @@
+"""torch._grouped_mm, where torch has it: CUTLASS on compute capability 9.0 and 10.0, a loop elsewhere.
+
+Rows that lie as Padded lays them are a batch for torch.bmm, which computes all the room that there is."""
+
+from __future__ import annotations
+
+import torch
+
+from pplx_comm.moe.segments import Segments
+
+
+class TorchGroupedMm:
+    name, waits = "torch", False
+
+    def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
+        if dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
+            return False
+        # Elsewhere torch runs a loop of its own, for which the host waits.
+        return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        if where.room:
+            return torch.bmm(x.unflatten(0, (-1, where.room)), w.mT).flatten(0, 1)
+        return torch._grouped_mm(x, w.mT, offs=where.where[1:])
+
+    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return torch._grouped_mm(dy, w, offs=where.where[1:])
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool) -> None:
+        product = torch._grouped_mm(dy.mT, x, offs=where.where[1:])
+        if accumulate:
+            out += product
+        else:
+            out.copy_(product)

@@ -1,0 +1,104 @@
+"""The grouped product by our own kernels: see kernels/grouped.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.segments import Segments
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a kernel's tiles. It follows from sizes that no routing changes, so each size is compiled once."""
+
+    rows: int
+    side: int
+    inner: int
+    group: int
+    warps: int
+    stages: int
+
+
+def shape_of_rows(average: int) -> Shape:
+    """By the rows that an expert can have on average: few want small tiles, since padding is computed too."""
+    if average <= 64:
+        return Shape(64, 128, 64, 8, 4, 4)
+    return Shape(128, 256, 64, 8, 8, 3)
+
+
+SHAPE_OF_WEIGHTS = Shape(128, 256, 64, 8, 8, 3)
+
+
+def by_tma(*tensors: torch.Tensor) -> bool:
+    """Whether descriptors can describe them: rows that begin at multiples of 16 bytes, on compute capability 9.0 and up."""
+    device = tensors[0].device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return all(t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 and t.numel() for t in tensors)
+
+
+def described(t: torch.Tensor, block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(t, block)
+
+
+class TritonGroupedMm:
+    name, waits = "triton", False
+
+    def __init__(self, tma: bool | None = None) -> None:
+        """tma: None where it is possible."""
+        self._tma = tma
+
+    def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return usable(device) and dtype in (torch.bfloat16, torch.float16)
+
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return self._rows_by_weights(x, w, where, False)
+
+    def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return self._rows_by_weights(dy, w, where, True)
+
+    def _rows_by_weights(self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool) -> torch.Tensor:
+        from pplx_comm.moe.kernels.grouped import rows_by_weights
+
+        experts, inner, width = len(w), x.shape[1], w.shape[2 if transposed else 1]
+        out = x.new_empty(len(x), width)
+        if not out.numel() or not experts:
+            return out
+        s = shape_of_rows(where.average(len(x)))
+        x, flat = x.contiguous(), w.contiguous().flatten(0, 1)
+        tma = by_tma(x, flat) if self._tma is None else self._tma
+        block = [s.inner, s.side] if transposed else [s.side, s.inner]
+        rows_by_weights[(programs(x.device),)](
+            described(x, [s.rows, s.inner]) if tma else x, described(flat, block) if tma else flat,
+            where.where, out, experts, where.room, len(x), inner, width,
+            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TRANSPOSED=transposed, TMA=tma,
+            ROWS=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, num_warps=s.warps, num_stages=s.stages,
+        )  # fmt: skip
+        return out
+
+    def wgrad(self, dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool) -> None:
+        from pplx_comm.moe.kernels.grouped import weights_gradient
+
+        if not out.numel():
+            return
+        if not out.is_contiguous():
+            whole = out.contiguous()
+            self.wgrad(dy, x, where, whole, accumulate)
+            out.copy_(whole)
+            return
+        experts, height, width = out.shape
+        s = SHAPE_OF_WEIGHTS
+        dy, x = dy.contiguous(), x.contiguous()
+        tma = by_tma(dy, x) if self._tma is None else self._tma
+        weights_gradient[(programs(x.device),)](
+            described(dy, [s.inner, s.rows]) if tma else dy, described(x, [s.inner, s.side]) if tma else x,
+            where.where, out, experts, len(x), height, width,
+            ACCUMULATE=accumulate, TMA=tma,
+            HIGH=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, num_warps=s.warps, num_stages=s.stages,
+        )  # fmt: skip

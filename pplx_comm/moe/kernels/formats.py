@@ -1,0 +1,102 @@
+"""Changes of a row's format, for the rows that there are: the device knows how many."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pplx_comm.moe.kernels.blocks import codes_and_scales, codes_of, power_of_two
+from pplx_comm.moe.kernels.tiles import row_tiles, rows_of_tile, scales_of
+
+
+@triton.jit
+def quantise_rows(
+    x, where, codes, scales, experts, room, width, row_stride, scale_stride, skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x[rows, width] to e4m3 bytes, and a scale for each row and BLOCK."""
+    blocks = tl.cdiv(width, BLOCK)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows < used)[:, None] & (columns < width)[None, :]
+        places = rows[:, None].to(tl.int64) * width + columns[None, :]
+        found, scale = codes_and_scales(tl.load(x + places, mask=inside, other=0.0).to(tl.float32))
+        tl.store(codes + places, found, mask=inside)
+        tl.store(scales_of(scales, rows, expert, row_stride, skew) + block * scale_stride, scale, mask=rows < used)
+
+
+@triton.jit
+def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr):
+    """w[experts, height, width] to e4m3 bytes, and a scale for each BLOCK x BLOCK. A program has one of those."""
+    down, across = tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK)
+    square = tl.program_id(0)
+    expert, within = square // (down * across), square % (down * across)
+    rows, columns = within // across * BLOCK + tl.arange(0, BLOCK), within % across * BLOCK + tl.arange(0, BLOCK)
+    inside = (rows < height)[:, None] & (columns < width)[None, :]
+    places = (expert.to(tl.int64) * height + rows[:, None]) * width + columns[None, :]
+    values = tl.load(w + places, mask=inside, other=0.0).to(tl.float32)
+    bad = tl.max(tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 1), 0) > 0
+    scale = power_of_two(tl.max(tl.max(tl.abs(values), 1), 0), bad)
+    tl.store(codes + places, codes_of(values, scale, bad), mask=inside)
+    tl.store(scales + square, scale)
+
+
+@triton.jit
+def numbers_of_rows(
+    codes, scales, where, out, experts, room, width, row_stride, scale_stride, skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
+):  # fmt: skip
+    """What e4m3 codes and their scales mean. E8M0: scales are bytes."""
+    blocks = tl.cdiv(width, BLOCK)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        inside = (rows < used)[:, None] & (columns < width)[None, :]
+        places = rows[:, None].to(tl.int64) * width + columns[None, :]
+        scale = tl.load(scales_of(scales, rows, expert, row_stride, skew) + block * scale_stride, mask=rows < used, other=0)
+        if E8M0:
+            scale = e8m0_number(scale.to(tl.int32))
+        values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+        tl.store(out + places, values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def e8m0_number(byte):
+    """2^(byte - 127); NaN for 255. 2^-127 has no exponent of its own in float32."""
+    number = tl.where(byte == 0, 0x400000, byte << 23).to(tl.float32, bitcast=True)
+    return tl.where(byte == 255, float("nan"), number)
+
+
+@triton.jit
+def rescale_rows(
+    codes, scales, where, out, out_scales, became_subnormal, experts, room, width, row_stride, scale_stride, skew,
+    out_row_stride, out_scale_stride, out_skew,
+    EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, MX: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """See quantise.rescale_mx: GROUPS blocks of MX codes with a byte each, to one block with a float32."""
+    blocks, mx_blocks = tl.cdiv(width, MX * GROUPS), tl.cdiv(width, MX)
+    ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
+        groups = block * GROUPS + tl.arange(0, GROUPS)
+        columns = groups[:, None] * MX + tl.arange(0, MX)[None, :]
+        inside = (rows < used)[:, None, None] & (columns < width)[None, :, :]
+        places = rows[:, None, None].to(tl.int64) * width + columns[None, :, :]
+        values = tl.load(codes + places, mask=inside, other=0.0).to(tl.float32)
+        there = (rows < used)[:, None] & (groups < mx_blocks)[None, :]
+        of_scales = scales_of(scales, rows, expert, row_stride, skew)[:, None] + groups[None, :] * scale_stride
+        exponent = tl.load(of_scales, mask=there, other=0).to(tl.int32) - 127
+        silent = (tl.max((values != 0.0).to(tl.int32), 2) == 0) | (tl.max((values != values).to(tl.int32), 2) > 0)
+        common = tl.max(tl.where(silent, -126, tl.maximum(exponent, -126)), 1)
+        common = tl.where(tl.min(silent.to(tl.int32), 1) > 0, 0, common)
+        # A shift of more than 30 leaves nothing of a code.
+        shift = tl.where(silent, 0, tl.maximum(exponent - common[:, None], -30))
+        moved = values * ((shift + 127) << 23).to(tl.float32, bitcast=True)[:, :, None]
+        tl.store(out + places, moved.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
+        place = scales_of(out_scales, rows, expert, out_row_stride, out_skew) + block * out_scale_stride
+        tl.store(place, ((common + 127) << 23).to(tl.float32, bitcast=True), mask=rows < used)
+        became = (tl.abs(moved) < 0.015625) & (tl.abs(values) >= 0.015625)
+        tl.atomic_add(became_subnormal, tl.sum(became.to(tl.int64)))

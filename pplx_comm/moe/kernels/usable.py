@@ -1,0 +1,35 @@
+"""Whether the kernels run here, and how many programs a grid should have."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+INTERPRETED_PROGRAMS = 3
+"""Of a persistent kernel in Triton's interpreter, which runs them one after the other: several, so that tiles are shared out."""
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def usable(device: torch.device) -> bool:
+    """On GPUs where triton is installed; on CPUs only in its interpreter, as tests do with TRITON_INTERPRET=1."""
+    return _has_triton() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """One for each multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_two_at_least(n: int) -> int:
+    """What arrays in kernels are as long as."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,366 @@
+"""NVSHMEM in this process: its module, its start, and symmetric memory for AllToAlls. See docs/carriers.md.
+
+NVSHMEM is one for a process, ends the process where it dislikes what it finds, and waits for ever for a rank that has died.
+So it is tried in a process of its own first, its collective calls run in a thread that is left behind when time is over, and
+nothing of it is ever given back: what an AllToAll had, a later one takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from pplx_comm.control import deadlines
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.errors import Error
+from pplx_comm.machine import rdma_devices
+from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks
+
+T = TypeVar("T")
+
+INSTALL = "pip install 'pplx_comm[nvshmem]'"
+LIBRARY = "libnvshmem_host.so.3"
+_GRANULE = 2 << 20
+_OWN_BYTES = 64 << 20
+"""What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
+
+_QUEUE = 640
+"""Requests of a peer's queue that have not been answered, of eight AllToAlls with eight steps in flight; and room."""
+
+MODULE_PROBE = (
+    "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
+    " k.init(gpu, k.unique_id(), 0, 1); sys.exit(0 if k.allocate(gpu, 4096) else 3)"
+)
+
+
+def library_path() -> Path | None:
+    """Of the wheel, whose file has no unversioned name."""
+    try:
+        spec = importlib.util.find_spec("nvidia.nvshmem")
+    except ModuleNotFoundError:
+        return None
+    places = [Path(place) / "lib" / LIBRARY for place in (spec.submodule_search_locations or [])] if spec else []
+    return next((path for path in places if path.exists()), None)
+
+
+def kernels() -> Any:
+    """pplx_comm._nvshmem, or an Error that says what is missing."""
+    path = library_path()
+    if path is None and LIBRARY not in Path("/proc/self/maps").read_text():
+        raise Error(f"transport='nvshmem' needs NVSHMEM, which is not installed: {INSTALL}")
+    try:
+        if path is not None:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # found by its name then, wherever the module lies
+        import pplx_comm._core  # first: the module's types are made of its  # noqa: F401
+        import pplx_comm._nvshmem as _nvshmem
+    except (ImportError, OSError) as problem:
+        raise Error(
+            f"transport='nvshmem': this build has no module for it ({problem}). Build with an nvcc and "
+            "nvidia-nvshmem-cu13==3.4.5 at hand: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
+        ) from None
+    return _nvshmem
+
+
+def usable_kernels() -> Any:
+    """kernels(), or an Error where NVSHMEM would end the process for want of a GPU."""
+    module = kernels()
+    if module.device_count() == 0:
+        raise Error("device='cuda': this process sees no GPU")
+    return module
+
+
+@dataclass
+class Segment:
+    """Symmetric memory of one AllToAll."""
+
+    address: int
+    nbytes: int
+    pes: list[int]  # by rank; of the dead and of those left out anything
+    near: list[int]  # ranks that this GPU's stores reach
+    number: int | None = None  # of those that this module has made; None: the caller's own memory
+    close: Callable[[bool], None] = lambda _: None
+    """True: nothing is on its way any more, so that another AllToAll may have it."""
+
+
+@dataclass
+class _Made:
+    """Memory that this process has taken from NVSHMEM. All PEs have made the same, in the same order."""
+
+    address: int
+    nbytes: int
+    free: bool = False
+
+
+@dataclass
+class Library:
+    """What the process has of NVSHMEM."""
+
+    attached: bool = False
+    lost: str | None = None
+    """Why it is not to be used any more."""
+    probed: dict[int, str | None] = field(default_factory=dict)
+    made: list[_Made] = field(default_factory=list)
+
+    def segment(self, control: ControlPlane, gpu: int, nbytes: int, given: torch.Tensor | None, timeout: float) -> Segment:
+        """Collective over the living. nbytes: what this rank needs; all get as much as the largest."""
+        attempts = Attempts()
+        module = attempts.run(usable_kernels)
+        attempts.run(_check_queue)
+        begun = attempts.run(lambda: bool(module.is_initialized()))  # type: ignore[union-attr]
+        if begun is False:
+            attempts.run(lambda: self._probe(gpu))
+        if self.lost is not None:
+            attempts.error = attempts.error or self.lost
+        mine = {"error": attempts.error, "begun": begun, "nbytes": nbytes, "given": given is not None}
+        answers = agree(control, "AllToAll: NVSHMEM", mine, timeout)
+        _check_alike(answers)
+        assert module is not None
+        needed = max(answer["nbytes"] for answer in answers if answer is not None)
+        if not begun:
+            self._begin(control, module, gpu, needed, answers, timeout)
+        elif not self.attached:
+            attempts.run(lambda: self._in_time(lambda: module.attach(gpu), timeout, "nvshmem_init of a second module"))
+            self.attached = attempts.error is None
+        pe = attempts.run(lambda: (int(module.my_pe()), int(module.n_pes())))
+        if given is not None:
+            attempts.run(lambda: _check_given(given, gpu, needed))
+        free = [number for number, made in enumerate(self.made) if made.free and made.nbytes >= needed]
+        # Here and below: others may just be giving up on a call of NVSHMEM's.
+        answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe, "free": free}, 2 * timeout)
+        assert pe is not None
+        pes = _by_rank(answers)
+        segment = self._given(given, pes) if given is not None else self._take(control, module, gpu, needed, answers, pes, timeout)
+        reached = attempts.run(
+            lambda: [
+                rank
+                for rank, answer in enumerate(answers)
+                if answer is not None and rank != control.rank and module.is_near(segment.address, pes[rank])
+            ]
+        )
+        agree(control, "AllToAll: symmetric memory", {"error": attempts.error}, timeout)
+        segment.near = reached or []
+        return segment
+
+    def _probe(self, gpu: int) -> None:
+        """In a process of its own, which NVSHMEM may end."""
+        if gpu not in self.probed:
+            self.probed[gpu] = try_alone(gpu)
+        if self.probed[gpu] is not None:
+            raise Error(f"transport='nvshmem': NVSHMEM does not start on this host: {self.probed[gpu]}")
+
+    def _begin(self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, timeout: float) -> None:
+        """Collective. The PEs are the living ranks, in their order."""
+        alive = [rank for rank, answer in enumerate(answers) if answer is not None]
+        attempts = Attempts()
+        unique = attempts.run(lambda: module.unique_id().hex()) if control.rank == alive[0] else None
+        told = agree(control, "AllToAll: NVSHMEM id", {"error": attempts.error, "id": unique}, timeout)
+        identity = bytes.fromhex(told[alive[0]]["id"])  # type: ignore[index]
+        one_host = control.one_network
+        with _environment(variables(nbytes, one_host)):
+            attempts.run(
+                lambda: self._in_time(
+                    lambda: module.init(gpu, identity, alive.index(control.rank), len(alive)), timeout, "nvshmem_init"
+                )
+            )
+        self.attached = attempts.error is None
+        agree(control, "AllToAll: NVSHMEM begun", {"error": attempts.error}, 2 * timeout)
+
+    def _take(
+        self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, pes: list[int], timeout: float
+    ) -> Segment:
+        """Collective: memory that all have free, or new."""
+        alive = [answer for answer in answers if answer is not None]
+        common = set.intersection(*(set(answer["free"]) for answer in alive))
+        if common:
+            number = min(common)
+        else:
+            if len(alive) < alive[0]["pe"][1]:
+                raise Error(
+                    f"transport='nvshmem': this NVSHMEM has {alive[0]['pe'][1]} PEs and {len(alive)} ranks are here, so no "
+                    f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
+                    "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
+                )
+            number = len(self.made)
+            attempts = Attempts()
+            size = -(-nbytes // _GRANULE) * _GRANULE
+            address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
+            if address == 0:
+                attempts.error = too_small(size)
+            agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
+            assert address is not None
+            self.made.append(_Made(address, size))
+        made = self.made[number]
+        made.free = False
+
+        def close(landed: bool) -> None:
+            made.free = landed
+
+        return Segment(made.address, made.nbytes, pes, [], number, close)
+
+    @staticmethod
+    def _given(given: torch.Tensor, pes: list[int]) -> Segment:
+        return Segment(given.data_ptr(), given.numel() * given.element_size(), pes, [])
+
+    def _in_time(self, call: Callable[[], T], seconds: float, name: str) -> T:
+        try:
+            return in_time(call, seconds, name)
+        except TimeoutError as late:
+            self.lost = str(late)
+            raise Error(self.lost) from None
+
+
+def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
+    """For calls that may wait for ever: then the thread stays behind."""
+    result: list[T] = []
+    problem: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:
+            problem.append(error)
+
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if problem:
+        raise problem[0]
+    if not result:
+        raise TimeoutError(
+            f"transport='nvshmem': {name} has not come back within {seconds:.0f} s: a rank has died, or cannot be reached. This "
+            "process goes on, but cannot use NVSHMEM any more"
+        )
+    return result[0]
+
+
+def too_small(nbytes: int) -> str:
+    size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
+    return (
+        f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes "
+        f"of this AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + _OWN_BYTES} more than it is, before NVSHMEM starts"
+    )
+
+
+def try_alone(gpu: int) -> str | None:
+    """Why one PE does not start on that GPU; None: it does."""
+    environment = {**os.environ, **variables(_GRANULE, one_host=True)}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", MODULE_PROBE, str(gpu)]
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=deadlines.PROBE_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"one PE alone did not come up within {deadlines.PROBE_SECONDS:.0f} s"
+    if done.returncode == 0:
+        return None
+    said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
+    return f"one PE alone ended with status {done.returncode}: {' | '.join(said[-3:])}"
+
+
+def variables(nbytes: int, one_host: bool) -> dict[str, str]:
+    """NVSHMEM's own, for one that we start. What the caller has set stays."""
+    wanted = {
+        "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + _OWN_BYTES) // _GRANULE) * _GRANULE)),
+        "NVSHMEM_DISABLE_NVLS": "1",  # multicast: nothing here uses it, and it fails on hosts that say they have it
+    }
+    if one_host or not any(name.startswith("mlx5") for name in rdma_devices()):
+        wanted["NVSHMEM_REMOTE_TRANSPORT"] = "none"
+    else:
+        # Its doorbells by the GPU where the driver lets it, else by a host thread without GDRCopy.
+        wanted |= {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_IBGDA_NIC_HANDLER": "auto"}
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """For NVSHMEM alone, which reads it once."""
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            os.environ.pop(name, None)
+
+
+def _check_alike(answers: Answers) -> None:
+    for name, text in (("begun", "have an NVSHMEM that something else has begun"), ("given", "were given symmetric_memory=")):
+        some = [rank for rank, answer in enumerate(answers) if answer is not None and answer[name]]
+        others = [rank for rank, answer in enumerate(answers) if answer is not None and not answer[name]]
+        if some and others:
+            raise Error(f"transport='nvshmem': {name_ranks(some)} {text}, and {name_ranks(others)} not: all must, or none")
+    if any(answer is not None and answer["given"] and not answer["begun"] for answer in answers):
+        raise Error("symmetric_memory= must come from an NVSHMEM that is initialised: this process has none")
+
+
+def _by_rank(answers: Answers) -> list[int]:
+    pes = [-1 if answer is None else int(answer["pe"][0]) for answer in answers]
+    living = [pe for pe in pes if pe >= 0]
+    if len(set(living)) != len(living):
+        raise Error(f"transport='nvshmem': ranks have the same PE (by rank: {pes}); each needs an NVSHMEM of its own")
+    return [max(pe, 0) for pe in pes]
+
+
+def _check_queue() -> None:
+    depth = os.environ.get("NVSHMEM_QP_DEPTH", "")
+    if depth.isdecimal() and int(depth) < _QUEUE:
+        raise Error(f"transport='nvshmem': NVSHMEM_QP_DEPTH={depth} must be at least {_QUEUE}: a put would wait inside NVSHMEM")
+
+
+def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:
+    has = given.numel() * given.element_size()
+    if given.device != torch.device("cuda", gpu) or not given.is_contiguous():
+        raise Error(f"symmetric_memory= must be a contiguous tensor on cuda:{gpu}, not on {given.device}")
+    if given.data_ptr() % 64:
+        raise Error("symmetric_memory= must begin at a multiple of 64 bytes")
+    if has < nbytes:
+        raise Error(f"symmetric_memory= has {has} bytes, and this AllToAll needs {nbytes}")
+
+
+library = Library()
+"""Of this process, as NVSHMEM is."""
+
+
+def missing_for_ibgda(sysfs: Path = Path("/sys")) -> list[str]:
+    """What stands between this host and kernels that post to its ConnectX themselves."""
+    lacks = []
+    if not any(name.startswith("mlx5") for name in rdma_devices(sysfs)):
+        lacks.append("no mlx5 device in /sys/class/infiniband")
+    module = sysfs / "module"
+    if not ((module / "nvidia_peermem").exists() or _dmabuf(module)):
+        lacks.append("neither nvidia_peermem (modprobe nvidia_peermem) nor dmabuf, so NICs do not reach GPU memory")
+    registry = Path("/proc/driver/nvidia/params")
+    options = registry.read_text() if registry.exists() else ""
+    by_gpu = "PeerMappingOverride=1" in options.replace(" ", "")
+    if not by_gpu and not _has_gdrcopy():
+        lacks.append(
+            'the GPU may not ring the NIC\'s doorbell (driver option NVreg_RegistryDwords="PeerMappingOverride=1;" with '
+            "NVreg_EnableStreamMemOPs=1) and there is no GDRCopy: NVSHMEM takes its CPU-assisted mode, a host thread rings it"
+        )
+    return lacks
+
+
+def _dmabuf(module: Path) -> bool:
+    """The open kernel modules hand GPU memory out as dmabufs."""
+    version = module / "nvidia/version"
+    license_of = Path("/proc/driver/nvidia/version")
+    return version.exists() and license_of.exists() and "Open Kernel Module" in license_of.read_text()
+
+
+def _has_gdrcopy() -> bool:
+    try:
+        ctypes.CDLL("libgdrapi.so.2")
+    except OSError:
+        return False
+    return Path("/dev/gdrdrv").exists()

@@ -1,0 +1,67 @@
+// The counts of a carrier that kernels drive, as the host sees them between two generations.
+#ifdef PPLX_CARRIER
+#include <memory>
+
+#include "exchange.h"
+#include "on_device.h"
+
+namespace pplx::cuda {
+namespace {
+
+template <typename T>
+void read_into(T* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+}  // namespace
+
+std::unique_ptr<PutCounts> Exchange::read_puts() const {
+  const OnDevice on(device_);
+  auto counts = std::make_unique<PutCounts>();
+  read_into(counts.get(), common_.puts, sizeof *counts, own_stream_);
+  return counts;
+}
+
+// All of them, in the order in which they lie there.
+std::vector<std::uint64_t> Exchange::read_signals() const {
+  const OnDevice on(device_);
+  std::vector<std::uint64_t> signals(std::size_t{config().in_flight} * kPutSignals * config().world);
+  read_into(signals.data(), common_.blocks + common_.heap.arrival, signals.size() * sizeof signals[0], own_stream_);
+  return signals;
+}
+
+std::vector<std::uint64_t> Exchange::posted() const {
+  const auto counts = read_puts();
+  std::vector<std::uint64_t> by_peer(config().world);
+  for (std::uint32_t set = 0; set < config().in_flight; ++set)
+    for (std::uint32_t signal = 0; signal < kPutSignals; ++signal)
+      for (std::uint32_t peer = 0; peer < config().world; ++peer) by_peer[peer] += counts->posted[set][signal][peer];
+  return by_peer;
+}
+
+std::vector<std::uint64_t> Exchange::landed() const {
+  const auto counts = read_puts();
+  const std::vector<std::uint64_t> signals = read_signals();
+  std::vector<std::uint64_t> by_source(config().world);
+  std::size_t at = 0;
+  for (std::uint32_t set = 0; set < config().in_flight; ++set)
+    for (std::uint32_t signal = 0; signal < kPutSignals; ++signal)
+      for (std::uint32_t source = 0; source < config().world; ++source) by_source[source] += signals[at++] - counts->base[set][signal][source];
+  return by_source;
+}
+
+void Exchange::rebase() {
+  const std::vector<std::uint64_t> signals = read_signals();
+  const auto counts = std::make_unique<PutCounts>();
+  std::size_t at = 0;
+  for (std::uint32_t set = 0; set < config().in_flight; ++set)
+    for (std::uint32_t signal = 0; signal < kPutSignals; ++signal)
+      for (std::uint32_t source = 0; source < config().world; ++source) counts->base[set][signal][source] = signals[at++];
+  const OnDevice on(device_);
+  check(cudaMemcpyAsync(common_.puts, counts.get(), sizeof *counts, cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
+}  // namespace pplx::cuda
+#endif

@@ -1,0 +1,183 @@
+#include "emulation/network.h"
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace emulation {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+struct Piece {
+  std::uint64_t at, bytes;
+};
+struct Flight {
+  Put put;
+  char *to, *signal;            // in the peer's memory
+  std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
+  Clock::time_point due;        // of what comes next
+  bool landed = false;
+  unsigned asks = 0;            // how often somebody must still ask before it has left
+};
+
+class Network {
+ public:
+  static Network& instance() {
+    static Network* const network = new Network;   // its thread outlives main()
+    return *network;
+  }
+
+  void open_window(const char* own, std::uint32_t peer, char* theirs) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    windows_[{own, peer}] = theirs;
+  }
+
+  // Whoever owns the memory ends: nothing of it may be read or written any more. What is on its way still lands, if peers live.
+  void close_windows(const char* own) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const auto is_own = [&](const Flight& f) { return f.put.own == own; };
+    const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed; };
+    changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), flies); });
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
+    windows_.erase(windows_.lower_bound({own, 0}), windows_.upper_bound({own, ~0u}));
+  }
+
+  void post(const Put& put) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto window = windows_.find({put.own, put.peer});
+    if (window == windows_.end()) refuse("a put to a rank that is not reached", put);
+    for (const Flight& f : flights_)
+      if (f.put.own == put.own && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
+        refuse("a put from where an earlier one has not left", put);
+    Flight flight{put, window->second + (put.to - put.own), window->second + (put.signal - put.own), pieces_of(put.bytes), {}};
+    flight.due = Clock::now() + delay();
+    if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
+    flight.asks = static_cast<unsigned>(random_() % 4);
+    flights_.push_back(std::move(flight));
+    changed_.notify_one();
+  }
+
+  // A reset has seen that all has landed.
+  void forget_landed() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    flights_.erase(std::remove_if(flights_.begin(), flights_.end(), [](const Flight& f) { return f.landed; }), flights_.end());
+  }
+
+  bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bool all = true;
+    for (std::size_t i = flights_.size(); i-- > 0;) {
+      Flight& f = flights_[i];
+      if (f.put.own != own || f.put.peer != peer || f.put.context != context) continue;
+      if (f.landed && f.asks == 0) {
+        flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
+        continue;
+      }
+      if (f.landed) --f.asks;
+      all = false;
+    }
+    return all;
+  }
+
+ private:
+  Network() {
+    const char* const seed = std::getenv("PPLX_SEED");
+    random_.seed(seed == nullptr ? 1 : std::strtoul(seed, nullptr, 0));
+    if (const char* late = std::getenv("PPLX_EMULATION_LATE")) std::sscanf(late, "%u@%u", &late_ms_, &late_put_);
+    std::thread([this] { serve(); }).detach();
+  }
+
+  [[noreturn]] static void refuse(const char* what, const Put& put) {
+    std::fprintf(stderr, "%s: peer %u, context %u, %llu bytes\n", what, put.peer, put.context,
+                 static_cast<unsigned long long>(put.bytes));
+    std::abort();
+  }
+
+  // Mostly soon, sometimes after much else.
+  std::chrono::microseconds delay() { return std::chrono::microseconds(random_() % 8 == 0 ? random_() % 3000 : random_() % 60); }
+
+  // As many as five, cut anywhere, shuffled.
+  std::vector<Piece> pieces_of(std::uint64_t bytes) {
+    std::vector<std::uint64_t> cuts{0, bytes};
+    for (auto n = random_() % 5; n > 0 && bytes > 0; --n) cuts.push_back(random_() % bytes);
+    std::sort(cuts.begin(), cuts.end());
+    std::vector<Piece> pieces;
+    for (std::size_t i = 0; i + 1 < cuts.size(); ++i)
+      if (cuts[i] < cuts[i + 1]) pieces.push_back({cuts[i], cuts[i + 1] - cuts[i]});
+    std::shuffle(pieces.begin(), pieces.end(), random_);
+    pieces.insert(pieces.begin(), Piece{0, 0});  // the signal, when all else is there
+    return pieces;
+  }
+
+  // What is due of a flight.
+  void go_on(Flight& flight) {
+    const Piece piece = flight.pieces.back();
+    flight.pieces.pop_back();
+    if (piece.bytes > 0)
+      std::memcpy(flight.to + piece.at, flight.put.from + piece.at, piece.bytes);
+    else
+      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), 1, __ATOMIC_RELEASE);
+    flight.landed = flight.pieces.empty();
+    if (flight.landed) changed_.notify_all();
+    flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
+  }
+
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      const Clock::time_point now = Clock::now();
+      std::vector<std::size_t> due;
+      Clock::time_point next = Clock::time_point::max();
+      for (std::size_t i = 0; i < flights_.size(); ++i) {
+        if (flights_[i].landed) continue;
+        next = std::min(next, flights_[i].due);
+        if (flights_[i].due <= now) due.push_back(i);
+      }
+      if (!due.empty())
+        go_on(flights_[due[random_() % due.size()]]);
+      else if (next == Clock::time_point::max())
+        changed_.wait(lock);
+      else
+        changed_.wait_until(lock, next);
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::pair<const char*, std::uint32_t>, char*> windows_;
+  std::vector<Flight> flights_;
+  std::minstd_rand random_;
+  unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
+};
+
+}  // namespace
+
+void post(const Put& put) { Network::instance().post(put); }
+bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) { return Network::instance().has_left(own, peer, context); }
+
+}  // namespace emulation
+
+namespace pplx::cuda {
+void bind_carrier(pybind11::module_&) {}  // emulated.py has the host side
+}  // namespace pplx::cuda
+
+extern "C" {
+__attribute__((visibility("default"))) void pplx_emulation_open_window(const char* own, std::uint32_t peer, char* theirs) {
+  emulation::Network::instance().open_window(own, peer, theirs);
+}
+__attribute__((visibility("default"))) void pplx_emulation_forget_landed() { emulation::Network::instance().forget_landed(); }
+__attribute__((visibility("default"))) void pplx_emulation_close_windows(const char* own) {
+  emulation::Network::instance().close_windows(own);
+}
+}

@@ -1,0 +1,22 @@
+// A network for the stand-in of a carrier that kernels drive: a thread of the process that delivers puts late and in any order, a piece
+// at a time. Its source is read when a piece is delivered. One has left when it has landed and somebody has asked often enough; a put from
+// where an earlier one has not left ends the process. Everything follows from a seed (PPLX_SEED), but when the thread runs.
+#pragma once
+
+#include <cstdint>
+
+namespace emulation {
+
+struct Put {
+  const char* own;        // the memory that both ends are offsets in
+  std::uint32_t peer, context;
+  char* to;               // as this rank has the same place
+  const char* from;
+  std::uint64_t bytes;    // 0: the signal alone
+  char* signal;           // as this rank has the same place
+};
+
+void post(const Put& put);
+bool has_left(const char* own, std::uint32_t peer, std::uint32_t context);
+
+}  // namespace emulation

@@ -1,0 +1,139 @@
+"""What the ranks of test_nvshmem.py run: kernels that post by NVSHMEM, beside mapped memory."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import gpu_cases
+import rank_cases
+import torch
+from gpu_cases import group_of
+from rank_cases import Case
+from reference import same_bits
+
+import pplx_comm as pc
+
+_TENSORS = ("x", "scale", "weights", "src_rank", "src_token", "topk_ids", "topk_weights")
+
+
+def _filled(d: pc.Dispatched, name: str) -> torch.Tensor | None:
+    """The rows that mean something, on the host."""
+    value = getattr(d, name)
+    if value is None:
+        return None
+    if d.offsets is not None:
+        begins, counts = d.offsets.cpu()[:-1], d.counts.cpu()
+        rows = torch.cat([torch.arange(0), *(torch.arange(int(b), int(b) + int(n)) for b, n in zip(begins, counts, strict=True))])
+        return value.cpu()[rows]
+    if d.num_rows is not None:
+        return value.cpu()[: int(d.num_rows)]
+    counts = d.counts.cpu()
+    rows_of = value.cpu()
+    return torch.cat([rows_of.flatten(0, 1)[:0], *(rows_of[expert, : int(n)] for expert, n in enumerate(counts))])
+
+
+def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(case.seed * 1_000_003 + step * 1009 + group)
+    tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
+    x = torch.randn(tokens, case.hidden, generator=g).to(rank_cases.DTYPES[case.dtype])
+    ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g)
+    return x.to(device), ids.to(device), torch.rand(tokens, case.top_k, generator=g).to(device)
+
+
+def _same(name: str, a: torch.Tensor | None, b: torch.Tensor | None, case: Case, step: int) -> None:
+    if (a is None) != (b is None) or (a is not None and b is not None and not same_bits(a, b)):
+        raise AssertionError(f"step {step}: {name} differs from mapped's, {case}")
+
+
+def against_mapped(me: Any, case: Case, steps: int) -> None:
+    """The same steps over mapped memory and by NVSHMEM: the same bits, whole and in halves, with weights= and tails."""
+    device = gpu_cases.gpu_of(me)
+    with (
+        rank_cases.open_all_to_all(me, replace(case, transport="mapped"), device=str(device), timeout=20.0) as mapped,
+        rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as posted,
+    ):
+        for step in range(steps):
+            x, ids, weights = _tokens(case, group_of(me, case), step, device)
+            a = mapped.dispatch(x, ids, weights)
+            b = posted.dispatch(x, ids, weights) if step % 2 else posted.dispatch_recv(posted.dispatch_send(x, ids, weights))
+            gpu_cases.settle(device)
+            posted.check()
+            for name in ("counts", *_TENSORS):
+                have = [d.counts.cpu() if name == "counts" else _filled(d, name) for d in (a, b)]
+                _same(name, *have, case, step)
+            out = torch.randn(a.x.shape, device=device, dtype=torch.float32).to(x.dtype)
+            late = weights * 2 if step % 3 == 1 and case.layout != "compact" else None
+            tail = None
+            if step % 3 == 2:
+                like = a.weights if a.weights is not None else a.topk_weights
+                assert like is not None
+                tail = torch.randn(like.shape, device=device)
+            want, have_y = (a2a.combine(out, d, weights=late, tail=tail) for a2a, d in ((mapped, a), (posted, b)))
+            gpu_cases.settle(device)
+            posted.check()
+            for number, pair in enumerate(zip(*(y if isinstance(y, tuple) else (y,) for y in (want, have_y)), strict=True)):
+                _same(f"combine's result {number}", *(y.cpu() for y in pair), case, step)
+
+
+def two(me: Any, case: Case, steps: int) -> None:
+    """Two AllToAlls on streams that nothing orders; one is closed and made again, in the memory that it had."""
+    device = gpu_cases.gpu_of(me)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    opened = [rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) for _ in range(2)]
+    addresses = [a2a._steps.session.wiring.segment.address for a2a in opened]
+    assert addresses[0] != addresses[1]
+    for step in range(steps):
+        for number, a2a in enumerate(opened):
+            with torch.cuda.stream(streams[number]):
+                x, ids, weights = _tokens(case, group_of(me, case), step * 2 + number, device)
+                d = a2a.dispatch(x, ids, weights)
+                a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype, device=device), d)
+        if step == steps // 2:
+            gpu_cases.settle(device)
+            me.comm.barrier()  # all have heard what this one has sent
+            opened[0].close()
+            me.comm.barrier()
+            opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0)
+            assert opened[0]._steps.session.wiring.segment.address == addresses[0]
+    gpu_cases.settle(device)
+    for a2a in opened:
+        a2a.check()
+        a2a.close()
+
+
+def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
+    """An NVSHMEM that is there already, and memory of its own. Returns whether nvshmem4py is here."""
+    try:
+        import nvshmem.core
+        from cuda.core import Device
+    except ImportError:
+        return False
+    device = gpu_cases.gpu_of(me)
+    own = Device(device.index)
+    own.set_current()
+    identity = nvshmem.core.get_unique_id(empty=me.rank != 0)
+    told = me.comm.control.all_gather({"id": pickle.dumps(identity).hex()}, "nvshmem4py", 60.0)
+    identity = pickle.loads(bytes.fromhex(told[0]["id"]))
+    nvshmem.core.init(device=own, uid=identity, rank=me.rank, nranks=me.world_size, initializer_method="uid")
+    memory = nvshmem.core.tensor((64 << 20,), dtype=torch.uint8) if given else None
+    with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, symmetric_memory=memory) as a2a:
+        assert memory is None or a2a._steps.session.wiring.segment.address == memory.data_ptr()
+        for step in range(20):
+            x, ids, weights = _tokens(case, group_of(me, case), step, device)
+            d = a2a.dispatch(x, ids, weights)
+            a2a.combine(torch.zeros(d.x.shape, dtype=x.dtype, device=device), d)
+        gpu_cases.settle(device)
+        a2a.check()
+    return True
+
+
+def too_small(me: Any) -> str:
+    """What a heap without room says."""
+    case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=16384, transport="nvshmem")
+    try:
+        rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0).close()
+    except pc.Error as error:
+        return str(error)
+    return "there was room"

@@ -1,0 +1,90 @@
+"""The MoE layer on GPUs beside the same layer in one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from harness import Crews, run_ranks, seed
+from moe_reference import MoECase
+from test_moe import BF16, FP8, FP8_WIRE
+
+GPUS = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
+LIMIT = 250
+"""Seconds: kernels are compiled at first use."""
+SIZES = {"hidden": 512, "intermediate": 384, "num_experts": 8, "top_k": 4, "tokens": (64, 7, 0, 40), "shared": 0}
+
+
+@pytest.fixture(scope="module", params=[n for n in (1, 2, 4) if n <= GPUS] or [1], ids=lambda n: f"ep{n}")
+def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
+    crews = Crews(request.param)
+    yield crews
+    crews.close()
+
+
+def case_of(crew: Crews, spread: str, precision: str, compute: str | None = None, **more: object) -> MoECase:
+    fields = {**SIZES, "losses": (0.0, 0.0), "device": "cuda", **more}
+    return MoECase(seed(), crew.world_size, spread, precision, compute, "bfloat16", **fields)
+
+
+@pytest.mark.parametrize("spread", ["even", "zipf", "hot", "few"])
+@pytest.mark.parametrize(
+    ("precision", "compute", "limit"),
+    [("bf16", None, BF16), ("fp8", "bf16", FP8_WIRE), ("fp8", None, FP8), ("mxfp8", None, FP8)],
+)
+def test_as_in_one_process(crew: Crews, spread: str, precision: str, compute: str | None, limit: float) -> None:
+    for rank, found in enumerate(crew.run("moe_cases:whole_step", case_of(crew, spread, precision, compute), timeout=LIMIT)):
+        del found["loss"]
+        assert found["y"] < limit and max(found.values()) < 2 * limit, (rank, found)
+
+
+@pytest.mark.parametrize("recompute", ["activations", "dispatch"])
+def test_recomputing(crew: Crews, recompute: str) -> None:
+    for found in crew.run("moe_cases:whole_step", case_of(crew, "zipf", "fp8", recompute=recompute), timeout=LIMIT):
+        del found["loss"]
+        assert max(found.values()) < 2 * FP8, found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8", "mxfp8"])
+def test_the_host_waits_for_nothing(crew: Crews, precision: str) -> None:
+    for found in crew.run("moe_gpu_cases:host_waits_for_nothing", case_of(crew, "zipf", precision), timeout=LIMIT):
+        assert found["y"] < FP8, found
+
+
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", BF16), ("fp8", FP8), ("mxfp8", FP8)])
+def test_decoding(crew: Crews, precision: str, limit: float) -> None:
+    """Few tokens take Padded and masked products."""
+    case = case_of(crew, "zipf", precision, tokens=(16, 7, 0, 5))
+    for found in run_ranks(crew.world_size, "moe_cases:decoding", case, 16, timeout=LIMIT):
+        assert max(found["errors"].values()) < limit, found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_slices_and_microbatches(crew: Crews, precision: str) -> None:
+    """Tensor parallelism inside of experts; and one microbatch's forward pass between the parts of another's backward pass."""
+    case = case_of(crew, "zipf", precision, in_flight=2)
+    for found in run_ranks(crew.world_size, "moe_cases:scheduled", case, timeout=LIMIT):
+        assert found["losses"] and found["most_open"] == 2 and found["open"] == 0, found
+    if crew.world_size > 1:
+        case = case_of(crew, "zipf", precision, expert_tp=2)
+        for found in run_ranks(crew.world_size, "moe_cases:whole_step", case, timeout=LIMIT):
+            del found["loss"]
+            assert max(found.values()) < 2 * (BF16 if precision == "bf16" else FP8), found
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_in_a_graph(crew: Crews, precision: str) -> None:
+    for found in crew.run("moe_gpu_cases:in_a_graph", case_of(crew, "even", precision), timeout=LIMIT):
+        assert max(found) < FP8, found
+
+
+def test_products() -> None:
+    pytest.importorskip("triton")
+    crews = Crews(1)
+    try:
+        (found,) = crews.run("moe_gpu_cases:products", seed(), timeout=LIMIT)
+        assert max(found.values()) < 0.004, found
+    finally:
+        crews.close()

@@ -1,0 +1,214 @@
+"""transport="nvshmem" over P2P on one host: every peer by NVSHMEM (node_size=1), and mixed. Each rank needs a GPU of its own.
+
+python -m pytest tests/gpu/test_nvshmem.py                  # a build with -DPPLX_NVSHMEM=ON, and NVSHMEM 3.4.5
+python -m pytest tests/gpu/test_nvshmem.py -m slow -s       # 100,000 steps
+python -m pytest tests/gpu/test_nvshmem.py -k fuzz          # builds the module with PPLX_CUDA_FUZZ first
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Crew, Crews, seed
+from open_step_cases import small_case
+from rank_cases import WIRES, Case, random_case
+from run_cuda import build_module, nvcc
+from test_failure import CLOSED, NOTICED
+
+from pplx_comm.errors import Error
+from pplx_comm.wiring import nvshmem
+
+ROOT = Path(__file__).resolve().parents[2]
+GPUS = torch.cuda.device_count()
+
+
+def _missing() -> str | None:
+    try:
+        nvshmem.kernels()
+    except Error as problem:
+        return str(problem)
+    return None
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="NVSHMEM wants a GPU for each rank, and this is for two"),
+    pytest.mark.skipif(GPUS >= 2 and _missing() is not None, reason=str(_missing()) if GPUS >= 2 else ""),
+    pytest.mark.timeout(600),
+]
+RANKS = 4 if GPUS >= 4 else 2
+CARRIERS = ["nvshmem", *(["nvshmem-mixed"] if RANKS == 4 else [])]
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crews]:
+    crews = Crews(RANKS)
+    yield crews
+    crews.close()
+
+
+def small(transport: str, **changes: object) -> Case:
+    case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, transport=transport)
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_random_shapes(crew: Crews, transport: str) -> None:
+    begin = seed() * 100_000 + 90_000
+    for number in range(40):
+        crew.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)), timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("wire", WIRES)
+def test_the_bits_of_mapped_memory(crew: Crews, wire: str, transport: str) -> None:
+    for layout in ("ragged", "padded", "compact"):
+        case = small(transport, num_experts=64, top_k=8, hidden=7168, max_tokens=128, wire=wire, layout=layout, align=8)
+        crew.run("nvshmem_cases:against_mapped", case, 9, timeout=200)
+
+
+def test_whole_blocks_by_one_thread() -> None:
+    """As they go to a NIC: NVSHMEM's own put, which copies here, slowly."""
+    with Crew(RANKS, {"PPLX_COMM_NVSHMEM_NEAR": "0"}) as crew:
+        for number in range(10):
+            case = random_case(seed() * 100_000 + 93_000 + number, RANKS, tuple(CARRIERS))
+            crew.run("gpu_cases:exchange", case, timeout=120)
+        assert crew.run("gpu_cases:soak", small("nvshmem", in_flight=2), 300, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_soak(crew: Crews, transport: str) -> None:
+    case = small(transport, first_step=2**32 - 500)
+    assert crew.run("gpu_cases:soak", case, 1000, timeout=200) == [0] * RANKS
+    assert crew.run("gpu_cases:soak", replace(case, max_tokens=1, hidden=7168), 1000, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_100_000_steps(crew: Crews) -> None:
+    """Sizes, routing and steps in flight are drawn anew every 2,000."""
+    for number in range(50):
+        drawn = random_case(seed() * 100_000 + 95_000 + number, RANKS, tuple(CARRIERS))
+        case = small(
+            drawn.transport, seed=drawn.seed, in_flight=drawn.in_flight, wire="fp8" if number % 2 else "native",
+            hidden=(128, 512, 2048, 7168)[number % 4], max_tokens=(1, 7, 32, 128)[number // 4 % 4], top_k=(1, 2, 4)[number % 3],
+        )  # fmt: skip
+        assert crew.run("gpu_cases:soak", case, 2000, timeout=200) == [0] * RANKS, case
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_graph_replay(crew: Crews, transport: str) -> None:
+    """No host call of ours, and none of NVSHMEM's."""
+    assert crew.run("gpu_cases:replay", small(transport, wire="fp8", align=8), 300, timeout=200) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_streams(crew: Crews, transport: str) -> None:
+    crew.run("gpu_cases:streams", small(transport), 40, timeout=120)
+    crew.run("gpu_cases:streams", small(transport, in_flight=2), 40, timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_eager_steps_among_replays(crew: Crews, transport: str, in_flight: int) -> None:
+    case = small_case(seed(), RANKS, in_flight, transport=transport)
+    crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_two_all_to_alls(crew: Crews, transport: str) -> None:
+    crew.run("nvshmem_cases:two", small(transport), 60, timeout=120)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_a_silent_rank(transport: str) -> None:
+    with Crew(RANKS) as crew:
+        found = crew.run("gpu_cases:lost_peer", small(transport), 0.5, timeout=100)
+        assert found == [RANKS - 1] * (RANKS - 1) + ["silent"]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_killed(transport: str) -> None:
+    """Named within a second; close() works, and the process lives and goes on."""
+    with Crew(RANKS) as crew:
+        crew.start("gpu_cases:killed", small(transport), 1)
+        crew.heard(1, "dying")
+        died = crew.kill(1)
+        for peer, at in crew.collect(100, [rank for rank in range(RANKS) if rank != 1]):
+            assert peer == 1 and at - died < NOTICED, (peer, at - died)
+        crew.leave()
+
+
+@pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_reset(transport: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
+    with Crew(4) as crew:
+        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
+        for r in crew.collect(120, [1, 3]):
+            for i in range(2):
+                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
+            assert r["closing"] < CLOSED, r
+        crew.leave()
+
+
+@pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
+def test_ranks_that_end_a_step_differently(kind: str) -> None:
+    with Crew(RANKS) as crew:
+        case = Case(seed(), RANKS, transport="nvshmem")
+        for r in crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", case, kind, timeout=120):
+            assert r.get("is_peer") and r["closing"] < CLOSED, r
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["our memory", "its memory"])
+def test_an_nvshmem_that_is_there_already(given: bool) -> None:
+    with Crew(RANKS) as crew:
+        if crew.run("nvshmem_cases:begun_by_nvshmem4py", small("nvshmem"), given, timeout=120) == [False] * RANKS:
+            pytest.skip("no nvshmem4py")
+
+
+def test_a_heap_without_room() -> None:
+    """Not of virtual memory, which would grow."""
+    with Crew(RANKS, {"NVSHMEM_SYMMETRIC_SIZE": str(256 << 20), "NVSHMEM_DISABLE_CUDA_VMM": "1"}) as crew:
+        for text in crew.run("nvshmem_cases:too_small", timeout=120):
+            assert "NVSHMEM_SYMMETRIC_SIZE" in text and " bytes" in text, text
+
+
+def test_doctor() -> None:
+    done = subprocess.run([sys.executable, "-m", "pplx_comm", "doctor"], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0 and "NVSHMEM 3.4.5 starts" in done.stdout, done.stdout + done.stderr
+
+
+# ---- under the fuzz build
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> str:
+    if "PPLX_TEST_NVSHMEM" in os.environ:
+        return os.environ["PPLX_TEST_NVSHMEM"]
+    if nvcc() is None or shutil.which("cmake") is None:
+        pytest.skip("no nvcc or cmake to make a fuzz build with")
+    try:
+        return str(build_module(ROOT, ROOT / "build" / "gpu-fuzz", target="_nvshmem"))
+    except subprocess.CalledProcessError as problem:
+        pytest.fail(problem.output[-4000:])
+
+
+@pytest.mark.timeout(1200)
+def test_fuzz(fuzz: str) -> None:
+    with Crew(RANKS, {"PPLX_TEST_NVSHMEM": fuzz, "PPLX_COMM_CUDA_FUZZ": str(seed())}) as crew:
+        for number in range(20):
+            case = random_case(seed() * 100_000 + 97_000 + number, RANKS, tuple(CARRIERS))
+            crew.run("gpu_cases:exchange", case, timeout=120)
+        for wire, hidden, tokens, steps in (("native", 512, 32, 5000), ("fp8", 512, 32, 5000), ("native", 7168, 128, 500)):
+            case = small("nvshmem", hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
+            assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS

@@ -1,0 +1,209 @@
+"""Builds the carrier mutants, runs the emulation's tests on each, and says who was caught.
+
+    python tests/mutants/run_emulation.py              all
+    python tests/mutants/run_emulation.py signal       those whose names have one of these words
+
+They are of what kernels, and a carrier that they drive, promise each other: `pplx_emulated_carrier` of build/dev, in which the files that
+depend on the mutant's own are compiled again. Exit code 1 if one survives, or no longer applies.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import run
+
+TARGET = "pplx_emulated_carrier"
+WORK = run.ROOT / "build" / "mutants-emulation"
+COPIED = ("proxy", "src", "tests/emulation")
+TESTS = "tests/emulation/test_emulation.py"
+LIMIT = 300.0
+
+CARRIER, PUTS, NETWORK = "src/cuda/carrier.cuh", "src/cuda/puts.cpp", "tests/emulation/network.cpp"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str
+    new: str
+    why: str
+    tests: str  # for pytest -k
+
+
+SHAPES, RESET = "random_shapes_by_kernels", "test_reset and nvshmem"
+
+MUTANTS = [
+    Mutant(
+        "signal before data",
+        NETWORK,
+        "    pieces.insert(pieces.begin(), Piece{0, 0});",
+        "    pieces.insert(pieces.end(), Piece{0, 0});",
+        "a carrier whose signal overtakes its data would pass every test",
+        SHAPES,
+    ),
+    Mutant(
+        "rows are taken with the header",
+        CARRIER,
+        "  return row_puts == 0 || wait_for_puts(k, step, rows_signal(op), phase, peer, row_puts);\n",
+        "  return true;\n",
+        "puts have no order: the header of a near peer comes before its rows",
+        SHAPES,
+    ),
+    Mutant(
+        "signal of the wrong set",
+        CARRIER,
+        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
+        "from, bytes, signal_of(k, step + 1, signal, k.c.rank));\n",
+        "with steps in flight one opens another one's rows",
+        SHAPES,
+    ),
+    Mutant(
+        "signal of the wrong peer",
+        CARRIER,
+        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
+        "from, bytes, signal_of(k, step, signal, peer));\n",
+        "the block of one source opens another one's place",
+        SHAPES,
+    ),
+    Mutant(
+        "count not rebased at reset",
+        PUTS,
+        "counts->base[set][signal][source] = signals[at++];\n",
+        "counts->base[set][signal][source] = 0 * signals[at++];\n",
+        "what the old generation counted opens the first steps of the new one",
+        RESET,
+    ),
+    Mutant(
+        "rows promised in earlier steps are forgotten",
+        CARRIER,
+        "*of_signal(k.puts->promised, k, step, rows_signal(op), peer) + more : 0;\n",
+        "more : 0;\n",
+        "rows of the step before the last open this one's",
+        SHAPES,
+    ),
+    Mutant(
+        "data overwritten before it left",
+        CARRIER,
+        "[&] { return carrier::left(k, peer, context_of(k, step, op)); });\n",
+        "[&] { return true; });\n",
+        "a carrier that still reads a block sends the next step's rows",
+        SHAPES,
+    ),
+    Mutant(
+        "sets share their send blocks",
+        "src/cuda/words.cuh",
+        "k.heap.spaced_send_at(k.c, set, op, ",
+        "k.heap.spaced_send_at(k.c, 0 * set, op, ",
+        "a step in flight sends another one's rows",
+        SHAPES,
+    ),
+    Mutant(
+        "every step is its set's first",
+        "src/protocol/signals.h",
+        " / c.in_flight + 1;\n",
+        " / c.in_flight * 0 + 1;\n",
+        "headers of earlier steps open this one",
+        SHAPES,
+    ),
+]
+
+
+def commands() -> tuple[list[tuple[Path, list[str]]], list[str]]:
+    """How each object of the module is compiled, by source; and how they are linked."""
+    compiled = []
+    for entry in json.loads((run.BUILD / "compile_commands.json").read_text()):
+        words = shlex.split(entry["command"])
+        if "-o" in words and f"{TARGET}.dir/" in words[words.index("-o") + 1]:
+            compiled.append((Path(entry["file"]), words))
+    first = compiled[0][1]
+    compiler = first[: next(i for i, word in enumerate(first) if word.startswith("-"))]
+    return compiled, [*(word for word in compiler if not word.endswith("ccache")), "-shared"]
+
+
+def depends(source: Path, file: Path, root: Path) -> bool:
+    """Whether a source includes a file, directly or not, or is it."""
+    seen, todo = set[Path](), [source.resolve()]
+    while todo:
+        at = todo.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', at.read_text(), re.M):
+            places = [folder / name for folder in (at.parent, root, root / "src", root / "tests")]
+            todo += [place.resolve() for place in places if place.is_file()]
+    # The carrier's header is named by a macro.
+    return file.resolve() in seen
+
+
+def build(mutant: Mutant, folder: Path) -> None:
+    """The three modules of tests/emulation, of which one has the mutant."""
+    for name in COPIED:
+        shutil.copytree(run.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / mutant.file
+    file.write_text(file.read_text().replace(mutant.old, mutant.new))
+    compiled, link = commands()
+    objects: list[Path] = []
+    for number, (source, words) in enumerate(compiled):
+        own = folder / source.relative_to(run.ROOT)
+        at = words.index("-o") + 1
+        if not depends(own, file, folder):
+            objects.append(run.BUILD / words[at])
+            continue
+        objects.append(folder / f"{number}.o")
+        # Warnings are the tree's own; what it was configured with stays where it is.
+        changed = [word if "/build/" in word or ".venv" in word else word.replace(str(run.ROOT), str(folder)) for word in words]
+        changed[at] = str(objects[-1])
+        run.checked(changed)
+    for module in (run.BUILD / "tests" / "emulation").glob("*.so"):
+        if not module.name.startswith("_nvshmem"):
+            (folder / module.name).symlink_to(module)
+            continue
+        run.checked([*link, *map(str, objects), "-latomic", "-ldl", "-o", str(folder / module.name)])
+
+
+def main(words: list[str]) -> int:
+    problems = [
+        f"{m.name}: its old text stands in {m.file} {n} times, must be once"
+        for m in MUTANTS
+        if (n := (run.ROOT / m.file).read_text().count(m.old)) != 1
+    ]
+    if problems:
+        print("\n".join(problems))
+        return 1
+    run.checked(["cmake", "--build", str(run.BUILD), "--target", "pplx_emulation"])
+    survivors, tried, begun = 0, 0, time.monotonic()
+    for mutant in MUTANTS:
+        if words and not any(word.lower() in mutant.name.lower() for word in words):
+            continue
+        shutil.rmtree(WORK, ignore_errors=True)
+        started = time.monotonic()
+        build(mutant, WORK)
+        pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", TESTS, "-k", mutant.tests]
+        code, output = run.call(["env", f"PPLX_TEST_EMULATION={WORK}", *pytest], LIMIT, run.ROOT)
+        caught = code in (None, 1)
+        lines = [line.removeprefix("E").strip() for line in output.splitlines()]
+        said = [line for line in lines if re.match(r"a put |rank_cases.Failed|\S*Error: ", line)] or ["it hangs"]
+        survivors += not caught
+        tried += 1
+        verdict = said[-1][:110] if caught else f"passes (exit {code}), though {mutant.why}"
+        print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({time.monotonic() - started:.0f} s): {verdict}", flush=True)
+    shutil.rmtree(WORK, ignore_errors=True)
+    print(f"{tried - survivors} of {tried} mutants caught in {time.monotonic() - begun:.0f} s")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except run.Broken as problem:
+        print(problem)
+        sys.exit(2)

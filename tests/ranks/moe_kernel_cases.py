@@ -1,0 +1,297 @@
+"""The Triton kernels of pplx_comm.moe in Triton's interpreter, beside torch. A rank is a process whose environment asks for that.
+
+Products are tried in float16: of bfloat16 the interpreter multiplies the bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import reference
+import torch
+
+from pplx_comm.moe import quantise, swiglu
+from pplx_comm.moe.grouped import triton_mm
+from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.triton_mx import TritonMx
+from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
+from pplx_comm.moe.kernels import launch
+from pplx_comm.moe.segments import Segments
+
+USED, ROWS = 272, 300
+
+
+def segments(*sizes: int) -> Segments:
+    return Segments(torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32))
+
+
+SPREADS = {"zipf": segments(192, 64, 16, 0, 0), "hot": segments(0, 0, 0, USED, 0), "even": segments(48, 64, 48, 64, 48)}
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    t = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    if shape[0] == ROWS:
+        t[USED:] = torch.nan  # nobody reads what is behind the last segment
+    return t
+
+
+def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
+    seen, wanted = seen.double(), wanted.double()
+    found = float((seen - wanted).norm() / wanted.norm())
+    return math.inf if math.isnan(found) else found  # max() passes over NaN
+
+
+def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
+    """Forward and both gradients, on tiles of the usual size or on small ones, of which there are many."""
+    if small:
+        triton_mm.shape_of_rows = lambda average: triton_mm.Shape(32, 64, 32, 2, 4, 2)
+        triton_mm.SHAPE_OF_WEIGHTS = triton_mm.Shape(64, 32, 32, 2, 4, 2)
+    where, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
+    height, width = 160, 72
+    x, dy, w = normal(seed, ROWS, width).half(), normal(seed, ROWS, height).half(), normal(seed, 5, height, width).half()
+    found = {
+        "forward": error(kernel.forward(x, w, where)[:USED], loop.forward(x, w, where)[:USED]),
+        "dgrad": error(kernel.dgrad(dy, w, where)[:USED], loop.dgrad(dy, w, where)[:USED]),
+    }
+    for accumulate in (False, True):
+        seen, wanted = (torch.full(w.shape, 2.0) for _ in range(2))
+        kernel.wgrad(dy, x, where, seen, accumulate)
+        loop.wgrad(dy, x, where, wanted, accumulate)
+        found[f"wgrad {accumulate}"] = error(seen, wanted)
+    return found
+
+
+def products_of_codes(me: Any, spread: str, tma: bool, seed: int) -> dict[str, float]:
+    where, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
+    height, width = 192, 320
+    w = quantise.quantise_weights(normal(seed, 5, height, width))
+    found = {}
+    for transposed, inner in ((False, width), (True, height)):
+        codes, scale = quantise.quantise(normal(seed, ROWS, inner))
+        for layout in ("row", "tma"):
+            if layout == "tma":
+                scale = scale.mT.contiguous().mT
+            seen, wanted = (each.product((codes, scale), w, where, transposed, torch.float32) for each in (kernel, loop))
+            found[f"{transposed} {layout}"] = error(seen[:USED], wanted[:USED])
+    return found
+
+
+def same_codes(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """But where the interpreter rounds in its own way: ties, what carries into the exponent, and subnormal numbers."""
+    a, b = seen[:USED].float(), wanted[:USED].float()
+    sure = (torch.frexp(b)[0].abs() != 0.5) & (b.abs() >= 2.0**-6)
+    off = (a - b).abs()[sure]
+    return float((off > 0).float().mean()) < 0.01 and bool((off <= b.abs()[sure] / 8).all()) and float(sure.float().mean()) > 0.2
+
+
+def same(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(seen[:USED].nan_to_num(-1), wanted[:USED].nan_to_num(-1))
+
+
+def formats(me: Any, seed: int) -> dict[str, bool]:
+    where, found = SPREADS["zipf"], {}
+    for width in (128, 320):
+        x = normal(seed, ROWS, width) * normal(seed, ROWS, 1).abs().log2().round().mul(8).exp2()
+        x[3], x[4, :128], x[5, 9] = 0, 0, torch.inf
+        (codes, scale), (wanted, wanted_scale) = launch.quantise(x, where), quantise.quantise(x)
+        found[f"quantise {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
+        clean = wanted.clone()
+        clean.view(torch.uint8)[5] = 0  # the interpreter knows no NaN in e4m3
+        seen = launch.dequantise(clean, wanted_scale, torch.float32, where)
+        found[f"dequantise {width}"] = same_numbers(seen, quantise.dequantise(clean, wanted_scale))
+        x = normal(seed, ROWS, width) * torch.tensor([1.0, 2.0**-9, 2.0**5, 2.0**-30]).repeat(width)[:width]
+        x[USED:], x[3, :96], x[4] = 1, 0, 0
+        mx = reference.quantise(x, "mxfp8")
+        (codes, scale, became), (wanted, wanted_scale, as_wanted) = (
+            launch.rescale_mx(*mx, where),
+            quantise.rescale_mx(*(t[:USED] for t in mx)),
+        )
+        found[f"rescale {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted) and int(became) == int(as_wanted) > 0
+        seen = launch.dequantise(*mx, torch.float32, where)
+        found[f"e8m0 {width}"] = same_numbers(seen, quantise.dequantise(*mx))
+    return found
+
+
+def padded(me: Any, seed: int) -> dict[str, bool]:
+    """Rows with a room for each expert, of which one has none and one more than there is room for: all that takes them."""
+    room, width, height = 24, 320, 160
+    where = Segments(torch.tensor([3, 0, room + 5, 17, 16], dtype=torch.int32), room, 8)
+    there = torch.arange(5 * room) % room < where.where.repeat_interleave(room)
+
+    def rows(n: int) -> torch.Tensor:
+        t = torch.randn(5 * room, n, generator=torch.Generator().manual_seed(seed + n))
+        return t.masked_fill(~there[:, None], torch.nan).half()
+
+    def right(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return error(seen.flatten(0, -2)[there], wanted.flatten(0, -2)[there]) < 1e-3
+
+    def codes_right(seen: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        whole = [t[there].repeat(USED, 1)[:USED] for t in (seen[0].float(), wanted[0].float())]
+        return right(seen[1], wanted[1]) and same_codes(*whole)
+
+    x, w = rows(width), normal(seed, 5, height, width).half()
+    found = {
+        f"product {tma}": right(triton_mm.TritonGroupedMm(tma).forward(x, w, where), Loop().forward(x, w, where))
+        for tma in (False, True)
+    }
+    h, clean = rows(2 * width), x.masked_fill(~there[:, None], 1)
+    found["swiglu"] = right(launch.swiglu(h, where), swiglu.swiglu(h))
+    codes, scale = launch.quantise(x, where)
+    assert scale.shape == (5, room, 3) and scale.stride(-2) == 1
+    found["quantise"] = codes_right((codes, scale), quantise.quantise(x))
+    found["activated"] = codes_right(launch.swiglu_quantise(h, where), quantise.quantise(swiglu.swiglu(h)))
+    numbers = quantise.dequantise(codes, scale)
+    found["dequantise"] = right(
+        launch.dequantise(codes, scale, torch.float32, where), torch.where(codes.float().abs() < 2.0**-6, 0, numbers)
+    )
+    mx = reference.quantise(clean.float(), "mxfp8")
+    by_expert = mx[1].unflatten(0, (5, room))
+    found["rescale"] = codes_right(launch.rescale_mx(mx[0], by_expert, where)[:2], quantise.rescale_mx(*mx)[:2])
+    of_weights = quantise.quantise_weights(w.float())
+    for tma in (False, True):
+        pair = (
+            each.product((codes, scale), of_weights, where, False, torch.float32) for each in (TritonScaledMm(tma), ScaledLoop())
+        )
+        found[f"product of codes {tma}"] = right(*pair)
+    return found
+
+
+def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
+    """What tl.dot_scaled means, which the interpreter does not know."""
+    import triton.language as tl
+
+    def numbers(codes: Any, scale: Any) -> Any:
+        by_block = tl.reshape(codes.to(tl.float32), (codes.shape[0], codes.shape[1] // 32, 32))
+        return tl.reshape(by_block * tl.exp2(scale.to(tl.float32) - 127)[:, :, None], codes.shape)
+
+    assert a_format == b_format == "e4m3"
+    return sums + tl.dot(numbers(a, a_scale), tl.trans(numbers(tl.trans(b), b_scale)))
+
+
+def mx(me: Any, seed: int) -> dict[str, bool]:
+    """MXFP8 rows as they travel, beside what they mean; and a layer's arithmetic, which leaves the rest to other backends."""
+    import triton.language as tl
+
+    from pplx_comm.moe.grouped import products
+
+    tl.dot_scaled = dot_scaled
+    found, width, height = {}, 192, 320
+    w = quantise.quantise_weights(normal(seed, 5, height, width) * torch.tensor([1.0, 2.0**9, 2.0**-9, 1, 1])[:, None, None])
+    room = 64
+    padded = Segments(torch.tensor([3, 0, room, 17, 16], dtype=torch.int32), room, 16)
+    for name, where, rows in (("ragged", SPREADS["zipf"], ROWS), ("padded", padded, 5 * room)):
+        there = torch.cat([torch.arange(rows)[one] for _, one in where.slices()])
+        for transposed, inner in ((False, width), (True, height)):
+            x = torch.randn(rows, inner, generator=torch.Generator().manual_seed(seed)) * torch.tensor([1.0, 2.0**-6]).repeat(
+                inner // 2
+            )
+            codes, scale = reference.quantise(x, "mxfp8")
+            rescaled, one, _ = quantise.rescale_mx(codes, scale)
+            for tma in (False, True):
+                seen = TritonMx(tma).product((codes, scale), w, where, transposed, torch.float32)
+                wanted = ScaledLoop().product((codes, scale), w, where, transposed, torch.float32)
+                found[f"{name} {transposed} {tma}"] = error(seen[there], wanted[there]) < 1e-3
+            by_name = products.scaled((rescaled, one), w, where, transposed=transposed, dtype=torch.float32, backend="mx")
+            found[f"{name} {transposed} others"] = error(by_name[there], wanted[there]) < 1e-3
+    found["asked for"] = products.takes_mx(w, padded, "mx") and not products.takes_mx(w, padded, "auto")
+    return found
+
+
+def weights(me: Any, seed: int) -> dict[str, bool]:
+    w = normal(seed, 3, 200, 320) * torch.tensor([1.0, 2.0**20, 2.0**-20])[:, None, None]
+    w[0, 130, 5] = torch.nan
+    codes, scale = launch.quantise_weights(w)
+    interpret = os.environ.pop("TRITON_INTERPRET")
+    wanted, wanted_scale = quantise.quantise_weights(w)
+    os.environ["TRITON_INTERPRET"] = interpret
+    right = codes.view(torch.uint8)[0, 128:, :128] == 0x7F
+    same_scales = torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
+    return {"scales": same_scales, "nan": bool(right.all()), "codes": same_codes(codes[1:].flatten(0, 1), wanted[1:].flatten(0, 1))}
+
+
+def same_numbers(seen: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """The interpreter reads subnormal codes as zero."""
+    return error(seen[:USED].nan_to_num(0), wanted[:USED].nan_to_num(0)) < 1e-3
+
+
+def activations(me: Any, seed: int) -> dict[str, float | bool]:
+    where, found = SPREADS["even"], {}
+    for width in (128, 200):
+        h, da, weights = normal(seed, ROWS, 2 * width).half(), normal(seed, ROWS, width).half(), normal(seed, ROWS)
+        found[f"forward {width}"] = error(launch.swiglu(h, where)[:USED], swiglu.swiglu(h)[:USED]) < 1e-4
+        pairs = zip(launch.swiglu_backward(h, da, weights, where), swiglu.swiglu_backward(h, da, weights), strict=True)
+        found[f"backward {width}"] = max(error(a[:USED], b[:USED]) for a, b in pairs) < 1e-4
+        (codes, scale), (wanted, wanted_scale) = launch.swiglu_quantise(h, where), quantise.quantise(swiglu.swiglu(h))
+        found[f"codes {width}"] = same(scale, wanted_scale) and same_codes(codes, wanted)
+    return found
+
+
+def compiled(me: Any, cache: str) -> dict[str, int]:
+    """Tensor core instructions by kernel, of each compiled for compute capability 9.0, and 10.0 for MXFP8, which takes no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pplx_comm.moe.kernels import activation, formats, grouped, mx, scaled
+
+    triton.knobs.cache.dir = cache
+    rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
+    strides = [f"{of}{name}" for of in ("", "out_") for name in ("row_stride", "scale_stride", "skew")]
+    counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
+    counts |= {"where": "*i32", "offsets": "*i32"}
+    f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
+    grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
+    variants: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
+        (activation.swiglu_forward, {"h": bf16, "out": u8, "scales": f32}, {**rows, "QUANTISED": True}),
+        (
+            activation.swiglu_gradients,
+            {"h": bf16, "da": bf16, "weights": f32, "dh": bf16, "weighted": bf16, "d_weights": f32},
+            rows,
+        ),
+        (formats.quantise_squares, {"w": f32, "codes": u8, "scales": f32}, {"BLOCK": 128}),
+        (formats.quantise_rows, {"x": bf16, "codes": u8, "scales": f32}, rows),
+        (formats.numbers_of_rows, {"codes": e4m3, "scales": u8, "out": bf16}, {**rows, "BLOCK": 32, "E8M0": True}),
+        (
+            formats.rescale_rows,
+            {"codes": e4m3, "scales": u8, "out": u8, "out_scales": f32, "became_subnormal": "*i64"},
+            {"ROWS": 16, "MX": 32, "GROUPS": 4},
+        ),
+    ]
+    for tma in (False, True):
+
+        def of(kind: str, *block: int, tma: bool = tma) -> str:
+            return f"tensordesc<{kind}{list(block)}>".replace(" ", "") if tma else f"*{kind}"
+
+        for transposed in (False, True):
+            block = (64, 256) if transposed else (256, 64)
+            types = {"x": of("bf16", 128, 64), "w": of("bf16", *block), "out": bf16}
+            variants.append((grouped.rows_by_weights, types, {**grouped_tiles, "TRANSPOSED": transposed, "TMA": tma}))
+        tiles = {"HIGH": 128, "SIDE": 256, "INNER": 64, "GROUP": 8, "ACCUMULATE": True, "TMA": tma}
+        variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, tiles))
+        types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
+        tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
+        variants.append((scaled.scaled_rows_by_weights, types, tiles))
+        variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**tiles, "MX": 32}))
+    found: dict[str, int] = {}
+    both = [
+        (*variant, padded) for variant in variants for padded in (False, True) if not padded or "PADDED" in variant[0].arg_names
+    ]
+    for number, (kernel, types, constants, padded) in enumerate(both):
+        if "PADDED" in kernel.arg_names:
+            constants = {"EXPERTS": 32, "PADDED": padded, **constants}
+        signature = {name: types.get(name) or counts.get(name) or "constexpr" for name in kernel.arg_names}
+        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        aligned = {
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(kernel.arg_names)
+            if signature[name].startswith("*") or name in ("inner", "width", "height")
+        }
+        made = triton.compile(
+            ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=aligned),
+            target=GPUTarget("cuda", 100 if kernel is mx.mx_rows_by_weights else 90, 32), options={"num_warps": 8, "num_stages": 3},
+        )  # fmt: skip
+        ptx = made.asm["ptx"]
+        found[f"{number} {kernel.__name__}"] = ptx.count("wgmma.mma_async") + ptx.count("kind::mxf8f6f4.block_scale")
+    return found

@@ -1,0 +1,111 @@
+"""bench/layer.py as its users start it, at small sizes; and that a wrong layer does not pass for a fast one."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_bench import ROOT, ranks_of
+
+from bench.harness.reference import Wrong
+from bench.harness.world import World
+from bench.moe import layers, measure
+from bench.moe.options import LayerOptions, from_arguments, parser_of
+
+TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", "2", "--rounds", "1", "--timeout", "60"]
+STAGES = {"dispatch", "up", "activation", "down", "combine"}
+
+
+def test_all_layers(tmp_path: Path) -> None:
+    """That run on CPUs, with all times, and no more error than formats explain; peers that are for GPUs say so."""
+    file, picture, capacity = tmp_path / "layer.json", tmp_path / "layer.png", tmp_path / "capacity.png"
+    arguments = [*TINY, "--tokens", "4,24", "--decode-tokens", "4", "--routings", "even,hot", "--precisions", "bf16,fp8"]
+    arguments += ["--capacities", "1,most", "--json", str(file)]
+    try:
+        import matplotlib  # noqa: F401
+
+        arguments += ["--plot", str(picture), "--capacity-plot", str(capacity)]
+    except ImportError:
+        picture = capacity = Path(__file__)
+    statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)
+    assert statuses == [0, 0], said
+    assert "off: mega (fp8)" in said and "off: deep_ep (fp8)" in said and "capacity most" in said
+    of = json.loads(file.read_text())
+    assert of["ranks"] == 2 and of["options"]["tokens"] == [4, 24] and picture.stat().st_size and capacity.stat().st_size
+    on = [point for point in of["points"] if point["off"] is None]
+    layers_of = {(point["layer"], point["precision"]) for point in on}
+    bf16 = {(name, "bf16") for name in ("ours", "nccl", "ag_rs", "capacity 1", "capacity most")}
+    assert layers_of == {*bf16, ("ours", "fp8")} and len(on) == 4 * len(layers_of)
+    for point in on:
+        dropped = point["notes"].get("dropped", 0)
+        assert set(point["stages"]) == STAGES and point["forward"]["p50"] > 0, point
+        assert (point["both"] is None) == (point["layer"] == "ag_rs"), point
+        if point["layer"] == "capacity most":  # room for all that there is
+            assert point["notes"]["rows"] >= point["tokens"] * 2
+        assert dropped == 0 or point["layer"] == "capacity 1"
+        assert dropped or point["error"] < measure.LIMITS[point["precision"]]
+        if point["layer"] == "ours":
+            assert point["notes"]["layout"].startswith("Padded" if point["tokens"] == 4 else "Ragged")
+    assert any(point["notes"].get("dropped", 0) > 0.1 for point in on if point["routing"] == "hot")
+
+
+def one_rank(*more: str) -> tuple[LayerOptions, SimpleNamespace]:
+    options = from_arguments(parser_of(None).parse_args([*TINY, "--tokens", "4", "--layers", "ours", *more]))
+    return options, SimpleNamespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None)
+
+
+@pytest.mark.parametrize("factor", [1.02, math.nan])
+def test_a_wrong_layer(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = layers.Ours.forward
+    monkeypatch.setattr(layers.Ours, "forward", lambda self, mark: right(self, mark) * factor)
+    options, device = one_rank("--precisions", "bf16", "--no-backward")
+    world = World(options, None)
+    try:
+        with pytest.raises(Wrong, match="ours, bf16, 4 tokens"):
+            measure.run(options, world, device)
+    finally:
+        world.close()
+
+
+def test_gradients_are_those_of_the_textbook() -> None:
+    """Of what is measured forward and backward: ours beside the others, which autograd differentiates."""
+    options, device = one_rank("--tokens", "24", "--experts", "8")
+    world = World(options, None)
+    try:
+        weights = measure.make_weights(options, 0, 1, device.device)
+        problem = measure.Problem(options, 24, "zipf", 0, 1, device.device, weights)
+        every = []
+        for make in (
+            layers.makers(options, "bf16")["ours"],
+            lambda w, d: layers.Nccl(w, options, d),
+            lambda w, d: layers.Capacity(w, options, d, "most"),
+        ):
+            layer = make(world, device.device)
+            layer.prepare(problem)
+            leaves = [
+                t.detach().clone().requires_grad_() for t in (problem.x, problem.choice_weights, weights.gate_up, weights.down)
+            ]
+            layer.train(*leaves).backward(problem.dy)
+            every.append([leaf.grad.double() for leaf in leaves])
+        for other in every[1:]:
+            for a, b in zip(every[0], other, strict=True):
+                assert (a - b).norm() < 0.012 * b.norm()
+    finally:
+        torch.distributed.destroy_process_group()
+        world.close()
+
+
+def test_a_model_beside_all_to_all(tmp_path: Path) -> None:
+    """All variants train, from the same loss; `nccl` is the same model to the last bits of bfloat16."""
+    file = tmp_path / "train.json"
+    arguments = ["--variants", "bf16,fp8,nccl", "--steps", "1", "--rounds", "1", "--timeout", "60", "--json", str(file)]
+    statuses, said = ranks_of(ROOT / "bench" / "train.py", *arguments)
+    assert statuses == [0, 0] and "beside nccl" in said, said
+    of = json.loads(file.read_text())
+    assert set(of["tokens_per_second"]) == {"bf16", "fp8", "nccl"} and min(of["tokens_per_second"].values()) > 0
+    losses = of["first_loss"]
+    assert losses["nccl"] == pytest.approx(losses["bf16"], rel=1e-3) and losses["fp8"] != losses["bf16"]

@@ -1,0 +1,94 @@
+"""Checkpoints of MoE layers: resharded by torch across numbers of ranks, and under other libraries' names. FSDP2 and DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Crew, run_ranks, seed
+
+import pplx_comm as pc
+from pplx_comm.moe import MoE, checkpoint, functional
+
+
+def test_resharded(tmp_path: Path) -> None:
+    """One rank saves, two load and save, four (the last one has no expert), four and two that share experts, and one loads."""
+    before = None
+    for number, (ranks, expert_tp) in enumerate(((1, 1), (2, 1), (4, 1), (4, 2), (2, 2), (1, 1))):
+        store, now = str(tmp_path / f"store{number}"), str(tmp_path / f"checkpoint{number}")
+        for same in run_ranks(ranks, "moe_checkpoint_cases:reshard", store, before, now, expert_tp, seed(), timeout=120):
+            assert len(same) == 5 and all(same), (ranks, expert_tp, same)
+        before = now
+
+
+def test_fsdp_ddp_and_main_grad(tmp_path: Path) -> None:
+    with Crew(4) as crew:
+        for case in ("fsdp", "ddp", "main_grad"):
+            for found in crew.run(f"moe_checkpoint_cases:{case}", str(tmp_path / case), seed(), timeout=120):
+                assert len(found) >= 2 and max(found.values()) < 1e-5, (case, found)
+
+
+PREFIX = "model.layers.3.mlp."
+EXPERTS = {
+    "deepseek": ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight"),
+    "qwen": ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight"),
+    "mixtral": ("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight"),
+    "megatron": ("experts.linear_fc1.weight{e}", "experts.linear_fc2.weight{e}"),
+    "megatron_sequential": ("experts.local_experts.{e}.linear_fc1.weight", "experts.local_experts.{e}.linear_fc2.weight"),
+}
+OTHERS = {
+    "deepseek": {
+        "gate.weight", "gate.e_score_correction_bias", "shared_experts.gate_proj.weight", "shared_experts.up_proj.weight",
+        "shared_experts.down_proj.weight",
+    },
+    "qwen": {
+        "gate.weight", "shared_expert.gate_proj.weight", "shared_expert.up_proj.weight", "shared_expert.down_proj.weight",
+        "shared_expert_gate.weight",
+    },
+    "mixtral": {"gate.weight"},
+    "megatron": {
+        "router.weight", "router.expert_bias", "shared_experts.linear_fc1.weight", "shared_experts.linear_fc2.weight",
+    },
+}  # fmt: skip
+
+
+def test_names() -> None:
+    with Crew(2) as crew:
+        for family, experts in EXPERTS.items():
+            others = OTHERS[family.removesuffix("_sequential")]
+            shared, bias = any("shared" in name for name in others), any("bias" in name for name in others)
+            for rank, found in enumerate(crew.run("moe_checkpoint_cases:names", family, shared, bias)):
+                numbers = range(3) if "megatron" in family else range(3 * rank, 3 * rank + 3)
+                wanted = {PREFIX + name.format(e=e) for name in experts for e in numbers} | {PREFIX + name for name in others}
+                assert found["same"] and set(found["shapes"]) == wanted, (family, found)
+
+
+def test_slices_of_experts() -> None:
+    with Crew(2) as crew:
+        for family in ("deepseek", "megatron"):
+            for found in crew.run("moe_checkpoint_cases:slices", family):
+                assert found["loaded"] == [True, True] and "whole experts" in found["said"], found
+
+
+def test_what_has_no_name() -> None:
+    with pytest.raises(AssertionError, match="'mixtral' have no shared expert"):
+        run_ranks(1, "moe_checkpoint_cases:names", "mixtral", True, False)
+
+
+def test_codes_with_scales(comm: pc.Communicator) -> None:
+    """As DeepSeek-V3 is published: e4m3 with a scale per 128 x 128. What is missing, or of another shape, is named."""
+    one, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
+    saved = checkpoint.save(one, "deepseek")
+    name = "experts.1.up_proj.weight"
+    codes, scale = functional.quantise_weights(saved[name][None])
+    saved = {**saved, name: codes[0], f"{name}_scale_inv": scale[0]}
+    checkpoint.load(other, saved, "deepseek")
+    loaded = checkpoint.save(other, "deepseek")
+    for each, tensor in loaded.items():
+        error = (tensor.float() - checkpoint.save(one, "deepseek")[each].float()).norm() / tensor.float().norm()
+        assert (0.01 < error < 0.04) if each == name else error == 0, (each, error)
+    with pytest.raises(pc.Error, match=r"experts\.2\.down_proj\.weight"):
+        checkpoint.load(other, {k: t for k, t in saved.items() if k != "experts.2.down_proj.weight"}, "deepseek")
+    with pytest.raises(pc.Error, match=r"gate\.weight.*\(3, 64\)"):
+        checkpoint.load(other, {**saved, "gate.weight": torch.zeros(3, 64)}, "deepseek")

@@ -1,0 +1,277 @@
+"""The host side of transport="nvshmem" with something in NVSHMEM's place: who starts it, whose PE is whose, and what it says when it cannot.
+
+Ranks are threads. What a GPU runs is tests/gpu/test_nvshmem.py's.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import threads
+
+import pplx_comm as pc
+from pplx_comm.wiring import nvshmem
+
+MIB = 1 << 20
+_here = threading.local()
+
+
+class World:
+    """What the PEs of one NVSHMEM share."""
+
+    def __init__(self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = 1 << 30) -> None:
+        self.pes, self.begun, self.n_pes, self.room = pes, begun, n_pes or len(pes), room
+        self.barrier = threading.Barrier(len(pes), timeout=10)
+        self.calls: list[tuple[Any, ...]] = []
+
+    def module(self, rank: int) -> Module:
+        return Module(self, rank)
+
+
+class Module:
+    """pplx_comm._nvshmem of one rank."""
+
+    version = "3.4.5"
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.world, self.rank, self.begun, self.taken = world, rank, world.begun, 0
+        self.unreached: set[int] = set()
+
+    def device_count(self) -> int:
+        return 1
+
+    def is_initialized(self) -> bool:
+        return self.begun
+
+    def unique_id(self) -> bytes:
+        self.world.calls.append(("unique_id", self.rank))
+        return b"the id"
+
+    def init(self, device: int, unique_id: bytes, rank: int, world: int) -> None:
+        assert unique_id == b"the id"
+        self.world.calls.append(("init", self.rank, rank, world))
+        self.world.barrier.wait()
+        self.begun = True
+
+    def attach(self, device: int) -> None:
+        self.world.calls.append(("attach", self.rank))
+
+    def my_pe(self) -> int:
+        return self.world.pes[self.rank]
+
+    def n_pes(self) -> int:
+        return self.world.n_pes
+
+    def allocate(self, device: int, nbytes: int) -> int:
+        self.world.barrier.wait()
+        if self.taken + nbytes > self.world.room:
+            return 0
+        self.taken += nbytes
+        return 1000 * MIB + self.taken - nbytes
+
+    def is_near(self, address: int, pe: int) -> bool:
+        return pe not in self.unreached
+
+
+@pytest.fixture(autouse=True)
+def thread_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "usable_kernels", lambda: _here.module)
+
+
+def on_ranks(world: World, call: Callable[[Any, nvshmem.Library, Module], Any]) -> list[Any]:
+    """What each rank's call returns, or the Error that it raises."""
+
+    def rank(me: Any) -> Any:
+        library = nvshmem.Library(probed={0: None})
+        try:
+            return call(me.comm.control, library, _here.module)
+        except pc.Error as error:
+            return error
+
+    def prepare(number: int) -> None:
+        _here.module = world.module(number)
+
+    return threads.run(len(world.pes), rank, prepare)
+
+
+def one(control: Any, library: nvshmem.Library, module: Module) -> nvshmem.Segment:
+    return library.segment(control, 0, 5 * MIB + control.rank, None, 5.0)
+
+
+def test_started_here() -> None:
+    world = World([0, 1, 2])
+    segments = on_ranks(world, one)
+    assert [s.pes for s in segments] == [[0, 1, 2]] * 3
+    assert {s.nbytes for s in segments} == {6 * MIB}, "as much as the rank that needs most, in whole granules"
+    assert [s.near for s in segments] == [[1, 2], [0, 2], [0, 1]]
+    assert world.calls.count(("unique_id", 0)) == 1 and sorted(c for c in world.calls if c[0] == "init") == [
+        ("init", rank, rank, 3) for rank in range(3)
+    ]
+
+
+def test_begun_by_another_library() -> None:
+    world = World([2, 0, 1], begun=True)
+    segments = on_ranks(world, one)
+    assert [s.pes for s in segments] == [[2, 0, 1]] * 3
+    assert sorted(world.calls) == [("attach", rank) for rank in range(3)]
+
+
+def test_near_is_what_stores_reach() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
+        if control.rank == 0:
+            module.unreached = {5}
+        return one(control, library, module).near
+
+    assert on_ranks(World([4, 5, 6], begun=True), call) == [[2], [0, 2], [0, 1]]
+
+
+def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_QP_DEPTH", "512")
+    for error in on_ranks(World([0, 1]), one):
+        assert "NVSHMEM_QP_DEPTH=512" in str(error) and "640" in str(error), error
+
+
+def test_memory_is_taken_again_if_nothing_failed() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
+        first = one(control, library, module)
+        second = one(control, library, module)
+        first.close(True)
+        third = one(control, library, module)
+        second.close(control.rank != 1)  # one rank has seen it fail
+        third.close(True)
+        fourth, fifth = one(control, library, module), one(control, library, module)
+        return [(s.address - 1000 * MIB) // (6 * MIB) for s in (first, second, third, fourth, fifth)]
+
+    assert on_ranks(World([0, 1, 2]), call) == [[0, 1, 0, 0, 2]] * 3
+
+
+def test_a_part_of_a_larger_job() -> None:
+    """All PEs make symmetric memory, or none: the error says how much, and how."""
+    for error in on_ranks(World([4, 5], begun=True, n_pes=8), one):
+        assert isinstance(error, pc.Error) and f"{5 * MIB + 1} bytes" in str(error) and "symmetric_memory=" in str(error), error
+        assert "8 PEs" in str(error) and "2 ranks" in str(error)
+
+
+class Given:
+    """A tensor on a GPU, as far as anybody looks."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def numel(self) -> int:
+        return self.nbytes
+
+    def element_size(self) -> int:
+        return 1
+
+    def is_contiguous(self) -> bool:
+        return True
+
+    def data_ptr(self) -> int:
+        return 4096
+
+
+def test_memory_that_the_caller_has() -> None:
+    def call(nbytes: int) -> Callable[[Any, nvshmem.Library, Module], Any]:
+        return lambda control, library, module: library.segment(control, 0, 5 * MIB, Given(nbytes), 5.0)  # type: ignore[arg-type]
+
+    segments = on_ranks(World([4, 5], begun=True, n_pes=8), call(8 * MIB))
+    assert [(s.address, s.nbytes, s.pes) for s in segments] == [(4096, 8 * MIB, [4, 5])] * 2
+    for error in on_ranks(World([4, 5], begun=True, n_pes=8), call(MIB)):
+        assert f"{5 * MIB}" in str(error), error
+    for error in on_ranks(World([0, 1]), call(8 * MIB)):
+        assert "initialised" in str(error), error
+
+
+def test_some_have_an_nvshmem() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        module.begun = control.rank == 2
+        return one(control, library, module)
+
+    for error in on_ranks(World([0, 1, 2]), call):
+        assert "rank 2" in str(error) and "ranks 0, 1" in str(error), error
+
+
+def test_two_ranks_with_one_pe() -> None:
+    for error in on_ranks(World([0, 0], begun=True), one):
+        assert "same PE" in str(error), error
+
+
+def test_a_heap_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "4M")
+    for error in on_ranks(World([0, 1], room=4 * MIB), one):
+        assert "NVSHMEM_SYMMETRIC_SIZE" in str(error) and f"{6 * MIB} bytes" in str(error), error
+
+
+def test_a_start_that_does_not_end() -> None:
+    """It waits for a rank that does not come: every rank goes on, and says so again later."""
+    left = threading.Event()
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        if control.rank == 0:
+            module.init = lambda *_: left.wait(20)  # type: ignore[assignment, method-assign, misc]
+        else:
+            module.init = lambda *_: None  # type: ignore[method-assign]
+        begun = time.monotonic()
+        with pytest.raises(pc.Error, match=r"nvshmem_init has not come back within 0 s"):
+            library.segment(control, 0, MIB, None, 0.3)
+        assert time.monotonic() - begun < 15
+        return library.lost
+
+    try:
+        lost = on_ranks(World([0, 1]), call)
+    finally:
+        left.set()
+    assert lost[0] is not None and "cannot use NVSHMEM any more" in lost[0] and lost[1] is None
+
+
+def test_an_nvshmem_that_does_not_start_alone() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        library.probed = {0: "one PE alone ended with status 255: no driver"} if control.rank == 1 else {0: None}
+        return one(control, library, module)
+
+    for error in on_ranks(World([0, 1]), call):
+        assert "status 255" in str(error), error
+
+
+def test_what_is_set_for_an_nvshmem_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_DISABLE_NVLS", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["mlx5_0"])
+    here = nvshmem.variables(3 << 30, one_host=True)
+    assert int(here["NVSHMEM_SYMMETRIC_SIZE"]) > 3 << 30 and here["NVSHMEM_DISABLE_NVLS"] == "1"
+    assert here["NVSHMEM_REMOTE_TRANSPORT"] == "none" and "NVSHMEM_IB_ENABLE_IBGDA" not in here
+    across = nvshmem.variables(MIB, one_host=False)
+    assert across["NVSHMEM_IB_ENABLE_IBGDA"] == "1" and "NVSHMEM_REMOTE_TRANSPORT" not in across
+    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["efa_0"])
+    assert nvshmem.variables(MIB, one_host=False)["NVSHMEM_REMOTE_TRANSPORT"] == "none"
+    monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "9G")
+    assert "NVSHMEM_SYMMETRIC_SIZE" not in nvshmem.variables(MIB, one_host=True)
+
+
+def test_what_is_missing_for_ibgda(tmp_path: Path) -> None:
+    assert any("no mlx5 device" in lack for lack in nvshmem.missing_for_ibgda(tmp_path))
+    (tmp_path / "class/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
+    lacks = nvshmem.missing_for_ibgda(tmp_path)
+    assert not any("mlx5 device" in lack or "peermem" in lack for lack in lacks), lacks
+    assert all("CPU-assisted" in lack for lack in lacks), lacks
+
+
+def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvshmem, "library_path", lambda: None)
+    with pytest.raises(pc.Error, match=r"pip install 'pplx_comm\[nvshmem\]'"):
+        nvshmem.kernels()
+    comm = pc.Communicator.from_env()
+    arguments = {"num_experts": 2, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 2, "transport": "nvshmem"}
+    with pytest.raises(pc.Error, match=r"needs device='cuda'"):
+        pc.AllToAll(comm, **arguments)  # type: ignore[arg-type]
+    comm.close()
