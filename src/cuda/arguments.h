@@ -102,7 +102,6 @@ struct Common {
   Config c;
   Heap heap;
   BlockLayout dispatch, combine, weights;
-  PartSizes dispatch_parts, combine_parts;  // of blocks for other nodes
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some
@@ -137,6 +136,7 @@ struct Common {
   char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none
   Control* control = nullptr;
   Report* report = nullptr;
+  PartSizes dispatch_parts, combine_parts;  // of blocks for other nodes
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
 #ifdef PPLX_CUDA_STAGES

@@ -326,8 +326,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   }
   if (threadIdx.x % 32 != 0) return;
   if (remote)
-    count_part(k, step, Op::Combine, of.source, k.combine_parts.part_of(of.row), 1, units.runs,
-               [&] { return s.rows_begin[of.source + 1] - s.rows_begin[of.source]; });
+    count_piece(k, step, Op::Combine, of.source, of.row, units.runs, RowsOfBlock(s.rows_begin[of.source + 1] - s.rows_begin[of.source]));
   else
     publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }

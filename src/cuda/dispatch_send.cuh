@@ -481,7 +481,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
       for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & far_peers(k)) >> peer & 1;
-      if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, [&] { return a.plan.rows[peer]; });
+      if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, RowsOfBlock(a.plan.rows + peer));
     }
     if (!kPlain && kCarrier) put_near_rows(k, s.step, unit);
     bool any = false;

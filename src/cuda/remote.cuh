@@ -98,9 +98,18 @@ __device__ inline void hand_over_first(const Common& k, std::uint32_t step, Op o
 
 __device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
 
-// This part is complete. rows(): of the block, asked once the header is there; what it reads may have been written by another thread.
-template <typename Rows>
-__device__ inline void complete_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, const Rows& rows) {
+// How many rows a block has: known, or to be read once its header is there.
+struct RowsOfBlock {
+  const std::uint32_t* at;  // written by whoever has written the header
+  std::uint32_t known;
+
+  __device__ explicit RowsOfBlock(std::uint32_t rows) : at(nullptr), known(rows) {}
+  __device__ explicit RowsOfBlock(const std::uint32_t* rows) : at(rows), known(0) {}
+  __device__ std::uint32_t read() const { return at != nullptr ? *at : known; }
+};
+
+// This part is complete.
+static __device__ __noinline__ void complete_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, RowsOfBlock rows) {
   std::uint32_t* const word = &k.control->parts[set_of(k.c, step)][static_cast<int>(op)][peer];
   std::uint32_t seen = or_in_order(word, 1u << part | kTelling), told = leading_parts(seen);
   if ((seen & kTelling) != 0) return;
@@ -108,7 +117,7 @@ __device__ inline void complete_part(const Common& k, std::uint32_t step, Op op,
   for (;;) {
     const std::uint32_t complete = leading_parts(seen);
     if (complete > told) {
-      const std::uint32_t all = rows();
+      const std::uint32_t all = rows.read();
       hand_over(k, step, op, peer, all, complete);
       if (complete == parts_of(k, op).count(all)) {
         *word = 0;
@@ -123,9 +132,8 @@ __device__ inline void complete_part(const Common& k, std::uint32_t step, Op op,
 }
 
 // This thread's group has stored so much of a part, and met at a barrier. A row counts as `each`.
-template <typename Rows>
-__device__ inline void count_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, std::uint32_t stored,
-                                  std::uint32_t each, const Rows& rows) {
+static __device__ __noinline__ void count_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part,
+                                               std::uint32_t stored, std::uint32_t each, RowsOfBlock rows) {
   const PartSizes& sizes = parts_of(k, op);
   const std::uint32_t all = (sizes.begin(part + 1) - sizes.begin(part)) * each + (part == 0 ? 1 : 0);
   std::uint32_t* const count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer][part];
@@ -135,10 +143,15 @@ __device__ inline void count_part(const Common& k, std::uint32_t step, Op op, st
   complete_part(k, step, op, peer, part, rows);
 }
 
+// The same for a piece of a row, of which a row has `each`.
+static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t row,
+                                                std::uint32_t each, RowsOfBlock rows) {
+  count_part(k, step, op, peer, parts_of(k, op).part_of(row), 1, each, rows);
+}
+
 // The rows [first, first + n) have been stored.
-template <typename Rows>
-__device__ inline void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t first, std::uint32_t n,
-                                  const Rows& rows) {
+static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t first, std::uint32_t n,
+                                               RowsOfBlock rows) {
   const PartSizes& sizes = parts_of(k, op);
   while (n > 0) {
     const std::uint32_t part = sizes.part_of(first), here = min(n, sizes.begin(part + 1) - first);
@@ -149,12 +162,11 @@ __device__ inline void count_rows(const Common& k, std::uint32_t step, Op op, st
 }
 
 // The header of a block of so many rows has been stored. It counts for the rows that the last part lacks.
-__device__ inline void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
+static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
   const PartSizes& sizes = parts_of(k, op);
   const std::uint32_t last = sizes.count(rows) - 1, lacking = (sizes.begin(last + 1) - rows) * each;
-  const auto all = [&] { return rows; };
-  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, all);
-  count_part(k, step, op, peer, 0, last > 0 ? 1 : lacking + 1, each, all);
+  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));
+  count_part(k, step, op, peer, 0, last > 0 ? 1 : lacking + 1, each, RowsOfBlock(rows));
 }
 
 // Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
@@ -184,8 +196,9 @@ __device__ inline std::uint64_t last_whole(const Common& k, std::uint64_t word, 
   return arrival_word((k.generation & ~0xffffu) | static_cast<std::uint32_t>(word >> 48), of == step ? step - k.c.in_flight : of);
 }
 
-static __device__ __noinline__ std::uint32_t wait_long_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step,
-                                                                 std::uint32_t peer, std::uint32_t wanted) {
+// Until a word counts so many parts of the peer's block. How many there are; 0: they will not come.
+static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                               std::uint32_t wanted) {
   std::uint64_t seen = 0;
   std::uint32_t there = 0;
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
@@ -194,16 +207,8 @@ static __device__ __noinline__ std::uint32_t wait_long_for_parts(const Common& k
     seen = last_whole(k, now, step);
     return there >= wanted;
   });
-  return good ? there : 0;
-}
-
-// Until a word counts so many parts of the peer's block. How many there are; 0: they will not come.
-__device__ inline std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                               std::uint32_t wanted) {
-  std::uint32_t there = pieces_in(load_acquire(word), k.generation, step);
-  if (there < wanted) there = wait_long_for_parts(k, word, phase, step, peer, wanted);
   linger(k, there);
-  return there;
+  return good ? there : 0;
 }
 
 // The word of a peer's parts, in host memory or in this GPU's.
@@ -212,7 +217,7 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
 }
 
 // After its header was checked: passes on what comes of the peer's block, until all of it is there.
-__device__ inline void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
   if (kCarrier) {
     if (wait_for_rows(k, step, op, phase, peer)) pass_on(k, step, signal_of(op), peer);
     return;
@@ -226,7 +231,7 @@ __device__ inline void pass_on_rows(const Common& k, std::uint32_t step, Op op, 
 }
 
 // Waits for a row of a remote peer, as it was passed on. False: it will not come.
-__device__ inline bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
+static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
   if (kCarrier) return wait<Match::Reached>(k, arrival(k, step, signal_of(op), peer), phase, step, peer);
   return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
 }

@@ -166,7 +166,7 @@ MUTANTS = [
     Mutant(
         "last part lacks rows",
         REMOTE,
-        "  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, all);\n",
+        "  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));\n",
         "",
         "a block that does not fill its last part never leaves",
         PROXY,
