@@ -121,9 +121,10 @@ class AllToAll:
     def _log_topology(self, seconds: float) -> None:
         session, config = self._steps.session, self._steps.session.config
         w = session.wiring
-        groups = [f"{len(w.peers.mapped)} mapped"] if w.peers.mapped else []
-        if w.peers.remote and w.segment:
-            groups.append(f"{len(w.peers.remote)} by NVSHMEM, {len(w.segment.near)} of them reached by stores")
+        where = " in NVSHMEM's memory" if w.symmetric and w.symmetric.segment.near else ""
+        groups = [f"{len(w.peers.mapped)} mapped{where}"] if w.peers.mapped else []
+        if w.peers.remote and w.symmetric:
+            groups.append(f"{len(w.peers.remote)} by NVSHMEM's puts")
         if w.peers.remote and w.carrier:
             groups.append(
                 f"{len(w.peers.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")

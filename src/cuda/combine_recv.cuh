@@ -36,8 +36,7 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
-  if (check_combine_header(a, step, peer, h.rows, h.flags) && wait_for_rows(k, step, Op::Combine, Phase::CombineRecv, peer))
-    pass_on(k, step, Signal::Combine, peer);
+  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on(k, step, Signal::Combine, peer);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
 

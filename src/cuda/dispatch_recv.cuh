@@ -263,7 +263,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if (good && lane < n) {
       store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
-      if (wait_for_rows(k, step, Op::Dispatch, Phase::DispatchRecv, peer)) pass_on(k, step, Signal::Dispatch, peer);
+      pass_on(k, step, Signal::Dispatch, peer);
     }
     note(k, Stage::PassedOn);
     if (!__all_sync(~0u, good)) return;

@@ -102,7 +102,6 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   const Symmetric& symmetric = memory_.symmetric;
   if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
   common_.blocks = symmetric.base;
-  common_.near = symmetric.near & memory_.remote;
   std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
 #endif
   int sms = 0;

@@ -86,13 +86,6 @@ __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std
   note(k, Stage::Told);
 }
 
-// The same for a warp, of a near peer's block: of one whose rows go by themselves, the header.
-__device__ inline void hand_over_first(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint64_t bytes,
-                                       std::uint64_t row_puts) {
-  if (threadIdx.x % 32 == 0) *announced(k, step, op, peer) = arrival_word(k.generation, step);
-  put_first(k, step, op, peer, bytes, row_puts);
-}
-
 // This thread's group has stored `parts` of the block's parts, and met at a barrier. rows(): of the block, asked of whoever
 // completes it; what it reads may have been written by another part.
 template <typename Rows>
@@ -111,9 +104,9 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
 }
 
-// Until the header of the peer's block is there; by a proxy, all of the block.
+// Until the peer's block is there.
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  if (kCarrier) return wait_for_first(k, step, op, phase, peer);
+  if (kCarrier) return wait_for_put(k, step, op, phase, peer);
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
