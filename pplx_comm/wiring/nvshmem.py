@@ -138,7 +138,7 @@ class Library:
     probed: dict[int, str | None] = field(default_factory=dict)
     made: list[_Made] = field(default_factory=list)
     place: int | None = None
-    """Of a few bytes of symmetric memory, for questions whom stores reach."""
+    """An address of symmetric memory, for the question whom stores reach: before it is known how much an AllToAll needs."""
 
     def start(
         self,
@@ -170,19 +170,15 @@ class Library:
         elif not self.attached:
             attempts.run(lambda: self._in_time(lambda: module.attach(gpu), timeout, "nvshmem_init of a second module"))
             self.attached = attempts.error is None
-        pe = attempts.run(lambda: (int(module.my_pe()), int(module.n_pes())))
+        pe = attempts.run(lambda: int(module.my_pe()))
         # Here and below: others may just be giving up on a call of NVSHMEM's.
         answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe}, 2 * timeout)
-        assert pe is not None
         pes = _by_rank(answers)
         alive = [rank for rank, answer in enumerate(answers) if answer is not None]
-        if given is None and len(alive) < pe[1]:
-            raise Error(
-                f"transport='nvshmem': this NVSHMEM has {pe[1]} PEs and {len(alive)} ranks are here, so no "
-                f"symmetric memory can be made: all PEs must take part in that. Allocate {needed} bytes on all PEs "
-                "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
-            )
-        place = self._looked_at(control, module, gpu, timeout) if given is None else given.data_ptr()
+        if given is None and self.place is None:
+            _check_all_are_here(module, alive, needed)
+            self.place = self._allocate(control, module, gpu, _PLACE, timeout)
+        place = self.place if given is None else given.data_ptr()
         others = [rank for rank in alive if rank != control.rank]
         near = attempts.run(lambda: [rank for rank in others if looks and module.reached_at(place, pes[rank])])
         answers = agree(control, "AllToAll: reach", {"error": attempts.error, "near": near, "mapped": mapped}, timeout)
@@ -243,6 +239,7 @@ class Library:
         )
         number = min(common) if common else len(self.made)
         if not common:
+            _check_all_are_here(module, [rank for rank, answer in enumerate(answers) if answer is not None], nbytes)
             size = -(-nbytes // _GRANULE) * _GRANULE
             self.made.append(_Made(self._allocate(control, module, gpu, size, timeout), size))
         made = self.made[number]
@@ -262,12 +259,6 @@ class Library:
         agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
         assert address is not None
         return address
-
-    def _looked_at(self, control: ControlPlane, module: Any, gpu: int, timeout: float) -> int:
-        """Collective over all PEs: an address of symmetric memory, before it is known how much of it an AllToAll needs."""
-        if self.place is None:
-            self.place = self._allocate(control, module, gpu, _PLACE, timeout)
-        return self.place
 
     @staticmethod
     def _given(given: torch.Tensor, pes: list[int]) -> Segment:
@@ -366,11 +357,22 @@ def _check_alike(answers: Answers) -> None:
 
 
 def _by_rank(answers: Answers) -> list[int]:
-    pes = [-1 if answer is None else int(answer["pe"][0]) for answer in answers]
+    pes = [-1 if answer is None else int(answer["pe"]) for answer in answers]
     living = [pe for pe in pes if pe >= 0]
     if len(set(living)) != len(living):
         raise Error(f"transport='nvshmem': ranks have the same PE (by rank: {pes}); each needs an NVSHMEM of its own")
     return [max(pe, 0) for pe in pes]
+
+
+def _check_all_are_here(module: Any, alive: list[int], nbytes: int) -> None:
+    """Raises, alike on all ranks, where an allocation would wait for others."""
+    pes = int(module.n_pes())
+    if len(alive) < pes:
+        raise Error(
+            f"transport='nvshmem': this NVSHMEM has {pes} PEs and {len(alive)} ranks are here, so no "
+            f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
+            "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
+        )
 
 
 def _check_queue() -> None:

@@ -201,6 +201,23 @@ def test_a_part_of_a_larger_job() -> None:
         assert "8 PEs" in str(error) and "2 ranks" in str(error)
 
 
+def test_what_is_left_of_a_job() -> None:
+    """Memory that is there is taken, also when PEs have died since; none can be made any more."""
+    world = World([0, 1])
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> tuple[int, int]:
+        first = one(control, library, module)
+        first.close(True)
+        world.n_pes = 3
+        second = one(control, library, module)
+        with pytest.raises(pc.Error, match=r"3 PEs and 2 ranks"):
+            one(control, library, module)
+        return first.address, second.address
+
+    for addresses in on_ranks(world, call):
+        assert addresses[0] == addresses[1]
+
+
 class Given:
     """A tensor on a GPU, as far as anybody looks."""
 
