@@ -57,7 +57,11 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
         attempts = Attempts()
         heaps.own = attempts.run(lambda: _fresh_heap(config, kernels, gpu, segment.address))
         heaps.of_peers = {rank: kernels.SharedMemory.lent(gpu, segment.near[rank], config.shared_bytes) for rank in peers.mapped}
-        agree(control, "AllToAll: heaps", {"error": attempts.error}, timeout)
+        try:
+            agree(control, "AllToAll: heaps", {"error": attempts.error}, timeout)
+        except BaseException:
+            segment.close(True)
+            raise
     return Symmetric(segment, peers, puts, segment.address + before if puts else 0)
 
 

@@ -56,7 +56,8 @@ std::vector<std::uint64_t> Exchange::landed() const {
   std::vector<std::uint64_t> by_source(config().world);
   for (std::uint32_t set = 0; set < config().in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op)
-      for (std::uint32_t source = 0; source < config().world; ++source) by_source[source] += signals[number_of(set, op, source)] - counts->base[set][op][source];
+      for (std::uint32_t source = 0; source < config().world; ++source)
+        by_source[source] += signals[number_of(set, op, source)] - counts->base[set][op][source];
   return by_source;
 }
 

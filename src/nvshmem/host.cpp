@@ -1,5 +1,5 @@
-// The host side of NVSHMEM: its start, its heap, and where this GPU's stores reach other PEs' memory. Python says when each may be called: where
-// NVSHMEM itself would end the process, or wait for a rank that has died (pplx_comm/wiring/nvshmem.py).
+// The host side of NVSHMEM: its start, its heap, and where this GPU's stores reach other PEs' memory. Python says when each may be
+// called: where NVSHMEM itself would end the process, or wait for a rank that has died (pplx_comm/wiring/nvshmem.py).
 #include <cuda_runtime_api.h>
 #include <nvshmem_host.h>
 #include <pybind11/pybind11.h>
