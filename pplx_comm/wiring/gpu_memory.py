@@ -71,13 +71,13 @@ def make_gpu_exchange(
     symmetric = None
     if carried:
         symmetric = lay_symmetric_memory(control, request, peers, kernels, heaps)
-        peers = symmetric.peers
+        peers, kernels = symmetric.peers, symmetric.kernels
     on_gpu = attempts.run(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
     arguments: list[Any] = [config, heaps.own, heaps.of_peers, peers.remote, proxied, bool(on_gpu), request.settings.gdrcopy, gpu]
     arguments += [request.timeout, request.num_sms, request.settings.bulk_tokens]
-    if request.by_kernels:
+    if request.by_kernels and (symmetric is None or symmetric.puts):
         arguments += _where_blocks_are(symmetric)
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
     try:
@@ -92,7 +92,7 @@ def make_gpu_exchange(
 
 def _where_blocks_are(symmetric: Symmetric | None) -> list[Any]:
     """For the exchange: of those that are put."""
-    if symmetric is None or not symmetric.puts:
+    if symmetric is None:
         return [0, 0, []]
     segment = symmetric.segment
     return [symmetric.blocks, segment.address + segment.nbytes - symmetric.blocks, segment.pes]

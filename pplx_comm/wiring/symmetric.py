@@ -1,8 +1,8 @@
 """Memory of a carrier that kernels drive: blocks that are put, and heaps that stores reach.
 
 Peers of other nodes whose symmetric memory this GPU's stores reach are near. Where there are any, the heaps of all ranks lie in
-symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same kernels,
-the same words.
+symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same words; and
+where nobody puts, the same kernels.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm.control.plane import ControlPlane
+from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.compare import Attempts, agree
 from pplx_comm.wiring.peers import Peers
@@ -35,6 +36,7 @@ class Symmetric:
     segment: nvshmem.Segment
     peers: Peers
     puts: bool  # some rank has peers that are put to
+    kernels: Any  # the module of the exchange
     blocks: int  # where blocks for them begin, and come; 0: nowhere
 
 
@@ -51,6 +53,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
     before = config.shared_bytes if reach.any_near else 0
     if reach.any_near:
         heaps.own, heaps.of_peers = None, {}  # given back first
+    kernels = kernels if puts else cuda_module()  # which know no carrier, and are leaner
     nbytes = before + (config.heap_bytes if puts else 0)
     segment = nvshmem.library.segment(control, gpu, nbytes, given, reach, timeout)
     if reach.any_near:
@@ -62,7 +65,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
         except BaseException:
             segment.close(True)
             raise
-    return Symmetric(segment, peers, puts, segment.address + before if puts else 0)
+    return Symmetric(segment, peers, puts, kernels, segment.address + before if puts else 0)
 
 
 def _fresh_heap(config: _core.Config, kernels: Any, gpu: int, address: int) -> Any:

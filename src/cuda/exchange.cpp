@@ -52,6 +52,11 @@ void measure_rows(Common& k) {
 
 }  // namespace
 
+void clear(const SharedMemory& heap, cudaStream_t stream) {
+  check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
   const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];

@@ -21,13 +21,12 @@
 
 namespace pplx::cuda {
 
+// Memory that something else may have been in: as it is when it is new.
+void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
 #ifdef PPLX_CARRIER
-// Memory that something else may have been in: as it is when it is new.
-void clear(const SharedMemory& heap, cudaStream_t stream);
-
 // Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
 struct Symmetric {
   char* base = nullptr;

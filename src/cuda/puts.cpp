@@ -1,4 +1,4 @@
-// What a carrier that kernels drive wants of the host: its memory, and its counts as they are between two generations.
+// The counts of a carrier that kernels drive, as the host sees them between two generations.
 #ifdef PPLX_CARRIER
 #include <memory>
 
@@ -15,11 +15,6 @@ void read_into(T* to, const void* from, std::size_t bytes, cudaStream_t stream) 
 }
 
 }  // namespace
-
-void clear(const SharedMemory& heap, cudaStream_t stream) {
-  check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-}
 
 std::unique_ptr<PutCounts> Exchange::read_puts() const {
   const OnDevice on(device_);

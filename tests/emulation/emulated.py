@@ -116,7 +116,8 @@ def _checking(call: Any, streams: EmulatedStreams) -> Any:
 
 def near(rank: int, world: int) -> set[int]:
     """PPLX_EMULATION_NEAR: whom a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is even, and the
-    other way. "one way": all, but for odd ranks, whose stores reach nobody. "across": only those of the other half."""
+    other way. "one way": all, but for odd ranks, whose stores reach nobody. "across": only those of the other half. Not set: nobody
+    where there are two ranks, else "odd"."""
     others = set(range(world)) - {rank}
     return {
         "none": set[int](),
@@ -124,7 +125,7 @@ def near(rank: int, world: int) -> set[int]:
         "odd": {peer for peer in others if peer % 2 != rank % 2},
         "one way": set[int]() if rank % 2 else others,
         "across": {peer for peer in others if peer * 2 // world != rank * 2 // world},
-    }[os.environ.get("PPLX_EMULATION_NEAR", "odd")]
+    }[os.environ.get("PPLX_EMULATION_NEAR", "odd" if world > 2 else "none")]
 
 
 class StandIn(nvshmem.Library):

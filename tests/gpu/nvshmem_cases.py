@@ -81,7 +81,12 @@ def remote(me: Any, case: Case) -> list[int]:
     """A case, and the peers that blocks are put to."""
     gpu_cases.exchange(me, case)
     with rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0) as a2a:
-        return list(a2a._steps.session.wiring.peers.remote)
+        wiring = a2a._steps.session.wiring
+        name = wiring.kernels.__name__.rpartition(".")[2]
+        rank_cases.must(
+            name == ("_nvshmem" if wiring.puts else "_cuda"), "who puts nothing takes the kernels of mapped memory:", name
+        )
+        return list(wiring.peers.remote)
 
 
 def two(me: Any, case: Case, steps: int) -> None:

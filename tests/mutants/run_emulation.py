@@ -68,7 +68,7 @@ MUTANTS = [
     ),
     Mutant(
         "a heap that was another's is not cleared",
-        PUTS,
+        "src/cuda/exchange.cpp",
         "cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream)",
         "cudaMemsetAsync(heap.data(), 0, 0 * heap.bytes(), stream)",
         "what an earlier AllToAll left in symmetric memory opens steps of this one",

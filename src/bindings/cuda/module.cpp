@@ -171,11 +171,9 @@ void bind_memory(py::module_& m) {
             return std::make_shared<SharedMemory>(device, std::string(handle), bytes);
           },
           py::arg("device"), py::arg("handle"), py::arg("nbytes"))
-#ifdef PPLX_CARRIER
       .def_static(
           "lent", [](int device, Address at, std::size_t bytes) { return std::make_shared<SharedMemory>(device, pointer<char>(at), bytes); },
-          py::arg("device"), py::arg("address"), py::arg("nbytes"), "Memory that the carrier has mapped, and keeps.")
-#endif
+          py::arg("device"), py::arg("address"), py::arg("nbytes"), "Memory that a carrier has mapped, and keeps.")
       .def_property_readonly("nbytes", &SharedMemory::bytes)
       .def_property_readonly("address", [](const SharedMemory& memory) { return reinterpret_cast<Address>(memory.data()); })
       .def_property_readonly("has_descriptor", &SharedMemory::has_descriptor)
@@ -264,10 +262,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("steps", &Exchange::steps)
       .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
       .def_property_readonly("bulk_combines", &Exchange::bulk_combines);
-#ifdef PPLX_CARRIER
   m.def(
-      "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "As it is when it is new.");
-#endif
+      "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
