@@ -192,7 +192,7 @@ class Settings:
     )  # fmt: skip
     near: bool = _variable(
         "PPLX_COMM_NVSHMEM_NEAR", _flag, "0 or 1",
-        "For tests: 0 makes transport='nvshmem' hand NVSHMEM whole blocks also for peers that stores reach",
+        "For tests: 0 makes transport='nvshmem' put blocks also to peers of other nodes whose memory stores reach",
         value=True, default="1",
     )  # fmt: skip
     libfabric: str | None = _variable(  # read again by proxy/libfabric/loader.cpp, which programs without Python use, too

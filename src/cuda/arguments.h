@@ -71,12 +71,11 @@ struct Report {
 };
 
 #ifdef PPLX_CARRIER
-// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, signal and peer.
+// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, op and peer.
 struct PutCounts {
-  std::uint64_t base[kMaxInFlight][kPutSignals][kMaxPeers];      // what this rank's signals said then
-  std::uint64_t turns[kMaxInFlight][kPutSignals][kMaxPeers];     // that were heard of since, where each has a signal
-  std::uint64_t promised[kMaxInFlight][kPutSignals][kMaxPeers];  // puts of rows that headers for the peer have spoken of
-  std::uint64_t posted[kMaxInFlight][kPutSignals][kMaxPeers];    // puts for the peer
+  std::uint64_t base[kMaxInFlight][kOps][kMaxPeers];    // what this rank's signals said then
+  std::uint64_t turns[kMaxInFlight][kOps][kMaxPeers];   // that were heard of since
+  std::uint64_t posted[kMaxInFlight][kOps][kMaxPeers];  // puts for the peer
 };
 #endif
 
@@ -127,7 +126,6 @@ struct Common {
   char* arrivals = nullptr;  // the same for the words that the proxy raises: there, or in this GPU's memory
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
 #ifdef PPLX_CARRIER
-  std::uint64_t near = 0;  // remote peers whose memory this GPU's stores reach, a bit each: puts to them are copies by a warp
   std::uint32_t pe[kMaxPeers] = {};  // as the carrier numbers the ranks
   PutCounts* puts = nullptr;
 #endif

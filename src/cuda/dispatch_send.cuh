@@ -145,9 +145,8 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
   const std::uint32_t first = first_expert_of(k, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
-  const std::uint64_t row_puts = row_puts_with(k, step, Op::Dispatch, peer, rows);
   char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
-  write_header(k, block, step, rows, 0, threadIdx.x, row_puts);
+  write_header(k, block, step, rows, 0, threadIdx.x);
   auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
   for (std::uint32_t e = threadIdx.x; e < local_experts_of(k, peer); e += kSenders) {
     const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
@@ -156,10 +155,6 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   }
   if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
   sync_senders();
-  if (is_near(k, peer)) {
-    if (warp_of_block() == 0) hand_over_first(k, step, Op::Dispatch, peer, k.dispatch.header_bytes, row_puts);
-    return;
-  }
   if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
 }
 
@@ -456,15 +451,6 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   signal(kStored + turn);
 }
 
-// Rows of a unit that go by themselves. By one warp.
-__device__ inline void put_near_rows(const Common& k, std::uint32_t step, const StoredUnit& unit) {
-  for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i)
-    for (std::uint32_t nth = 0; nth < unit.rows(i); ++nth) {
-      const std::uint32_t peer = unit.rank[i][nth];
-      if (is_near(k, peer)) put_part<true>(k, step, Op::Dispatch, peer, unit.row[i][nth], k.dispatch.row_bytes, PutSignal::DispatchRows);
-    }
-}
-
 // The publisher's part. The senders have stored, and arrived at a barrier: one release covers what all of them wrote.
 template <bool kPlain>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
@@ -480,10 +466,9 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     if (unit.ended) return;
     for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
-      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & far_peers(k)) >> peer & 1;
+      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & k.remote) >> peer & 1;
       if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, RowsOfBlock(a.plan.rows + peer));
     }
-    if (!kPlain && kCarrier) put_near_rows(k, s.step, unit);
     bool any = false;
     for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
       const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;

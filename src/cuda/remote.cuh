@@ -89,13 +89,6 @@ __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std
   note(k, Stage::Told);
 }
 
-// The same for a warp, of a near peer's block: of one whose rows go by themselves, the header.
-__device__ inline void hand_over_first(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint64_t bytes,
-                                       std::uint64_t row_puts) {
-  if (threadIdx.x % 32 == 0) *announced(k, step, op, peer) = arrival_word(k.generation, step);
-  put_first(k, step, op, peer, bytes, row_puts);
-}
-
 __device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
 
 // How many rows a block has: known, or to be read once its header is there.
@@ -177,7 +170,7 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
 
 // Until the header of the peer's block is there.
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  if (kCarrier) return wait_for_first(k, step, op, phase, peer);
+  if (kCarrier) return wait_for_put(k, step, op, phase, peer);
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
@@ -219,7 +212,7 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
 // After its header was checked: passes on what comes of the peer's block, until all of it is there.
 static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
   if (kCarrier) {
-    if (wait_for_rows(k, step, op, phase, peer)) pass_on(k, step, signal_of(op), peer);
+    pass_on(k, step, signal_of(op), peer);
     return;
   }
   const std::uint32_t all = parts_of(k, op).count(rows);

@@ -42,7 +42,7 @@ class Mutant:
     module: str = "_nvshmem"
 
 
-SHAPES, RESET = "random_shapes_by_kernels", "test_reset and nvshmem"
+SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
 PROXY = "test_random_shapes and tcp"
 
 MUTANTS = [
@@ -55,44 +55,60 @@ MUTANTS = [
         SHAPES,
     ),
     Mutant(
-        "rows are taken with the header",
-        CARRIER,
-        "  return row_puts == 0 || wait_for_puts(k, step, rows_signal(op), phase, peer, row_puts);\n",
-        "  return true;\n",
-        "puts have no order: the header of a near peer comes before its rows",
+        "a dispatch block goes when its header is there",
+        "src/cuda/dispatch_send.cuh",
+        "peer, kComplete - rows, [&]",
+        "peer, rows == 0 ? kComplete : kComplete - rows + 1, [&]",
+        "the block is put while its last row is being stored",
+        SHAPES,
+    ),
+    Mutant(
+        "a combine block goes before its last strip",
+        "src/cuda/combine_send.cuh",
+        "kComplete - rows * parts, [&]",
+        "rows == 0 ? kComplete : kComplete - rows * parts + 1, [&]",
+        "the block is put while its last strip is being stored",
+        SHAPES,
+    ),
+    Mutant(
+        "a heap that was another's is not cleared",
+        "src/cuda/exchange.cpp",
+        "cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream)",
+        "cudaMemsetAsync(heap.data(), 0, 0 * heap.bytes(), stream)",
+        "what an earlier AllToAll left in symmetric memory opens steps of this one",
+        NEAR,
+    ),
+    Mutant(
+        "weights count as combine does",
+        "src/protocol/signals.h",
+        "signal_of(op), source);\n",
+        "signal_of(op == Op::Weights ? Op::Combine : op), source);\n",
+        "weights open a combine that is not there",
         SHAPES,
     ),
     Mutant(
         "signal of the wrong set",
         CARRIER,
-        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
-        "from, bytes, signal_of(k, step + 1, signal, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step, op, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step + 1, op, k.c.rank));\n",
         "with steps in flight one opens another one's rows",
         SHAPES,
     ),
     Mutant(
         "signal of the wrong peer",
         CARRIER,
-        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
-        "from, bytes, signal_of(k, step, signal, peer));\n",
+        "layout.bytes(rows), signal_of(k, step, op, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step, op, peer));\n",
         "the block of one source opens another one's place",
         SHAPES,
     ),
     Mutant(
         "count not rebased at reset",
         PUTS,
-        "counts->base[set][signal][source] = signals[at++];\n",
-        "counts->base[set][signal][source] = 0 * signals[at++];\n",
+        "counts->base[set][op][source] = signals[number_of(set, op, source)];\n",
+        "counts->base[set][op][source] = 0 * signals[number_of(set, op, source)];\n",
         "what the old generation counted opens the first steps of the new one",
         RESET,
-    ),
-    Mutant(
-        "rows promised in earlier steps are forgotten",
-        CARRIER,
-        "*of_signal(k.puts->promised, k, step, rows_signal(op), peer) + more : 0;\n",
-        "more : 0;\n",
-        "rows of the step before the last open this one's",
-        SHAPES,
     ),
     Mutant(
         "data overwritten before it left",
