@@ -19,11 +19,13 @@ class Segments:
     where: int32. Ragged: [experts + 1], where each expert's begin, d.offsets; padding counts. Padded: [experts], d.counts.
     room: Padded: rows that each expert has room for. 0 is Ragged.
     expected: Padded: how many an expert has on average, as a hint.
+    part: these are some of the experts, so that with Ragged the first one's rows need not begin at row 0.
     """
 
     where: torch.Tensor
     room: int = 0
     expected: int = 0
+    part: bool = False
 
     @staticmethod
     def of(where: torch.Tensor | Segments) -> Segments:
