@@ -274,6 +274,10 @@ def mistakes(me: Any, case: OverlapCase) -> list[str]:
 # ---- kernels -----------------------------------------------------------------------------------------------------------------------
 
 
+HELD_BACK = 0.1
+"""Seconds in which a product that does not wait would read rows that are not there."""
+
+
 def words_of(where: Segments, rows: int) -> int:
     return where.experts if where.room else rows // HOOK_ROWS
 
@@ -319,14 +323,15 @@ def beside_of(where: Segments, rows: int, ordered: bool) -> Beside:
 
 
 def rows_come(me: Any, name: str, codes: bool, beforehand: int, seed: int) -> dict[str, Any]:
-    """Rows are NaN until a thread writes them, block after block in any order, and then raises their word. beforehand: so many words
-    of a hundred are raised before the product begins."""
+    """Rows are NaN until a thread writes them and then raises their word: a while after the product took on their chunk, since nothing
+    else was left. beforehand: so many blocks of a hundred are there before the product begins."""
     where, r = SEGMENTS[name], random.Random(f"rows come {seed}")
     x, w, poison, wanted = product_of(where, codes, seed)
     parts = list(zip(x, poison, strict=True)) if codes else [(x, poison)]
     beside = beside_of(where, len(wanted), False)
     blocks = list(range(len(beside.arrived)))
-    r.shuffle(blocks)
+    turn = [*r.sample(range(1, beside.chunks), beside.chunks - 1), 0]  # whose rows come when: those of the first chunk last
+    blocks.sort(key=lambda word: turn.index(word if where.room else word // CHUNK))
 
     def write(word: int) -> None:
         rows = rows_of_word(where, word)
@@ -340,14 +345,19 @@ def rows_come(me: Any, name: str, codes: bool, beforehand: int, seed: int) -> di
         write(word)
 
     def write_late() -> None:
-        for word in blocks[early:]:
-            time.sleep(r.choice([0, 1e-3, 10e-3]))
-            write(word)
+        left = blocks[early:]
+        while left and not ended.is_set():
+            asked = [word for word in left if int(beside.scratch[word if where.room else word // CHUNK])]
+            if asked:
+                time.sleep(HELD_BACK)
+                write(asked[0])
+                left.remove(asked[0])
 
-    out = torch.full_like(wanted, torch.nan)
+    out, ended = torch.full_like(wanted, torch.nan), threading.Event()
     writer = Thread(target=write_late)
     writer.start()
     beside.up(poison, w, where, out)
+    ended.set()
     writer.join()
     noted, order = int(beside.scratch[-2]), beside.scratch[beside.chunks : 2 * beside.chunks].tolist()
     filled = [word for word in range(len(blocks)) if _rows(where, word)]

@@ -48,8 +48,10 @@ def test_groups_have_the_same_bits(crew: Crews, transport: str) -> None:
 @pytest.mark.parametrize("spread", ["zipf", "few"])
 def test_late_products(crew: Crews, spread: str) -> None:
     """Combine waits for each block, and reads nothing that is not written."""
-    for number, transport in enumerate(("mapped", "proxy:tcp")):
-        case = OverlapCase(seed() + number, crew.world_size, spread=spread, experts=12, transport=transport, train=number == 0)
+    for number, (transport, layout) in enumerate((("mapped", "ragged"), ("proxy:tcp", "ragged"), ("mapped", "padded"))):
+        case = OverlapCase(
+            seed() + number, crew.world_size, spread=spread, experts=12, transport=transport, layout=layout, train=number == 0
+        )
         same(crew, case, "late_and_poisoned")
 
 
