@@ -21,6 +21,7 @@ from pplx_comm.moe.grouped.beside import CHUNK, Beside
 from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.segments import Segments
+from pplx_comm.wiring.config import make_config
 
 
 @dataclass(frozen=True)
@@ -416,3 +417,54 @@ def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[s
         "same": torch.equal(out[there], wanted[there]), "words": raised == waited and exact, "rows": all(seen.values()),
         "begun": int(beside.begun) == beside.producers,
     }  # fmt: skip
+
+
+# ---- before the network has finished -----------------------------------------------------------------------------------------------
+
+
+def before_the_network(me: Any, case: OverlapCase) -> dict[str, Any]:
+    """Blocks go in pieces through a network, and rank 1 sends its last ones when it hears that rank 0 has multiplied rows.
+
+    Tokens go to the experts in order, so that the rows of the first ones come first, from both ranks.
+    """
+    from pplx_comm.moe import overlap
+
+    g = torch.Generator().manual_seed(case.seed + me.rank)
+    x = torch.randn(case.most, case.hidden, generator=g).to(getattr(torch, case.dtype))
+    local = case.experts // 2  # those of rank 0 have all tokens
+    ids = (torch.arange(case.most) * local // case.most)[:, None]
+    options, made, memory = options_of(case, case.overlap), [], overlap._memory
+
+    def poisoned(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        made[:] = memory(*arguments)
+        for t in made:
+            t.fill_(torch.nan)
+        return tuple(made)
+
+    def look() -> None:
+        while not (made and bool(made[0][0].isfinite().all())):
+            time.sleep(1e-3)
+        me.say("multiplied", [bool(row.isfinite().all()) for row in (made[0][0], made[0][-1])])
+
+    config = make_config(
+        2, 0, num_experts=case.experts, top_k=1, hidden=case.hidden, max_tokens_per_rank=case.most, dtype=x.dtype, wire="native",
+        layout=Ragged(case.align), in_flight=1, scale_layout="row",
+    )  # fmt: skip
+    with open_all_to_all(me, case, True, slot_bytes=int(config.least_slot_bytes)) as a2a, torch.no_grad():
+        weights = drawn_weights(me, case, a2a.num_local_experts, a2a.device)
+        overlap._memory = poisoned
+        try:
+            one = F.send(a2a, x, ids, torch.ones(ids.shape), options)
+            looker = Thread(target=look)
+            if me.rank == 1:
+                me.hear()
+            else:
+                looker.start()
+            F.compute(one, *weights, options)
+            y = F.finish(one)
+            if me.rank == 0:
+                looker.join()
+        finally:
+            overlap._memory = memory
+        plain = F.send(a2a, x, ids, torch.ones(ids.shape))
+        return {"same": torch.equal(y, F.receive(plain, *weights, options_of(case, "none"))), "rows": len(made[0])}

@@ -111,6 +111,22 @@ def test_a_product_that_fails() -> None:
     assert first["peer"] == 1 and first["after"], first
 
 
+@pytest.mark.parametrize("overlap", ["groups", pytest.param("signals", marks=interpreted)])
+def test_products_before_the_network_has_finished(overlap: str) -> None:
+    """Rows are multiplied while others have not been sent yet, over TCP."""
+    case = OverlapCase(
+        seed(), 2, overlap, 4, dtype="float16", align=128, hidden=64, intermediate=32, experts=8, top_k=1, most=1024, train=False,
+        transport="proxy:tcp", gemm="triton" if overlap == "signals" else "auto",
+    )  # fmt: skip
+    environment = {"TRITON_INTERPRET": "1"} if overlap == "signals" else {}
+    with Crew(2, environment, spawn=overlap == "signals") as crew:
+        crew.start("moe_overlap_cases:before_the_network", case)
+        assert crew.heard(0, "multiplied") == [True, False]
+        crew.tell(1)
+        for rank, found in enumerate(crew.collect(120)):
+            assert found == {"same": True, "rows": 2048 if rank == 0 else 0}
+
+
 @two_ranks
 def test_mistakes(crew: Crews) -> None:
     case = OverlapCase(seed(), crew.world_size, train=False)
