@@ -16,7 +16,7 @@ from pplx_comm.all_to_all import AllToAll
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
 from pplx_comm.moe import overlap as overlapping
-from pplx_comm.moe.routed import received
+from pplx_comm.moe.received import received
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
 from pplx_comm.wire import Wire
 

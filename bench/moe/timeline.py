@@ -138,7 +138,7 @@ def _kernels(layer: Ours, problem: Problem) -> tuple[Span, ...]:
     with torch.profiler.profile(activities=activities) as profile:
         layer.in_halves()
         torch.cuda.synchronize()
-    events: Any = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events: Any = profile.profiler.kineto_results.events()
     kernels = [
         (each.name().lower(), each.device_resource_id(), each.start_ns(), each.duration_ns())
         for each in events

@@ -66,7 +66,8 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         here = torch.cuda.current_stream(device)
         key = device, here.cuda_stream
-        # One for each stream: what was freed beside a stream is used again behind it. A step's thread blocks come before a product's.
+        # One for each stream: what was freed beside a stream is used again behind it. A step's thread blocks come before those
+        # of products.
         if key not in _streams:
             _streams[key] = torch.cuda.Stream(device, priority=-1)
         self._stream, self._device = _streams[key], device

@@ -3,7 +3,7 @@
 "groups"   group after group of experts, by any product; combine is told of each block of rows when it is written
 "signals"  our own products wait for the words of dispatch, block by block, and raise those of combine: see kernels/beside.py
 
-The step runs in a lane (lanes.py). Both have the bits of a pass without: the same rows, each multiplied and added up in the same order.
+The step runs in a lane (lanes.py). Both have the bits of a pass without: the same rows, multiplied and added up in the same order.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pplx_comm.layouts import Ragged
 from pplx_comm.moe.arithmetic import Arithmetic, Rows
 from pplx_comm.moe.kernels.usable import usable
 from pplx_comm.moe.lanes import Lane
+from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
 
 NONE, GROUPS, SIGNALS = "none", "groups", "signals"
@@ -45,7 +46,9 @@ def check(overlap: str, a2a: AllToAll, quantised: bool) -> None:
     if overlap != SIGNALS:
         return
     if not usable(a2a.device):
-        raise Error('overlap="signals" is for our Triton kernels, on a GPU with triton installed: overlap="groups" takes any product')
+        raise Error(
+            'overlap="signals" is for our Triton kernels, on a GPU with triton installed: overlap="groups" takes any product'
+        )
     if not quantised and a2a.dtype not in (torch.bfloat16, torch.float16):
         raise Error(f'overlap="signals" is for products in bfloat16 and float16, not in {a2a.dtype}: overlap="groups" takes any')
     if isinstance(a2a.layout, Ragged) and a2a.layout.align % HOOK_ROWS:
@@ -71,8 +74,6 @@ def run(lane: Lane, a2a: AllToAll, d: Dispatched, overlap: str, make: Make, widt
 
 
 def _received(a2a: AllToAll, d: Dispatched) -> Rows:
-    from pplx_comm.moe.routed import received
-
     rows = received(a2a, d)
     if d.x.device.type != "cuda":
         return rows
@@ -127,7 +128,7 @@ def _part(rows: Rows, experts: range) -> tuple[Rows, slice]:
         return Rows(rows.x[here], scale if scale is None else scale[first:end], some), here
     offsets = where.where[first : end + 1]
     if rows.x.device.type == "cuda":
-        return replace(rows, where=Segments(offsets, part=True)), slice(None)
+        return replace(rows, where=Segments(offsets, expected=where.average(len(rows.x)), part=True)), slice(None)
     begin, stop = int(offsets[0]), int(offsets[-1])
     here = slice(begin, stop)
     return Rows(rows.x[here], rows.scale if rows.scale is None else rows.scale[here], Segments(offsets - begin)), here

@@ -28,14 +28,15 @@ from torch.autograd.function import once_differentiable
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
-from pplx_comm.layouts import Compact, Padded, Ragged
-from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
+from pplx_comm.layouts import Compact, Padded
 from pplx_comm.moe import overlap as overlapping
+from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
 from pplx_comm.moe.lanes import Lane, lane_of
 from pplx_comm.moe.overlap import NONE, OVERLAPS, SIGNALS
-from pplx_comm.moe.segments import Segments, segments
+from pplx_comm.moe.received import received
+from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_backward
 
 RECOMPUTE = ("nothing", "activations", "dispatch")
@@ -50,10 +51,10 @@ class Options:
     backend, scaled_backend: of the grouped products, and of those of codes. "auto" measures, a name insists.
     recompute: what the backward pass computes again in place of keeping it: "nothing"; "activations", the rows between the two
         products; "dispatch", the received rows too, by a further dispatch on the saved plan.
-    overlap: of a forward pass with its step. "none"; "groups", group after group of experts is computed when its rows are there, and
-        combine begins with rows that are written; "signals", our own products wait for each block of rows, and combine for each
-        block of theirs: on GPUs, in bfloat16, float16 and e4m3. Both need an AllToAll with hooks=True, on a GPU also with a
-        num_sms= that leaves multiprocessors to products; "signals" one of layout Ragged(align=128), or Padded.
+    overlap: of a forward pass with its step. "none"; "groups", group after group of experts is computed when its rows are
+        there, and combine begins with rows that are written; "signals", our own products wait for each block of rows, and combine
+        for each block of theirs: on GPUs, in bfloat16, float16 and e4m3. Both need an AllToAll with hooks=True, on a GPU also
+        with a num_sms= that leaves multiprocessors to products; "signals" one of layout Ragged(align=128), or Padded.
     expert_groups: of "groups".
     """
 
@@ -158,7 +159,7 @@ def compute(
     """
     options = options or one.options
     if (options.overlap == NONE) != (one.lane is None):
-        raise Error(f"compute: overlap={options.overlap!r}, but this pass was sent with {one.options.overlap!r}: tell send() as well")
+        raise Error(f"compute: overlap={options.overlap!r}, but send() was told {one.options.overlap!r}: tell send() as well")
     one.options, one.combines_whole = options, whole
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
@@ -319,23 +320,6 @@ def _computed_beside(
     kept = overlapping.run(lane, one.a2a, sent, one.options.overlap, make, gate_up.shape[1], one.combines_whole)
     one.returning = lane.result()
     return kept
-
-
-def received(a2a: AllToAll, d: Dispatched) -> Rows:
-    """The rows of a dispatch that was received. The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
-
-    With max_rows there may be more than there is room for, which the next call reports.
-    """
-    if isinstance(a2a.layout, Padded):
-        # The room is what all ranks' tokens together can be.
-        return Rows(d.x.flatten(0, 1), d.scale, segments(d, -(-d.x.shape[1] * a2a.top_k // a2a.num_experts)))
-    offsets = d.offsets
-    assert offsets is not None
-    assert isinstance(a2a.layout, Ragged)
-    if a2a.layout.max_rows is not None:
-        offsets = offsets.clamp(max=len(d.x))
-    used = len(d.x) if d.x.device.type == "cuda" else int(offsets[-1])
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], Segments(offsets))
 
 
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:

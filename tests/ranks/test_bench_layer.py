@@ -56,7 +56,19 @@ def test_all_layers(tmp_path: Path) -> None:
 def test_overlap(tmp_path: Path) -> None:
     """A line for each way, and a timeline of each: products of four groups beside combine's send half, in a thread of its own."""
     file, picture = tmp_path / "layer.json", tmp_path / "timeline.png"
-    arguments = [*TINY, "--tokens", "24", "--decode-tokens", "1", "--experts", "8", "--layers", "ours", "--overlap", "none,groups,signals"]
+    arguments = [
+        *TINY,
+        "--tokens",
+        "24",
+        "--decode-tokens",
+        "1",
+        "--experts",
+        "8",
+        "--layers",
+        "ours",
+        "--overlap",
+        "none,groups,signals",
+    ]
     pytest.importorskip("matplotlib")
     arguments += ["--transport", "proxy", "--provider", "tcp", "--timeline", str(picture), "--json", str(file)]
     statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)

@@ -81,7 +81,9 @@ def scaled(
     backend: str = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of codes, in dtype, and in `out` if that is given: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
+    """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
+
+    out: where it goes, if that is given.
 
     Scales of x may be those of MXFP8 where takes_mx() says so. A backend for nothing else leaves other products to the rest.
     """

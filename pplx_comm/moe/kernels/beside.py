@@ -8,8 +8,8 @@ A *chunk* is what programs look at when they seek work: CHUNK neighbouring block
 there is none, it takes one of the first chunk that has units left, and waits. So nobody waits while there are rows that nobody has
 multiplied, in whatever order rows come: by token inside a node, by rank through a network.
 
-`order` notes the chunks in the order in which they were begun, for the second product: about that of their tokens, so that combine has
-whole tokens early.
+`order` notes the chunks in the order in which they were begun, for the second product: about that of their tokens, so that combine
+has whole tokens early.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def rows_by_weights_as_they_come(
             word = chunk * CHUNK + within
             row = word * ROWS
             expert, end = expert_of_row(row, where, experts, rows, EXPERTS)
-        if ASSEMBLY:
+        if ASSEMBLY:  # noqa: SIM102 (by itself: it is known when the kernel is compiled)
             if tl.load(arrived + word, volatile=True) >= 0:
                 line = expert * width + strip * STRIP * SIDE + tl.arange(0, SIDE)
                 prefetch_weights(weights, line, inner, expert * width + width, LINES, BYTES)
