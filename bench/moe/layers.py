@@ -64,7 +64,7 @@ class Ours:
     def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> AllToAll:
         o, beside = self._o, self._overlap != overlapping.NONE
         align = 128 if self._quantised or self._overlap == overlapping.SIGNALS else 16
-        most = most_rows(o, self._ranks, tokens, align)
+        most = most_rows(o, self._ranks, tokens, align, 1 if self._precision != "bf16" else 2)
         return shared_all_to_all(
             self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=tokens,
             dtype=torch.bfloat16, wire=WIRES[self._precision],
@@ -142,10 +142,15 @@ class Ours:
         self._comm.close()
 
 
-def most_rows(options: LayerOptions, ranks: int, tokens: int, align: int) -> int:
-    """That a rank's experts can receive, padding included. Said, since an AllToAll takes no more than 1 GiB unasked."""
+UNASKED = 0.95 * 2**30
+"""Bytes of rows that an AllToAll takes unasked, about: told how many rows there can be, a pass has a launch more."""
+
+
+def most_rows(options: LayerOptions, ranks: int, tokens: int, align: int, size: int) -> int | None:
+    """That a rank's experts can receive, padding included, where that must be said. size: of an element."""
     local = options.experts // ranks
-    return ranks * tokens * min(options.top_k, local) + local * (align - 1)
+    most = ranks * tokens * options.top_k + local * (align - 1)
+    return most if most * options.hidden * size > UNASKED else None
 
 
 class Exchange(torch.autograd.Function):

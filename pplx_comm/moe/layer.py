@@ -102,7 +102,7 @@ class MoE(nn.Module):
         recompute: str = "nothing",
         gemm: str = "auto",
         scaled_gemm: str = "auto",
-        overlap: str = NONE,
+        overlap: str = "none",
         expert_groups: int = 4,
         main_grad: bool = False,
         inference: bool = False,

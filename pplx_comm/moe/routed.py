@@ -62,7 +62,7 @@ class Options:
     backend: str = "auto"
     scaled_backend: str = "auto"
     recompute: str = "nothing"
-    overlap: str = NONE
+    overlap: str = "none"
     expert_groups: int = 4
 
     def __post_init__(self) -> None:

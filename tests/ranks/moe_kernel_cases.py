@@ -158,6 +158,34 @@ def padded(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
+def parts(me: Any, seed: int) -> dict[str, bool]:
+    """Of some experts, whose rows do not begin at row 0: their rows alone, to the bit, and no others."""
+    whole, found, width, height = SPREADS["even"], {}, 160, 96
+    part, rows = Segments(whole.where[1:4], expected=50, part=True), slice(int(whole.where[1]), int(whole.where[3]))
+    others = torch.ones(ROWS, dtype=torch.bool)
+    others[rows] = False
+    x, w = normal(seed, ROWS, width).half(), normal(seed, 5, height, width).half()
+    x_codes, w_codes = quantise.quantise(normal(seed, ROWS, width)), quantise.quantise_weights(w.float())
+    some_codes = w_codes[0][1:3], w_codes[1][1:3]
+    for tma in (False, True):
+        numbers, codes = triton_mm.TritonGroupedMm(tma), TritonScaledMm(tma)
+        for name, seen, wanted in (
+            ("numbers", lambda out: numbers.forward(x, w[1:3], part, out), numbers.forward(x, w, whole)),
+            (
+                "codes", lambda out: codes.product(x_codes, some_codes, part, False, torch.float16, out),
+                codes.product(x_codes, w_codes, whole, False, torch.float16),
+            ),
+        ):  # fmt: skip
+            out = torch.full((ROWS, height), 7, dtype=torch.float16)
+            seen(out)
+            found[f"{name} {tma}"] = torch.equal(out[rows], wanted[rows]) and bool((out[others] == 7).all())
+    h = normal(seed, ROWS, 2 * width).half()
+    found["swiglu"] = torch.equal(launch.swiglu(h, part)[rows], launch.swiglu(h, whole)[rows])
+    for seen, wanted in zip(launch.swiglu_quantise(h, part), launch.swiglu_quantise(h, whole), strict=True):
+        found[f"activated {seen.dtype}"] = torch.equal(seen[rows].float(), wanted[rows].float())
+    return found
+
+
 def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
     """What tl.dot_scaled means, which the interpreter does not know."""
     import triton.language as tl

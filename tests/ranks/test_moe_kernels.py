@@ -42,7 +42,7 @@ def test_products_of_codes(crew: Crew, tma: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["formats", "weights", "activations", "padded", "mx"])
+@pytest.mark.parametrize("case", ["formats", "weights", "activations", "padded", "parts", "mx"])
 def test_rows(crew: Crew, case: str) -> None:
     (found,) = crew.run(f"moe_kernel_cases:{case}", seed(), timeout=120)
     assert all(found.values()), found
