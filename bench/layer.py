@@ -60,7 +60,7 @@ def layer(options: LayerOptions, world: World, arguments: Sequence[str]) -> None
             json.dump(of, file, indent=1)
     if options.plot:
         report.plot(of, options.plot)
-    if options.timeline:
+    if options.timeline and timelines:
         timeline.plot(of["timelines"], report.heading(of), options.timeline)
     if options.capacity_plot:
         report.plot_capacity(of, options.capacity_plot)

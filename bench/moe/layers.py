@@ -70,7 +70,7 @@ class Ours:
             dtype=torch.bfloat16, wire=WIRES[self._precision],
             layout=Padded(align=align) if padded else Ragged(align, zero_pad, max_rows=most),
             scale_layout="tma" if self._precision == "fp8" else "row", device=self._device, timeout=o.timeout,
-            transport=o.transport, provider=o.provider, node_size=o.node_size, hooks=beside,
+            transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes, hooks=beside,
             num_sms=overlapping.SMS_OF_STEP if beside and self._device.type == "cuda" else None,
         )  # fmt: skip
 

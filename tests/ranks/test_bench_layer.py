@@ -56,21 +56,20 @@ def test_all_layers(tmp_path: Path) -> None:
 def test_overlap(tmp_path: Path) -> None:
     """A line for each way, and a timeline of each: products of four groups beside combine's send half, in a thread of its own."""
     file, picture = tmp_path / "layer.json", tmp_path / "timeline.png"
-    arguments = [
-        *TINY,
-        "--tokens",
-        "24",
-        "--decode-tokens",
-        "1",
-        "--experts",
-        "8",
-        "--layers",
-        "ours",
+    pytest.importorskip("matplotlib")
+    arguments = [*TINY, "--tokens", "24", "--decode-tokens", "1", "--experts", "8", "--layers", "ours", "--routings", "ordered"]
+    arguments += [
         "--overlap",
         "none,groups,signals",
+        "--transport",
+        "proxy",
+        "--provider",
+        "tcp",
+        "--timeline",
+        str(picture),
+        "--json",
+        str(file),
     ]
-    pytest.importorskip("matplotlib")
-    arguments += ["--transport", "proxy", "--provider", "tcp", "--timeline", str(picture), "--json", str(file)]
     statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)
     assert statuses == [0, 0] and picture.stat().st_size, said
     of = json.loads(file.read_text())
