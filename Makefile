@@ -147,7 +147,7 @@ check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core ove
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(PY) -m pytest tests/serving --durations=10
-	$(call serving_env,training) -m pytest tests/ranks/test_moe_kernels.py --durations=5
+	$(call serving_env,training) -m pytest tests/ranks/test_moe_kernels.py tests/ranks/test_moe_overlap.py --durations=5
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -115,6 +115,7 @@ class AllToAll:
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_local_experts: int = session.config.local_experts
+        self.hooks, self.num_sms = hooks, num_sms
         if comm.rank == 0:
             self._log_topology(time.monotonic() - begun)
 
@@ -292,6 +293,7 @@ class AllToAll:
         Results stay the same bits. A captured graph keeps what it was captured with.
         """
         self._steps.device.set_num_sms(integer("set_num_sms: num_sms", num_sms, 1, 1 << 20))
+        self.num_sms = num_sms
 
     def warmup(self) -> None:
         """Takes one step of random tokens, so that the first real one finds everything in place. Collective."""
