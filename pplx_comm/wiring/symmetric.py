@@ -1,8 +1,8 @@
 """Memory of a carrier that kernels drive: blocks that are put, and heaps that stores reach.
 
-Peers of other nodes whose symmetric memory this GPU's stores reach are near. Where there are any, the heaps of all ranks lie in
-symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same words; and
-where nobody puts, the same kernels.
+Peers of other nodes whose symmetric memory this GPU's stores reach are near. Where there are any, the heaps of all ranks lie
+in symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same
+words; and where nobody puts, the same kernels.
 """
 
 from __future__ import annotations
