@@ -73,9 +73,14 @@ def run(lane: Lane, a2a: AllToAll, d: Dispatched, overlap: str, make: Make, widt
         raise
 
 
+def _on_gpu(t: torch.Tensor) -> bool:
+    """Where the host knows nothing, and streams wait."""
+    return t.device.type == "cuda"
+
+
 def _received(a2a: AllToAll, d: Dispatched) -> Rows:
     rows = received(a2a, d)
-    if d.x.device.type != "cuda":
+    if not _on_gpu(d.x):
         return rows
     # Nobody knows what a dispatch that failed says, and kernels must not read beyond the rows.
     most = rows.where.room or len(rows.x)
@@ -127,7 +132,7 @@ def _part(rows: Rows, experts: range) -> tuple[Rows, slice]:
         some = replace(where, where=where.where[first:end], part=True)
         return Rows(rows.x[here], scale if scale is None else scale[first:end], some), here
     offsets = where.where[first : end + 1]
-    if rows.x.device.type == "cuda":
+    if _on_gpu(rows.x):
         return replace(rows, where=Segments(offsets, expected=where.average(len(rows.x)), part=True)), slice(None)
     begin, stop = int(offsets[0]), int(offsets[-1])
     here = slice(begin, stop)
@@ -141,10 +146,10 @@ def _raise_words(d: Dispatched, where: Segments, experts: range) -> None:
         ready[experts.start : experts.stop].fill_(1)
     elif experts.stop == where.experts:
         ready.fill_(1)
-    elif ready.device.type == "cuda":
+    elif _on_gpu(ready):
         ends = torch.arange(HOOK_ROWS, (len(ready) + 1) * HOOK_ROWS, HOOK_ROWS, dtype=torch.int32, device=ready.device)
         ready.copy_(ends <= where.where[experts.stop])
-    else:
+    else:  # an x86 stores in order, so who sees a word sees its rows
         ready[: int(where.where[experts.stop]) // HOOK_ROWS].fill_(1)
 
 
@@ -176,7 +181,7 @@ def _signals(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, w
 def _await_plan(lane: Lane, d: Dispatched) -> None:
     """Until counts and offsets are there. On a GPU the current stream waits, and the dispatch has its multiprocessors by then."""
     planned = d.planned.view(torch.int32)
-    if planned.device.type == "cuda":
+    if _on_gpu(planned):
         from pplx_comm.moe.kernels.beside import until_raised
 
         d.watch()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Thread
 from typing import Any
@@ -92,9 +94,11 @@ def open_all_to_all(me: Any, case: OverlapCase, overlap: bool, **more: Any) -> A
     )  # fmt: skip
 
 
-def drawn_inputs(me: Any, case: OverlapCase, step: int, device: torch.device) -> dict[str, torch.Tensor]:
+def drawn_inputs(me: Any, case: OverlapCase, step: int, device: torch.device, full: bool = False) -> dict[str, torch.Tensor]:
+    """full: of as many tokens as there may be."""
     g = torch.Generator().manual_seed(case.seed * 1009 + 17 * step + me.rank)
     tokens = int(torch.randint(0, case.most + 1, (), generator=g)) * int(torch.rand((), generator=g) > 0.2)
+    tokens = case.most if full else tokens
     e = torch.arange(case.experts)
     liked = {
         "even": torch.zeros(case.experts), "zipf": -torch.log1p(e), "hot": torch.where(e == 1, 1e4, 0.0),
@@ -181,6 +185,64 @@ def late_and_poisoned(me: Any, case: OverlapCase) -> list[bool]:
         products.forward, overlap._memory = forward, memory
 
 
+class Stream:
+    """Of a GPU that does each thing at once. What it was told is noted."""
+
+    cuda_stream = 1
+
+    def __init__(self, name: str, told: list[str]) -> None:
+        self.name, self.told = name, told
+
+    def wait_stream(self, other: Any) -> None:
+        self.told.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.told.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.told.append(f"{self.name} notes")
+        return "note"
+
+
+def as_on_a_gpu(me: Any, case: OverlapCase) -> dict[str, Any]:
+    """What the host does with a GPU: with streams, kernels that wait, and all rows for each group; in Triton's interpreter."""
+    from pplx_comm.moe import lanes, overlap, routed
+
+    told: list[str] = []
+    current, beside = Stream("current", told), Stream("beside", told)
+    inside: list[str] = []
+
+    @contextlib.contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        inside.append(stream.name)
+        yield
+        inside.pop()
+
+    def noted(what: str, call: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            told.append(f"{what} on {inside[-1] if inside else 'current'}")
+            return call(*arguments, **options)
+
+        return run
+
+    names = ("dispatch", "dispatch_send", "dispatch_recv", "combine", "combine_send")
+    changes: list[tuple[Any, str, Any]] = [
+        (torch.cuda, "current_stream", lambda device: current), (torch.cuda, "Stream", lambda device, priority: beside),
+        (torch.cuda, "stream", on), (overlap, "_on_gpu", lambda t: True), (routed, "lane_of", lanes.StreamLane),
+        *((AllToAll, name, noted(name, getattr(AllToAll, name))) for name in names),
+        *((Beside, name, noted(name, getattr(Beside, name))) for name in ("up", "down")),
+        (overlap, "_await_producers", noted("gate", overlap._await_producers)), (lanes, "_streams", {}),
+    ]  # fmt: skip
+    before = [(where, name, getattr(where, name)) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
+    try:
+        return {"same": same_bits(me, case), "told": told}
+    finally:
+        for where, name, value in before:
+            setattr(where, name, value)
+
+
 def microbatches(me: Any, case: OverlapCase) -> bool:
     """Two passes whose parts take turns."""
     plain, beside = (open_all_to_all(me, case, overlap) for overlap in (False, True))
@@ -203,7 +265,7 @@ def nobody_comes(me: Any, case: OverlapCase) -> dict[str, Any]:
             me.hear()
             return {}
         weights = drawn_weights(me, case, a2a.num_local_experts, a2a.device)
-        inputs = drawn_inputs(me, case, 0, a2a.device)
+        inputs = drawn_inputs(me, case, 0, a2a.device, full=True)
         try:
             passed(case, a2a, weights, inputs, options_of(case, case.overlap), True)
             if a2a.device.type == "cuda":
@@ -220,7 +282,7 @@ def a_product_that_fails(me: Any, case: OverlapCase) -> dict[str, Any]:
 
     with open_all_to_all(me, case, True, timeout=2.0) as a2a:
         weights = drawn_weights(me, case, a2a.num_local_experts, a2a.device)
-        inputs = drawn_inputs(me, case, 0, a2a.device)
+        inputs = drawn_inputs(me, case, 0, a2a.device, full=True)  # a rank without tokens would miss nothing
         options, forward, calls = options_of(case, case.overlap), products.forward, 0
         before = passed(case, a2a, weights, inputs, options, True)[0]
 

@@ -24,6 +24,9 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews.close()
 
 
+COMBINES = ("combine", "combine_send")
+PLAIN = [f"{call} on current" for call in ("dispatch", "dispatch_send", "dispatch_recv", *COMBINES)]
+"""What a pass without overlap does, too."""
 two_ranks = pytest.mark.parametrize("crew", [2], indirect=True, ids=["2 ranks"])
 
 
@@ -148,6 +151,29 @@ def test_signals_have_the_same_bits(interpreter: Crew, precision: str, compute: 
             experts=4, top_k=2, train=train, gemm="triton", transport="proxy:tcp" if train else "mapped",
         )  # fmt: skip
         same(interpreter, case)
+
+
+@interpreted
+@pytest.mark.parametrize("overlap", ["groups", "signals"])
+def test_what_the_host_tells_a_gpu(interpreter: Crew, overlap: str) -> None:
+    """The first step in halves, the second one in whole calls: what is on which stream, behind what."""
+    steps = {
+        "groups": ["current notes", "beside waits for note"],
+        "signals": ["up on current", "current notes", "down on current", "beside waits for note", "gate on beside"],
+    }[overlap]
+    steps = ["beside waits for current", "dispatch on beside", "dispatch_recv on beside", *steps]
+    for layout in ("ragged", "padded"):
+        for precision in ("bf16", "fp8"):
+            case = OverlapCase(
+                seed(), 2, overlap, 2, spread="zipf", precision=precision, compute=precision, dtype="float16", layout=layout, align=128,
+                experts=5, top_k=2, train=False, gemm="triton",
+            )  # fmt: skip
+            for found in interpreter.run("moe_overlap_cases:as_on_a_gpu", case, timeout=120):
+                assert len(found["same"]) == 2 and all(found["same"]), (layout, precision, found)
+                whole, halves = ([*steps, f"{combine} on beside", "current waits for beside"] for combine in COMBINES)
+                halves[1] = "dispatch_send on beside"
+                told = [each for each in found["told"] if each not in PLAIN]
+                assert told == halves + whole, (layout, precision, told)
 
 
 @interpreted
