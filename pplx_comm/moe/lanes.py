@@ -8,6 +8,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -142,7 +143,7 @@ class ThreadLane:
         self._thread.start()
         begun.wait()
         while not (d.received or d.receiving.locked() or self._received.is_set()):
-            pass  # else this thread would receive when it asks for a group's rows, and nothing would run beside that
+            time.sleep(0)  # else this thread would receive when it asks for a group's rows, and nothing would run beside that
 
     def combine(self, combine: Call, produce: Call, begun: Call) -> None:
         self._jobs.put(combine)
