@@ -209,18 +209,29 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
 }
 
-// After its header was checked: passes on what comes of the peer's block, until all of it is there.
+// After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
+// warp stay together: none waits for another one's peer.
 static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
   if (kCarrier) {
     pass_on(k, step, signal_of(op), peer);
     return;
   }
+  const char* const word = parts_word(k, k.arrivals, step, op, peer);
+  char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);
-  for (std::uint32_t there = 0; there < all;) {
-    there = wait_for_parts(k, parts_word(k, k.arrivals, step, op, peer), phase, step, peer, there + 1);
-    if (there == 0) return;
-    store_release_here(parts_word(k, k.peers[k.c.rank], step, op, peer), pieces_word(k.generation, step, there));
-  }
+  std::uint32_t there = 0;
+  std::uint64_t seen = 0;
+  keep_looking(k, word, phase, step, peer, seen, [&] {
+    const std::uint64_t now = load_acquire(word);
+    const std::uint32_t came = pieces_in(now, k.generation, step);
+    seen = last_whole(k, now, step);
+    if (came > there) {
+      linger(k, came);
+      store_release_here(here, pieces_word(k.generation, step, came));
+      there = came;
+    }
+    return there >= all;
+  });
 }
 
 // Waits for a row of a remote peer, as it was passed on. False: it will not come.

@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(
         "all parts are passed on with the first",
         REMOTE,
-        "pieces_word(k.generation, step, there));\n",
+        "pieces_word(k.generation, step, came));\n",
         "pieces_word(k.generation, step, all));\n",
         "other thread blocks read rows that have not come",
         PROXY,
