@@ -63,7 +63,7 @@ BOUNDS: dict[str, Sizes] = {
     "combine_kernel<Float32, true, 4>": Sizes(49152, 141, 80, 0, 0),
     "combine_kernel<Float16, true, 4>": Sizes(55296, 162, 80, 0, 0),
     "combine_kernel<BFloat16, true, 4>": Sizes(55296, 162, 80, 0, 0),
-    "combine_kernel<Float32, false, 4>": Sizes(181248, 140, 128, 0, 0),
+    "combine_kernel<Float32, false, 4>": Sizes(181248, 142, 128, 0, 0),
     "combine_kernel<Float16, false, 4>": Sizes(189440, 168, 128, 0, 0),
     "combine_kernel<BFloat16, false, 4>": Sizes(189440, 168, 128, 0, 0),
     "dispatch_many_kernel<Quantised<2> >": Sizes(245760, 128, 240, 96, 72),
