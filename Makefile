@@ -102,7 +102,7 @@ machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
 
-mutants-carrier: tests-built  ## the same for carriers that kernels drive: the emulation's tests, six minutes
+mutants-carrier: tests-built  ## the same for what kernels promise the proxy, and carriers that they drive: the emulation's tests, ten minutes
 	$(PY) tests/mutants/run_emulation.py
 
 cpp: build  ## the C++ tests
@@ -143,10 +143,11 @@ check: lint machine-code sim tests-built mutants  ## everything that a change mu
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving: build  ## on CPUs over this library: vLLM's engines, SGLang's dispatchers, and MoE layers of torchtitan and Megatron-Core
+check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(PY) -m pytest tests/serving --durations=10
+	$(call serving_env,training) -m pytest tests/ranks/test_moe_kernels.py tests/ranks/test_moe_overlap.py --durations=5
 
 wheel: $(deps)  ## a wheel in dist/
 	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

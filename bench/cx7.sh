@@ -3,7 +3,7 @@
 # (NVSHMEM, IBGDA), beside the proxy over verbs.
 #
 #     bench/cx7.sh --hosts FILE                    8 ranks on each host of FILE (Open MPI's: a name a line)
-#     bench/cx7.sh --p2p 2                         two ranks of this host, every byte by NVSHMEM over NVLink, beside mapped memory
+#     bench/cx7.sh --p2p 2                         two ranks of this host, in NVSHMEM's memory over NVLink, beside mapped memory
 #
 # `python -m pplx_comm doctor` says what is missing for IBGDA, and which traffic class is in force; NVSHMEM_* variables that are set
 # here reach the ranks. Stages of a launch, where over P2P something takes longer than mapped (needs a build with

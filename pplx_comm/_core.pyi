@@ -247,6 +247,12 @@ class Config:
     def object(self, arg0: int) -> None:
         ...
     @property
+    def part_bytes(self) -> int:
+        ...
+    @part_bytes.setter
+    def part_bytes(self, arg0: int) -> None:
+        ...
+    @property
     def payload_bytes(self) -> int:
         """
         Bytes of a row without its scales.

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.
@@ -47,6 +47,11 @@ class SharedMemory:
     @staticmethod
     def from_ipc(device: int, handle: bytes, nbytes: int) -> SharedMemory:
         ...
+    @staticmethod
+    def lent(device: int, address: int, nbytes: int) -> SharedMemory:
+        """
+        Memory that a carrier has mapped, and keeps.
+        """
     def __init__(self, device: int, nbytes: int, what: str) -> None:
         ...
     def descriptor(self) -> int:
@@ -174,6 +179,10 @@ class PlanLayout:
     @property
     def weights(self) -> int:
         ...
+def clear(heap: SharedMemory) -> None:
+    """
+    Makes it as it is when it is new.
+    """
 def device_count() -> int:
     """
     CUDA devices that this process sees; 0 without a driver.

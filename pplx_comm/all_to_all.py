@@ -42,7 +42,7 @@ class AllToAll:
     layout: the shape of d.x: Ragged(align=128), Padded() or Compact().
     device: "cpu", the default; "cuda" for torch's current GPU, or "cuda:1". Ranks of one node may share a GPU.
     transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists. "nvshmem" maps memory
-        inside a node, and between nodes kernels post to a ConnectX themselves, by NVSHMEM; device="cuda" only.
+        inside a node, and what NVSHMEM maps across nodes; else kernels post to a ConnectX themselves; device="cuda" only.
     provider: the libfabric provider of the proxy; None takes the best there is.
     nics: names of the NICs (or interfaces, for tcp) of this rank's proxy, a list or "a,b"; an endpoint each. None takes
         PPLX_COMM_NICS, else the nearest.
@@ -63,8 +63,8 @@ class AllToAll:
         combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A death is noticed within 1 s.
-    symmetric_memory: with transport="nvshmem" a tensor of NVSHMEM's symmetric memory, the same on all ranks, for blocks of other
-        nodes; needed where these ranks are a part of NVSHMEM's PEs. None: this library makes it.
+    symmetric_memory: with transport="nvshmem" a tensor of NVSHMEM's symmetric memory, the same on all ranks, for what ranks of
+        other nodes write; needed where these ranks are a part of NVSHMEM's PEs. None: this library makes it.
     scale_layout: layout of d.scale: "row", or "tma": column-major, columns at multiples of 16 bytes. x_scale may have any strides.
     """
 
@@ -115,15 +115,17 @@ class AllToAll:
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_local_experts: int = session.config.local_experts
+        self.hooks, self.num_sms = hooks, num_sms
         if comm.rank == 0:
             self._log_topology(time.monotonic() - begun)
 
     def _log_topology(self, seconds: float) -> None:
         session, config = self._steps.session, self._steps.session.config
         w = session.wiring
-        groups = [f"{len(w.peers.mapped)} mapped"] if w.peers.mapped else []
-        if w.peers.remote and w.segment:
-            groups.append(f"{len(w.peers.remote)} by NVSHMEM, {len(w.segment.near)} of them reached by stores")
+        where = " in NVSHMEM's memory" if w.symmetric and w.symmetric.segment.near else ""
+        groups = [f"{len(w.peers.mapped)} mapped{where}"] if w.peers.mapped else []
+        if w.peers.remote and w.symmetric:
+            groups.append(f"{len(w.peers.remote)} by NVSHMEM's puts")
         if w.peers.remote and w.carrier:
             groups.append(
                 f"{len(w.peers.remote)} by proxy over {w.carrier.name}" + (", from and to GPU memory" if w.blocks_on_gpu else "")
@@ -291,6 +293,7 @@ class AllToAll:
         Results stay the same bits. A captured graph keeps what it was captured with.
         """
         self._steps.device.set_num_sms(integer("set_num_sms: num_sms", num_sms, 1, 1 << 20))
+        self.num_sms = num_sms
 
     def warmup(self) -> None:
         """Takes one step of random tokens, so that the first real one finds everything in place. Collective."""

@@ -182,12 +182,17 @@ class Settings:
         "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
         default="768",
     )  # fmt: skip
+    part_bytes: int = _variable(
+        "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",
+        "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",
+        value=64 * 1024, default="65536",
+    )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",
     )  # fmt: skip
     near: bool = _variable(
         "PPLX_COMM_NVSHMEM_NEAR", _flag, "0 or 1",
-        "For tests: 0 makes transport='nvshmem' hand NVSHMEM whole blocks also for peers that stores reach",
+        "For tests: 0 makes transport='nvshmem' put blocks also to peers of other nodes whose memory stores reach",
         value=True, default="1",
     )  # fmt: skip
     libfabric: str | None = _variable(  # read again by proxy/libfabric/loader.cpp, which programs without Python use, too

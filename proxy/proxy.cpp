@@ -46,11 +46,14 @@ void Proxy::attach(ProxyObject o) {
   object->heap = heap_of(o.config);
   object->life = ++life_ & 0xffffffu;
   const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world, mail = object->heap.mailbox_words(o.config);
-  for (std::uint32_t op = 0; op < kOps; ++op) object->layout[op] = block_layout(o.config, Op(op));
+  for (std::uint32_t op = 0; op < kOps; ++op) {
+    object->layout[op] = block_layout(o.config, Op(op));
+    object->parts[op] = part_sizes(o.config, Op(op));
+  }
   object->words = static_cast<std::uint32_t>(words);
   object->seen.resize(align_up(mail, kBatch));   // the heap has that much room behind the mailbox
   object->out.resize(words * object->places() + (mail - words));
-  if (object->heap.in_pieces) object->senders.resize(words);
+  if (object->places() > 1) object->senders.resize(words);
   object->in.resize(words);
   for (std::uint32_t set = 0; set < o.config.in_flight; ++set)
     for (std::uint32_t peer = 0; peer < o.config.world; ++peer)
@@ -178,6 +181,8 @@ bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
       if (begin_credit(object, job, found)) take();
     } else if (mail.in_pieces) {
       while (begin_piece(object, job, first + peer, mail)) take();
+    } else if (object.goes_in_parts(job.op)) {
+      while (begin_part(object, job, first + peer, mail)) take();
     } else {
       begin(object, job, mail);
       take();
@@ -200,6 +205,30 @@ void Proxy::begin(Object& object, const Job& job, Mail mail) {
   begin_shards(out);
   if (job.op == Op::Dispatch) ++awaited_;
   if (object.heap.in_pieces) object.senders[job.index] = {mail.step, 1};
+}
+
+// The next part that the mail announces. False: all of them are under way.
+bool Proxy::begin_part(Object& object, Job& job, std::uint32_t word, Mail mail) {
+  const Config& c = object.o.config;
+  const PartSizes& sizes = object.parts[std::uint32_t(job.op)];
+  const BlockLayout& layout = object.layout[std::uint32_t(job.op)];
+  Sender& sender = object.senders[word];
+  if (!object.out[word].begun || sender.step != mail.step) sender = {mail.step, 0, 0, sizes.count(mail.rows)};
+  const std::uint32_t part = sender.begun;
+  if (part == std::min(mail.parts, sender.parts)) return false;
+  ++sender.begun;
+  job.index = word + object.words * part;
+  Outgoing& out = object.out[job.index];
+  const std::uint64_t at = part == 0 ? 0 : layout.row_at(sizes.begin(part));
+  out.begun = true;
+  out.step = mail.step;
+  out.piece = part;
+  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + at;
+  out.target = object.heap.slot_at(c, set_of(c, mail.step), job.op, c.rank) + at;
+  out.bytes = layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at;
+  begin_shards(out);
+  if (part == 0 && job.op == Op::Dispatch) ++awaited_;
+  return true;
 }
 
 // The next piece that the mail announces, in its place. False: all of them are under way. The device announces a piece when its place is
@@ -349,29 +378,38 @@ void Proxy::arrived(std::uint32_t bits) {
     in.done = 0;
     if (i.op == Op::Dispatch) in.next = step + c.in_flight;
   }
-  const std::uint32_t ahead = pieces_ahead(i.piece, in.done), piece = in.done + ahead;
-  if (ahead >= object->places()) {
-    ++stats_.duplicates;
-    return;
-  }
-  switch (in.masks[piece % kPlaces].add(step, i.shard, i.shards, piece)) {
-    case ShardMask::Outcome::Pending: return;
-    case ShardMask::Outcome::Duplicate: ++stats_.duplicates; return;
-    case ShardMask::Outcome::Inconsistent: ++stats_.dropped; return;
-    case ShardMask::Outcome::Complete: break;
-  }
   const bool first = in.done == 0;
-  while (in.masks[in.done % kPlaces].complete(step, in.done)) ++in.done;
-  if (in.done == 0) return;
-  if (object->heap.in_pieces && i.op != Op::Weights)
-    store_release(word(*object, object->heap.count_at(c, object->heap.pieces, set, i.op, i.source)),
-                  pieces_word(object->o.generation, step, in.done));
-  if (!first) return;
-  if (i.op == Op::Combine) --awaited_;
+  if (!count_arrived(*object, in, i, step)) return;
   char* const memory = object->o.arrivals == nullptr ? object->o.memory : object->o.arrivals;
-  raise_arrival<HostAtomics>(memory, object->heap, c, signal_of(i.op), i.source, object->o.generation, step);
+  if (object->places() > 1 && i.op != Op::Weights)
+    store_release(reinterpret_cast<std::uint64_t*>(memory + object->heap.count_at(c, object->heap.pieces, set, i.op, i.source)),
+                  pieces_word(object->o.generation, step, in.done));
+  if (first) {
+    if (i.op == Op::Combine) --awaited_;
+    raise_arrival<HostAtomics>(memory, object->heap, c, signal_of(i.op), i.source, object->o.generation, step);
+  }
   if (object->o.arrivals != nullptr)
     std::atomic_thread_fence(std::memory_order_seq_cst);   // or the processor would hold the store back, to combine it with its neighbours
+}
+
+// Notes a shard. Whether more of the leading parts, or pieces, have landed. A number of a part is all of it, that of a piece its low bits.
+bool Proxy::count_arrived(Object& object, Incoming& in, const Immediate& i, std::uint32_t step) {
+  const std::uint32_t places = object.places();
+  const bool in_parts = object.goes_in_parts(i.op);
+  const std::uint32_t piece = in_parts ? i.piece : in.done + pieces_ahead(i.piece, in.done);
+  if (!in_parts && piece - in.done >= (object.heap.in_pieces ? kPlaces : 1)) {
+    ++stats_.duplicates;
+    return false;
+  }
+  switch (in.masks[piece % places].add(step, i.shard, i.shards, piece)) {
+    case ShardMask::Outcome::Pending: return false;
+    case ShardMask::Outcome::Duplicate: ++stats_.duplicates; return false;
+    case ShardMask::Outcome::Inconsistent: ++stats_.dropped; return false;
+    case ShardMask::Outcome::Complete: break;
+  }
+  const std::uint32_t before = in.done;
+  while ((!in_parts || in.done < kMostParts) && in.masks[in.done % places].complete(step, in.done)) ++in.done;
+  return in.done > before;
 }
 
 // The peer has read a piece of a block that this rank sends in pieces.
@@ -419,14 +457,14 @@ void Proxy::sent(std::uint64_t context) {
 // All shards of a block, or of one of its pieces, have left.
 void Proxy::left(Object& object, std::uint32_t word) {
   const Config& c = object.o.config;
-  if (object.heap.in_pieces) {
+  const Op op = Op(word / c.world % kOps);
+  if (object.heap.in_pieces || object.goes_in_parts(op)) {
     Sender& sender = object.senders[word];
-    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % kPlaces)].unsent == 0) ++sender.left;
-    const Op op = Op(word / c.world % kOps);
-    if (op != Op::Weights)
+    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % object.places())].unsent == 0) ++sender.left;
+    if (object.heap.in_pieces && op != Op::Weights)
       store_release(Proxy::word(object, object.heap.count_at(c, object.heap.left, set_of(c, sender.step), op, word % c.world)),
                     pieces_word(object.o.generation, sender.step, sender.left));
-    if (sender.left < sender.begun) return;
+    if (sender.left < std::max(sender.begun, sender.parts)) return;
   }
   say_sent<HostAtomics>(mailbox_entry(object.heap, object.o.memory, word), object.o.generation, object.out[word].step);
 }

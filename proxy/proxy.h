@@ -65,7 +65,7 @@ class Proxy {
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // A block, or a piece of one, on its way from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
+  // A block, or a part or a piece of one, on its way from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
   // shard each, without data.
   struct Outgoing {
     std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
@@ -74,18 +74,19 @@ class Proxy {
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
   };
-  // How far a block in pieces has come.
+  // How far a block in parts or in pieces has come.
   struct Sender {
     std::uint32_t step = 0;
     std::uint32_t begun = 0;         // pieces that have been announced
     std::uint32_t left = 0;          // leading pieces that have left for good
+    std::uint32_t parts = 0;         // that the block has
     std::uint32_t consumed = 0;      // leading pieces that have a credit
     bool next_has_credit = false;    // the one behind those has come before it
   };
   struct Incoming {
-    ShardMask masks[kPlaces];        // of the pieces under way, by place
-    std::uint32_t step = 0;          // whose pieces they are
-    std::uint32_t done = 0;          // leading pieces of it that have landed
+    ShardMask masks[kMostParts];     // of the parts, or of the pieces under way, by place
+    std::uint32_t step = 0;          // whose they are
+    std::uint32_t done = 0;          // leading ones of it that have landed
     std::uint32_t next = 0;          // dispatch: the step that comes next
     bool begun = false;
   };
@@ -93,16 +94,18 @@ class Proxy {
     ProxyObject o;
     Heap heap;
     BlockLayout layout[kOps];
+    PartSizes parts[kOps];
     std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
     std::uint32_t words = 0;         // of the mailbox, without credits
     std::vector<std::uint32_t> remote;
     std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
-    std::vector<Outgoing> out;       // by word_index, and again for the other place of an AllToAll in pieces; then the credits
-    std::vector<Sender> senders;     // by word_index; of an AllToAll in pieces
+    std::vector<Outgoing> out;       // by word_index, and again for other parts, or the other place of an AllToAll in pieces; then the credits
+    std::vector<Sender> senders;     // by word_index; of an AllToAll in parts or in pieces
     std::vector<Incoming> in;
     std::uint32_t outstanding = 0;
 
-    std::uint32_t places() const { return heap.in_pieces ? kPlaces : 1; }
+    std::uint32_t places() const { return heap.in_pieces ? kPlaces : heap.in_parts ? kMostParts : 1; }
+    bool goes_in_parts(Op op) const { return heap.in_parts && op != Op::Weights; }
     bool is_credit(std::uint32_t index) const { return index >= words * places(); }
   };
   struct Job {
@@ -117,6 +120,7 @@ class Proxy {
   bool take_mail();
   bool take_row(std::uint32_t number, Object& object, std::uint32_t row);
   void begin(Object& object, const Job& job, Mail mail);
+  bool begin_part(Object& object, Job& job, std::uint32_t word, Mail mail);
   bool begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail);
   bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
   void begin_shards(Outgoing& out) const;
@@ -129,6 +133,7 @@ class Proxy {
   }
   bool take_completions();
   void arrived(std::uint32_t immediate);
+  bool count_arrived(Object& object, Incoming& in, const Immediate& i, std::uint32_t step);
   void credited(Object& object, const Immediate& credit);
   void sent(std::uint64_t context);
   void left(Object& object, std::uint32_t word);

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).resolve().parent
-COMPUTING = {"test_bench.py", "test_graph.py", "test_libfabric.py", "test_moe.py", "test_moe_kernels.py"}
+COMPUTING = {"test_bench.py", "test_graph.py", "test_libfabric.py", "test_moe.py", "test_moe_kernels.py", "test_moe_overlap.py"}
 """Of the ranks' tests; the others wait, and nothing in the other folders does."""
 NOTHING = 5
 """What pytest returns when the options leave none of its tests."""

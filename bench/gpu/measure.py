@@ -197,8 +197,8 @@ class Size:
         return point
 
     def _by_kernels(self, transport: Transport, num_sms: int | None, points: list[Point]) -> Point:
-        """Kernels that post. Its floors are those of the same bytes by bare stores where mapped memory reaches all ranks: over P2P
-        what it takes beyond `mapped` is the carrier's own."""
+        """Kernels that post, or that store into symmetric memory. Its floors are those of the same bytes by bare stores where
+        mapped memory reaches all ranks: what it takes beyond `mapped` there is the carrier's own."""
         world, point = self._world, Point(transport.name, self._shape.tokens, num_sms)
         a2a = world.all_or_none(lambda: self.open(world.comm, transport, num_sms), f"transport {transport.name}")
         with a2a:

@@ -12,9 +12,11 @@ from bench.gpu.peers import group_of
 from bench.harness.world import Off, World
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem
+from pplx_comm.all_to_all import AllToAll
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
-from pplx_comm.moe.routed import received
+from pplx_comm.moe import overlap as overlapping
+from pplx_comm.moe.received import received
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
 from pplx_comm.wire import Wire
 
@@ -49,19 +51,27 @@ class Layer(Protocol):
 
 
 class Ours:
-    name, trains, in_graphs = "ours", True, True
+    trains, in_graphs = True, True
 
-    def __init__(self, world: World, options: LayerOptions, device: torch.device, precision: str) -> None:
-        self._o, self._device, self._precision = options, device, precision
+    def __init__(
+        self, world: World, options: LayerOptions, device: torch.device, precision: str, overlap: str = overlapping.NONE
+    ) -> None:
+        self.name = "ours" if overlap == overlapping.NONE else f"ours {overlap}"
+        self._o, self._device, self._precision, self._overlap, self._ranks = options, device, precision, overlap, world.size
         self._comm = world.fresh()  # which carries so many AllToAlls and no more
         self._quantised = precision != "bf16"
 
-    def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> Any:
-        align = 128 if self._quantised else 16
+    def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> AllToAll:
+        o, beside = self._o, self._overlap != overlapping.NONE
+        align = 128 if self._quantised or self._overlap == overlapping.SIGNALS else 16
+        most = most_rows(o, self._ranks, tokens, align, 1 if self._precision != "bf16" else 2)
         return shared_all_to_all(
-            self._comm, num_experts=self._o.experts, top_k=self._o.top_k, hidden=self._o.hidden, max_tokens_per_rank=tokens,
-            dtype=torch.bfloat16, wire=WIRES[self._precision], layout=Padded(align=align) if padded else Ragged(align, zero_pad),
-            scale_layout="tma" if self._precision == "fp8" else "row", device=self._device, timeout=self._o.timeout,
+            self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=tokens,
+            dtype=torch.bfloat16, wire=WIRES[self._precision],
+            layout=Padded(align=align) if padded else Ragged(align, zero_pad, max_rows=most),
+            scale_layout="tma" if self._precision == "fp8" else "row", device=self._device, timeout=o.timeout,
+            transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes, hooks=beside,
+            num_sms=overlapping.SMS_OF_STEP if beside and self._device.type == "cuda" else None,
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:
@@ -69,18 +79,37 @@ class Ours:
         p = self._p = problem
         decoding = [n for n in self._o.tokens if n <= self._o.decode_tokens]
         self._padded = p.tokens in decoding
-        self._a2a = self._all_to_all(max(decoding) if self._padded else max(self._o.tokens), self._padded, False)
+        self.a2a = self._a2a = self._all_to_all(max(decoding) if self._padded else max(self._o.tokens), self._padded, False)
         self._training = self._all_to_all(max(self._o.tokens), False, True)
-        w = p.weights
-        self._weights: Any = [F.quantise_weights(t) for t in (w.gate_up, w.down)] if self._quantised else [w.gate_up, w.down]
+        overlapping.check(self._overlap, self._a2a, self._quantised)
+        self._plain = p.weights.gate_up, p.weights.down
+        self._weights: Any = self._plain
+        if self._quantised:
+            self._weights = tuple(F.quantise_weights(t) for t in self._plain)
+        self._extras = F.Extras(codes=self._weights if self._quantised else None)
+
+    def _options(self) -> F.Options:
+        return F.Options(self._quantised, overlap=self._overlap, expert_groups=self._o.expert_groups)
+
+    def in_halves(self) -> torch.Tensor:
+        """A forward pass whose dispatch and combine are two calls each, as with a shared expert between."""
+        p, options = self._p, self._options()
+        one = F.send(self._a2a, p.x, p.ids, p.choice_weights, options)
+        F.compute(one, *self._plain, options, self._extras)
+        return F.finish(one)
 
     def forward(self, mark: Mark) -> torch.Tensor:
         p, a2a = self._p, self._a2a
+        if self._overlap != overlapping.NONE:
+            options = self._options()
+            one = F.send(a2a, p.x, p.ids, p.choice_weights, options, whole=True)
+            y = F.receive(one, *self._plain, options, self._extras)
+            mark("all")
+            return y
         d = a2a.dispatch(p.x, p.ids, p.choice_weights)
         mark("dispatch")
         rows = received(a2a, d)
         where, (gate_up, down) = rows.where, self._weights
-        self._where = where
         if self._quantised:
             h = F.scaled_grouped_mm(rows.codes(), gate_up, where, dtype=a2a.dtype)
             mark("up")
@@ -94,20 +123,34 @@ class Ours:
             mark("activation")
             out = F.grouped_mm(activated, down, where)
         mark("down")
-        y: torch.Tensor = a2a.combine(out.view_as(d.x) if where.room else out, d)
+        sums = a2a.combine(out.view_as(d.x) if where.room else out, d)
+        assert isinstance(sums, torch.Tensor)
         mark("combine")
-        return y
+        return sums
 
     def train(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        one = F.send(self._training, x, self._p.ids, weights)
-        return F.receive(one, gate_up, down, F.Options(quantised=self._quantised))
+        one = F.send(self._training, x, self._p.ids, weights, self._options(), whole=True)
+        return F.receive(one, gate_up, down, self._options())
 
     def notes(self) -> dict[str, Any]:
-        where = self._where.where
-        return {"layout": repr(self._a2a.layout), "rows": int(where.sum() if self._where.room else where[-1])}
+        p = self._p
+        d = self._a2a.dispatch(p.x, p.ids, p.choice_weights)
+        d.release()
+        return {"layout": repr(self._a2a.layout), "rows": int(d.counts.sum() if d.offsets is None else d.offsets[-1])}
 
     def close(self) -> None:
         self._comm.close()
+
+
+UNASKED = 0.95 * 2**30
+"""Bytes of rows that an AllToAll takes unasked, about: told how many rows there can be, a pass has a launch more."""
+
+
+def most_rows(options: LayerOptions, ranks: int, tokens: int, align: int, size: int) -> int | None:
+    """That a rank's experts can receive, padding included, where that must be said. size: of an element."""
+    local = options.experts // ranks
+    most = ranks * tokens * options.top_k + local * (align - 1)
+    return most if most * options.hidden * size > UNASKED else None
 
 
 class Exchange(torch.autograd.Function):
@@ -322,6 +365,11 @@ class DeepEp(Theirs):
         mark("combine")
         return y
 
+    def close(self) -> None:
+        if self._buffer is not None:
+            self._buffer.destroy()
+            self._buffer = None
+
     def _product(self, x: Any, which: int, counts: torch.Tensor) -> torch.Tensor:
         codes, scale = self._weights[which]
         out = torch.empty(*x[0].shape[:2], codes.shape[1], dtype=torch.bfloat16, device=codes.device)
@@ -359,6 +407,9 @@ class Mega(Theirs):
         mark("all")
         return y
 
+    def close(self) -> None:
+        self._buffer = self._weights = None
+
 
 def found(library: str, device: torch.device) -> Any:
     if device.type != "cuda":
@@ -372,8 +423,10 @@ def found(library: str, device: torch.device) -> Any:
 def makers(options: LayerOptions, precision: str) -> dict[str, Callable[[World, torch.device], Layer]]:
     """By name: the layers that are asked for and compute in this precision."""
     every: dict[str, Callable[[World, torch.device], Layer]] = {
-        "ours": lambda world, device: Ours(world, options, device, precision)
-    }
+        "ours" if overlap == overlapping.NONE else f"ours {overlap}":
+            lambda world, device, overlap=overlap: Ours(world, options, device, precision, overlap)  # type: ignore[misc]
+        for overlap in options.overlaps
+    }  # fmt: skip
     if precision == "bf16":
         every["nccl"] = lambda world, device: Nccl(world, options, device)
         every["ag_rs"] = lambda world, device: GatherAndReduce(world, options, device)

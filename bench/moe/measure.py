@@ -19,9 +19,10 @@ import torch
 from bench.harness.clock import Figure
 from bench.harness.reference import Wrong
 from bench.harness.world import Off, World
-from bench.moe.layers import Layer, makers
+from bench.moe.layers import Layer, Ours, makers
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem, make_weights
+from bench.moe.timeline import Timeline, measured
 
 WARMING = 3
 LIMITS = {"bf16": 0.012, "fp8": 0.08, "mxfp8": 0.08}
@@ -111,10 +112,12 @@ class Timer:
         return float(end - begin) * 1e6 if self._cpu else 1000 * float(begin.elapsed_time(end))
 
 
-def run(options: LayerOptions, world: World, device: Any) -> list[Point]:
+def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], list[Timeline]]:
     if options.experts % world.size:
         raise Off(f"--experts {options.experts} must divide by the {world.size} ranks: other libraries want that")
-    weights, timer, points = make_weights(options, world.rank, world.size, device.device), Timer(world, device, options), []
+    weights, timer = make_weights(options, world.rank, world.size, device.device), Timer(world, device, options)
+    points: list[Point] = []
+    timelines: list[Timeline] = []
     for precision in options.precisions:
         for name, make in makers(options, precision).items():
             layer: Layer | None = None
@@ -129,10 +132,16 @@ def run(options: LayerOptions, world: World, device: Any) -> list[Point]:
                     point = Point(name, precision, tokens, routing, off=why or None)
                     if layer is not None:
                         _measure(layer, problem, point, world, device, timer)
+                        first = routing == options.routings[0]
+                        if options.timeline and first and point.off is None and isinstance(layer, Ours):
+                            timelines.append(measured(layer, problem, precision, world, device))
                     points.append(point)
             if layer is not None:
                 layer.close()
-    return points
+            layer = None
+            if device.device.type == "cuda":  # what torch keeps, others cannot have
+                torch.cuda.empty_cache()
+    return points, timelines
 
 
 def _measure(layer: Layer, problem: Problem, point: Point, world: World, device: Any, timer: Timer) -> None:

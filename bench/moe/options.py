@@ -10,7 +10,8 @@ from pplx_comm.layer_arguments import numbers, positive
 
 LAYERS = ("ours", "nccl", "ag_rs", "capacity", "deep_ep", "mega")
 PRECISIONS = ("bf16", "fp8", "mxfp8")
-ROUTINGS = ("even", "zipf", "hot")
+ROUTINGS = ("even", "zipf", "hot", "ordered")
+OVERLAPS = ("none", "groups", "signals")
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,13 @@ class LayerOptions:
     json: str | None
     plot: str | None
     capacity_plot: str | None
+    overlaps: tuple[str, ...]
+    expert_groups: int
+    transport: str
+    provider: str | None
+    node_size: int | None
+    slot_bytes: int | None
+    timeline: str | None
 
     def described(self) -> dict[str, Any]:
         """As the JSON has them."""
@@ -80,9 +88,19 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
             "the room that the fullest expert takes (1.25,most)",
     )  # fmt: skip
     what.add_argument(
-        "--routings", type=_some(ROUTINGS), default=("even",), metavar="R,R", help="how tokens choose: even, zipf, hot (even)"
-    )
+        "--routings", type=_some(ROUTINGS), default=("even",), metavar="R,R",
+        help="how tokens choose: even, zipf, hot; ordered: on each rank, neighbouring tokens choose the same local expert (even)",
+    )  # fmt: skip
     what.add_argument("--decode-tokens", type=int, default=256, help="up to how many ours takes Padded, forward (256)")
+    what.add_argument(
+        "--overlap", type=_some(OVERLAPS), default=("none",), metavar="O,O",
+        help="of our forward pass with its step: none, groups, signals; a line each (none)",
+    )  # fmt: skip
+    what.add_argument("--expert-groups", type=positive, default=4, help="of the overlap by groups (4)")
+    what.add_argument("--transport", default="auto", help="of ours: auto, mapped, proxy, nvshmem (auto)")
+    what.add_argument("--provider", help="of ours: the libfabric provider of the proxy")
+    what.add_argument("--node-size", type=positive, help="of ours: how many ranks share a node, whatever the hosts say")
+    what.add_argument("--slot-bytes", type=positive, help="of ours, on CPUs: blocks that do not fit go in pieces")
     what.add_argument("--no-backward", action="store_true", help="forward only")
     what.add_argument("--seed", type=int, default=1, help="of weights, tokens and routing, alike for everything measured (1)")
     how = parser.add_argument_group("how long")
@@ -93,6 +111,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
     out.add_argument("--plot", metavar="FILE.png", help="times against tokens (needs matplotlib)")
+    out.add_argument("--timeline", metavar="FILE.png", help="when the halves of our steps and our products ran, by --overlap")
     out.add_argument("--capacity-plot", metavar="FILE.png", help="what experts compute, beside padded capacity, by routing")
     return parser
 
@@ -103,5 +122,7 @@ def from_arguments(a: argparse.Namespace) -> LayerOptions:
         top_k=a.top_k, precisions=tuple(dict.fromkeys(a.precisions)), layers=tuple(dict.fromkeys(a.layers)),
         capacities=a.capacities, routings=tuple(dict.fromkeys(a.routings)), decode_tokens=a.decode_tokens,
         backward=not a.no_backward, rounds=a.rounds, calls=a.calls, seed=a.seed, timeout=a.timeout, threads=a.threads,
-        json=a.json, plot=a.plot, capacity_plot=a.capacity_plot,
+        json=a.json, plot=a.plot, capacity_plot=a.capacity_plot, overlaps=tuple(dict.fromkeys(a.overlap)),
+        expert_groups=a.expert_groups, transport=a.transport, provider=a.provider, node_size=a.node_size,
+        slot_bytes=a.slot_bytes, timeline=a.timeline,
     )  # fmt: skip

@@ -54,7 +54,11 @@ class Problem:
         """int64 [tokens, top_k], each expert once a token."""
         o = self.options
         e = torch.arange(o.experts, device=self.device)
-        liked = {"even": torch.zeros_like(e, dtype=torch.float32), "zipf": -torch.log1p(e), "hot": torch.where(e == 0, 1e4, 0.0)}
+        turn = torch.arange(self.tokens, device=self.device) * self.local_experts // max(self.tokens, 1)
+        liked = {
+            "even": torch.zeros_like(e, dtype=torch.float32), "zipf": -torch.log1p(e), "hot": torch.where(e == 0, 1e4, 0.0),
+            "ordered": torch.where(e % self.local_experts == turn[:, None], 1e4, 0.0),
+        }  # fmt: skip
         noise = -torch.log(-torch.log(torch.rand(self.tokens, o.experts, generator=self._generator(3), device=self.device)))
         return (noise + liked[self.routing]).topk(o.top_k, dim=-1).indices
 

@@ -70,7 +70,7 @@ def _p50(figure: Figure | None) -> str:
     return "" if figure is None else _number(figure.p50)
 
 
-def _title(of: dict[str, Any]) -> str:
+def heading(of: dict[str, Any]) -> str:
     o = of["options"]
     return (
         f"{of['ranks']} ranks, hidden {o['hidden']}, intermediate {o['intermediate']}, {o['experts']} experts, top-{o['top_k']}\n"
@@ -80,7 +80,7 @@ def _title(of: dict[str, Any]) -> str:
 
 def plot(of: dict[str, Any], path: str) -> None:
     """Times against tokens, with the first routing: forward, in a graph where there is one; and forward with backward."""
-    plt = _pyplot()
+    plt = pyplot()
     routing = of["options"]["routings"][0]
     points = [p for p in of["points"] if p["routing"] == routing and p["off"] is None]
     figure, axes = plt.subplots(1, 2, figsize=(13, 5.4), sharey=True)
@@ -101,7 +101,7 @@ def plot(of: dict[str, Any], path: str) -> None:
         axis.grid(True, alpha=0.3)
     axes[0].set_ylabel("us, p50 of the slowest rank")
     axes[0].legend(frameon=False)
-    figure.suptitle(_title(of), fontsize=11)
+    figure.suptitle(heading(of), fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -109,7 +109,7 @@ def plot(of: dict[str, Any], path: str) -> None:
 
 def plot_capacity(of: dict[str, Any], path: str) -> None:
     """What experts compute, ours and with padded capacity, by routing, at the largest size; what was dropped is on the bars."""
-    plt = _pyplot()
+    plt = pyplot()
     o = of["options"]
     routings, tokens = o["routings"], max(o["tokens"])
     points = [
@@ -131,13 +131,13 @@ def plot_capacity(of: dict[str, Any], path: str) -> None:
     axis.set(ylabel="rows of the fullest rank's experts, beside an even share", title=f"{tokens} tokens per rank")
     axis.margins(y=0.15)
     axis.legend(frameon=False)
-    figure.suptitle(_title(of), fontsize=10)
+    figure.suptitle(heading(of), fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")

@@ -23,7 +23,7 @@ from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Ragged
-from pplx_comm.moe.routed import received
+from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
 
 

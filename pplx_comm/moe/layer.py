@@ -14,6 +14,8 @@ from pplx_comm.errors import Error
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
+from pplx_comm.moe.overlap import NONE, SIGNALS, SMS_OF_STEP
+from pplx_comm.moe.overlap import check as check_overlap
 from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
@@ -62,6 +64,9 @@ class MoE(nn.Module):
     param_dtype: of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
     gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
+    overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
+        multiprocessors, if all_to_all= does not say num_sms.
+    expert_groups: of overlap="groups".
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
     mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
@@ -97,6 +102,8 @@ class MoE(nn.Module):
         recompute: str = "nothing",
         gemm: str = "auto",
         scaled_gemm: str = "auto",
+        overlap: str = "none",
+        expert_groups: int = 4,
         main_grad: bool = False,
         inference: bool = False,
         mesh: Any = None,
@@ -106,8 +113,13 @@ class MoE(nn.Module):
         super().__init__()
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
         quantised = _quantised(precision, compute)
-        self.options = Options(quantised, gemm, scaled_gemm, recompute)
-        align = 128 if quantised or precision != "bf16" else 16
+        self.options = Options(quantised, gemm, scaled_gemm, recompute, overlap, expert_groups)
+        align = 128 if quantised or precision != "bf16" or overlap == SIGNALS else 16
+        of_step = dict(all_to_all or {})
+        if overlap != NONE:
+            of_step["hooks"] = True
+            if torch.device(of_step.get("device") or "cpu").type == "cuda":
+                of_step.setdefault("num_sms", SMS_OF_STEP)
         if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
             raise Error(
                 f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
@@ -119,7 +131,7 @@ class MoE(nn.Module):
         def over(tokens: int, layout: Ragged | Padded) -> AllToAll:
             return shared_all_to_all(
                 comm, num_experts=targets, top_k=choices, hidden=hidden, max_tokens_per_rank=tokens, dtype=dtype,
-                wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **(all_to_all or {}),
+                wire=WIRES[precision], layout=layout, scale_layout="tma" if precision == "fp8" else "row", **of_step,
             )  # fmt: skip
 
         self.decode_a2a = over(decode_tokens, Padded(align=align)) if decode_tokens else None
@@ -128,6 +140,7 @@ class MoE(nn.Module):
             if self.decode_a2a is not None and decode_tokens == max_tokens_per_rank
             else over(max_tokens_per_rank, Ragged(align, zero_pad=not inference, max_rows=max_rows))
         )
+        check_overlap(overlap, self.a2a, quantised)
         device, kept = self.a2a.device, param_dtype or dtype
         self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
         self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
@@ -174,7 +187,7 @@ class MoE(nn.Module):
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), whole)
+        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
 
@@ -228,9 +241,9 @@ class MoE(nn.Module):
 
 
 @torch.compiler.disable
-def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, whole: bool) -> Pass:
+def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights, whole=whole)
+    return send(a2a, tokens, ids, weights, options, whole=whole)
 
 
 @torch.compiler.disable

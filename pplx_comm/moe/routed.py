@@ -13,11 +13,13 @@ with the receive half of an exchange and ends with the send half of the next one
     finish    combine, receive                              dispatch, send
 
 Where nothing runs between two parts, their halves are one call, which is faster: `whole=True`.
+
+With `Options.overlap` the forward pass's middle runs beside its step: see overlap.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +28,15 @@ from torch.autograd.function import once_differentiable
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
-from pplx_comm.layouts import Compact, Padded, Ragged
+from pplx_comm.layouts import Compact, Padded
+from pplx_comm.moe import overlap as overlapping
 from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
-from pplx_comm.moe.segments import Segments, segments
+from pplx_comm.moe.lanes import Lane, lane_of
+from pplx_comm.moe.overlap import NONE, OVERLAPS, SIGNALS
+from pplx_comm.moe.received import received
+from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_backward
 
 RECOMPUTE = ("nothing", "activations", "dispatch")
@@ -45,14 +51,27 @@ class Options:
     backend, scaled_backend: of the grouped products, and of those of codes. "auto" measures, a name insists.
     recompute: what the backward pass computes again in place of keeping it: "nothing"; "activations", the rows between the two
         products; "dispatch", the received rows too, by a further dispatch on the saved plan.
+    overlap: of a forward pass with its step. "none"; "groups", group after group of experts is computed when its rows are
+        there, and combine begins with rows that are written; "signals", our own products wait for each block of rows, and combine
+        for each block of theirs: on GPUs, in bfloat16, float16 and e4m3. Both need an AllToAll with hooks=True, on a GPU also
+        with a num_sms= that leaves multiprocessors to products; "signals" one of layout Ragged(align=128), or Padded.
+    expert_groups: of "groups".
     """
 
     quantised: bool = False
     backend: str = "auto"
     scaled_backend: str = "auto"
     recompute: str = "nothing"
+    overlap: str = "none"
+    expert_groups: int = 4
 
     def __post_init__(self) -> None:
+        if self.overlap not in OVERLAPS:
+            raise Error(f"overlap={self.overlap!r}: there are {', '.join(map(repr, OVERLAPS))}")
+        if self.expert_groups < 1:
+            raise Error(f"expert_groups={self.expert_groups}: must be 1 or more")
+        if self.overlap == SIGNALS and {self.backend, self.scaled_backend} - {"auto", "triton"}:
+            raise Error('overlap="signals" is for our Triton kernels: overlap="groups" takes other backends')
         if self.recompute not in RECOMPUTE:
             raise Error(f"recompute={self.recompute!r}: there are {', '.join(map(repr, RECOMPUTE))}")
         if self.backend != "auto":
@@ -89,6 +108,8 @@ class Pass:
         self.combines_whole = False
         """Whether compute() is followed by finish(), and backwards finish() by compute()."""
         self.x: torch.Tensor | None = x
+        self.lane: Lane | None = None
+        """Where the step of the forward pass runs, if that is beside its products."""
         self.sent: Dispatched | None = None
         """On its way to the experts: of this rank's tokens, and backwards of their gradients."""
         self.rows: Rows | None = None
@@ -97,17 +118,28 @@ class Pass:
         """On its way home, or there: the experts' outputs, and backwards the tokens' gradients."""
 
 
-def send(a2a: AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, whole: bool = False) -> Pass:
+def send(
+    a2a: AllToAll,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    options: Options | None = None,
+    *,
+    whole: bool = False,
+) -> Pass:
     """Begins a pass: the send half of dispatch. Every rank calls it. whole: the receive half too, where compute() follows.
 
     a2a: of layout Ragged, for gradients with zero_pad=True; without gradients also of layout Padded, for few tokens.
     x: [tokens, hidden]. ids, weights: [tokens, top_k].
+    options: those of compute(), of which `overlap` must be known here.
     """
     if isinstance(a2a.layout, Compact):
         raise Error("send: rows must lie as Ragged or Padded lays them, not as Compact does")
     if isinstance(a2a.layout, Padded) and torch.is_grad_enabled():
         raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
+    one.options = options or one.options
+    overlapping.check(one.options.overlap, a2a, one.options.quantised)
     one.ticket = _Send.apply(x, weights, ids, one, whole)
     return one
 
@@ -125,7 +157,10 @@ def compute(
 
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
     """
-    one.options, one.combines_whole = options or Options(), whole
+    options = options or one.options
+    if (options.overlap == NONE) != (one.lane is None):
+        raise Error(f"compute: overlap={options.overlap!r}, but send() was told {one.options.overlap!r}: tell send() as well")
+    one.options, one.combines_whole = options, whole
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
 
@@ -158,7 +193,9 @@ def _ticket(device: torch.device) -> torch.Tensor:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Pass, whole: bool) -> torch.Tensor:
-        one.sent = (one.a2a.dispatch if whole else one.a2a.dispatch_send)(x, ids, weights)
+        one.sent = _sent_beside(one, x, ids, weights, whole) or (one.a2a.dispatch if whole else one.a2a.dispatch_send)(
+            x, ids, weights
+        )
         one.plan = one.sent.plan
         ctx.one = one
         return _ticket(x.device)
@@ -180,13 +217,16 @@ class _Compute(torch.autograd.Function):
         a2a, sent, one.sent = one.a2a, one.sent, None
         if sent is None:
             raise Error("compute: this pass is past it already")
-        d = a2a.dispatch_recv(sent)
-        rows = received(a2a, d)
-        arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
-        h = arithmetic.up(rows)
-        out = arithmetic.down(h)
-        combine = a2a.combine if one.combines_whole else a2a.combine_send
-        one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
+        if one.lane is not None:
+            rows, h = _computed_beside(one, one.lane, sent, gate_up, down, extras)
+        else:
+            d = a2a.dispatch_recv(sent)
+            rows = received(a2a, d)
+            arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
+            h = arithmetic.up(rows)
+            out = arithmetic.down(h)
+            combine = a2a.combine if one.combines_whole else a2a.combine_send
+            one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
         ctx.one, ctx.extras, ctx.sender = one, extras, sender
         ctx.save_for_backward(gate_up, down, rows.where.where, *_kept(rows, h, one.options.recompute))
         return _ticket(ticket.device)
@@ -223,6 +263,9 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, one: Pass) -> torch.Tensor:
         returning, one.returning = one.returning, None
+        if one.lane is not None:
+            one.lane.join()
+            one.lane = None
         y = _home(returning)
         ctx.one = one
         # Also where x is not needed: taking out what was saved is when a checkpoint runs the forward pass again, and that must be
@@ -243,21 +286,40 @@ class _Finish(torch.autograd.Function):
         return _ticket(dy.device), None
 
 
-def received(a2a: AllToAll, d: Dispatched) -> Rows:
-    """The rows of a dispatch that was received. The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
+def _sent_beside(one: Pass, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, whole: bool) -> Dispatched | None:
+    """The dispatch of a pass that runs beside its step. None: it does not."""
+    a2a, options = one.a2a, one.options
+    if options.overlap == NONE:
+        return None
+    lane = one.lane = lane_of(a2a.device)
+    lane.kept += [x, ids, weights]
+    groups = overlapping.groups_of(a2a, options.expert_groups)
+    return lane.send(
+        lambda: a2a.dispatch(x, ids, weights, expert_groups=groups),
+        lambda: a2a.dispatch_send(x, ids, weights, expert_groups=groups),
+        whole,
+    )
 
-    With max_rows there may be more than there is room for, which the next call reports.
-    """
-    if isinstance(a2a.layout, Padded):
-        # The room is what all ranks' tokens together can be.
-        return Rows(d.x.flatten(0, 1), d.scale, segments(d, -(-d.x.shape[1] * a2a.top_k // a2a.num_experts)))
-    offsets = d.offsets
-    assert offsets is not None
-    assert isinstance(a2a.layout, Ragged)
-    if a2a.layout.max_rows is not None:
-        offsets = offsets.clamp(max=len(d.x))
-    used = len(d.x) if d.x.device.type == "cuda" else int(offsets[-1])
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], Segments(offsets))
+
+def _computed_beside(
+    one: Pass, lane: Lane, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
+) -> tuple[Rows, torch.Tensor]:
+    """Received rows, and what the first product made of them. Combine is on its way, or was."""
+    codes = extras.codes
+    if one.options.quantised and codes is None:
+        codes = Quantised.weights(gate_up, down)
+
+    def make(experts: range, where: Segments) -> Arithmetic:
+        some = slice(experts.start, experts.stop)
+        of_some = None
+        if codes is not None:
+            (up, up_scale), (low, low_scale) = codes
+            of_some = (up[some], up_scale[some]), (low[some], low_scale[some])
+        return _arithmetic(one, gate_up[some], down[some], where, replace(extras, codes=of_some))
+
+    kept = overlapping.run(lane, one.a2a, sent, one.options.overlap, make, gate_up.shape[1], one.combines_whole)
+    one.returning = lane.result()
+    return kept
 
 
 def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:

@@ -18,12 +18,14 @@ class Segments:
 
     where: int32. Ragged: [experts + 1], where each expert's begin, d.offsets; padding counts. Padded: [experts], d.counts.
     room: Padded: rows that each expert has room for. 0 is Ragged.
-    expected: Padded: how many an expert has on average, as a hint.
+    expected: Padded, and a part: how many an expert has on average, as a hint.
+    part: these are some of the experts, so that with Ragged the first one's rows need not begin at row 0.
     """
 
     where: torch.Tensor
     room: int = 0
     expected: int = 0
+    part: bool = False
 
     @staticmethod
     def of(where: torch.Tensor | Segments) -> Segments:
@@ -36,7 +38,7 @@ class Segments:
 
     def average(self, rows: int) -> int:
         """What the host can know of an expert's rows: of Ragged, how many there are if they fill the rows that were made."""
-        return self.expected if self.room else rows // max(self.experts, 1)
+        return self.expected if self.room or self.part else rows // max(self.experts, 1)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
         """Experts that have rows, and where those are. The host waits."""

@@ -175,6 +175,8 @@ class Arguments:
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
                 first_step=self.first_step,
             )  # fmt: skip
+            if where.type == "cuda" and self.transport != "nvshmem":
+                config.part_bytes = min(settings.part_bytes, (1 << 32) - 1)
             if where.type == "cuda" and config.in_pieces:
                 raise Error(
                     f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces yet. Give it at least "
@@ -231,6 +233,7 @@ class Arguments:
             "node_size": self.node_size,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes, "timeout": self.timeout,
             "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
+            "PPLX_COMM_PART_BYTES": settings.part_bytes,
         }  # fmt: skip
         return {
             name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()

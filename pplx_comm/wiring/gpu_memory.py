@@ -20,6 +20,7 @@ from pplx_comm.wiring.libfabric import Locality
 from pplx_comm.wiring.peers import Peers
 from pplx_comm.wiring.placement import blocks_on_gpu
 from pplx_comm.wiring.request import Request
+from pplx_comm.wiring.symmetric import Heaps, Symmetric, lay_symmetric_memory
 
 if TYPE_CHECKING:
     import pplx_comm._cuda as _cuda
@@ -34,7 +35,7 @@ class GpuExchange:
     proxied: bool  # some rank has a proxy
     blocks_on_gpu: bool  # those that this rank's proxy moves
     kernels: Any  # the module that it is of
-    segment: nvshmem.Segment | None  # of a carrier that kernels drive
+    symmetric: Symmetric | None  # memory of a carrier that kernels drive
 
 
 @dataclass
@@ -59,6 +60,50 @@ def make_gpu_exchange(
     assert gpu is not None
     attempts = Attempts()
     kernels = attempts.run(nvshmem.usable_kernels if request.by_kernels else cuda_module)
+    heaps, apart = _map_heaps(control, request, peers, kernels, attempts)
+    proxied = proxied or bool(apart)
+    peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
+    heaps.of_peers = {rank: heap for rank, heap in heaps.of_peers.items() if rank in peers.mapped}
+    config.remote_peers = len(peers.remote)
+    # Such a carrier is there for all remote peers, and no proxy.
+    carried = proxied and request.by_kernels
+    proxied = proxied and not carried
+    symmetric = None
+    if carried:
+        symmetric = lay_symmetric_memory(control, request, peers, kernels, heaps)
+        peers, kernels = symmetric.peers, symmetric.kernels
+    on_gpu = attempts.run(
+        lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
+    )
+    arguments: list[Any] = [config, heaps.own, heaps.of_peers, peers.remote, proxied, bool(on_gpu), request.settings.gdrcopy, gpu]
+    arguments += [request.timeout, request.num_sms, request.settings.bulk_tokens]
+    if request.by_kernels and (symmetric is None or symmetric.puts):
+        arguments += _where_blocks_are(symmetric)
+    exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
+    try:
+        agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
+    except BaseException:
+        if symmetric is not None:
+            symmetric.segment.close(True)  # nobody has put anything there
+        raise
+    assert exchange is not None
+    return GpuExchange(exchange, peers, proxied, bool(on_gpu), kernels, symmetric)
+
+
+def _where_blocks_are(symmetric: Symmetric | None) -> list[Any]:
+    """For the exchange: of those that are put."""
+    if symmetric is None:
+        return [0, 0, []]
+    segment = symmetric.segment
+    return [symmetric.blocks, segment.address + segment.nbytes - symmetric.blocks, segment.pes]
+
+
+def _map_heaps(
+    control: ControlPlane, request: Request, peers: Peers, kernels: Any, attempts: Attempts
+) -> tuple[Heaps, dict[tuple[int, int], str]]:
+    """Collective. Also which ranks of a node do not reach each other, and why."""
+    config, timeout, gpu = request.config, request.patience, request.gpu
+    assert gpu is not None
     own = attempts.run(lambda: _allocate(config, kernels, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
     described = attempts.run(lambda: describe(own))  # type: ignore[arg-type]
     with contextlib.ExitStack() as held:
@@ -73,35 +118,7 @@ def make_gpu_exchange(
     assert opened is not None
     apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
     _check_apart(request, apart)
-    proxied = proxied or bool(apart)
-    peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
-    heaps = {rank: heap for rank, heap in opened.heaps.items() if rank in peers.mapped}
-    config.remote_peers = len(peers.remote)
-    # Such a carrier is there for all remote peers, and no proxy.
-    carried = proxied and request.by_kernels
-    proxied = proxied and not carried
-    segment = None
-    if carried:
-        assert attempts.error is None
-        segment = nvshmem.library.segment(control, gpu, config.heap_bytes, request.symmetric_memory, timeout)
-    on_gpu = attempts.run(
-        lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
-    )
-    gdrcopy, many_tokens = request.settings.gdrcopy, request.settings.bulk_tokens
-    arguments: list[Any] = [config, own, heaps, peers.remote, proxied, bool(on_gpu), gdrcopy, gpu, request.timeout, request.num_sms]
-    arguments.append(many_tokens)
-    if request.by_kernels:
-        near = segment.near if segment and request.settings.near else []
-        arguments += [segment.address, segment.nbytes, near, segment.pes] if segment else [0, 0, [], []]
-    exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
-    try:
-        agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
-    except BaseException:
-        if segment is not None:
-            segment.close(True)  # nobody has put anything there
-        raise
-    assert exchange is not None
-    return GpuExchange(exchange, peers, proxied, bool(on_gpu), kernels, segment)
+    return Heaps(own, opened.heaps), apart
 
 
 def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:

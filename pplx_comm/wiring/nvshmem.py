@@ -35,6 +35,8 @@ _GRANULE = 2 << 20
 _OWN_BYTES = 64 << 20
 """What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
 
+_PLACE = 4096
+
 _QUEUE = 640
 """Requests of a peer's queue that have not been answered, of eight AllToAlls with eight steps in flight; and room."""
 
@@ -80,14 +82,38 @@ def usable_kernels() -> Any:
     return module
 
 
+@dataclass(frozen=True)
+class Reach:
+    """What all ranks know of each other, by rank; of the dead and of those left out anything."""
+
+    pes: list[int]
+    mapped: list[set[int]]  # of the rank's node
+    near: list[set[int]]  # ranks that its GPU's stores reach by NVSHMEM, as it says
+
+    def _both_near(self, a: int, b: int) -> bool:
+        return a in self.near[b] and b in self.near[a]
+
+    def near_of(self, rank: int) -> set[int]:
+        """Ranks of other nodes whose memory it maps all the same. A rank's peers find its memory in one place: so where some of a
+        node cannot reach each other by NVSHMEM, nobody has any."""
+        ranks = range(len(self.pes))
+        if not all(self._both_near(a, b) for a in ranks for b in self.mapped[a]):
+            return set()
+        return {peer for peer in ranks if self._both_near(rank, peer)} - self.mapped[rank]
+
+    @property
+    def any_near(self) -> bool:
+        return any(self.near_of(rank) for rank in range(len(self.pes)))
+
+
 @dataclass
 class Segment:
     """Symmetric memory of one AllToAll."""
 
     address: int
     nbytes: int
-    pes: list[int]  # by rank; of the dead and of those left out anything
-    near: list[int]  # ranks that this GPU's stores reach
+    pes: list[int]  # see Reach
+    near: dict[int, int] = field(default_factory=dict)  # where this GPU's stores reach that of other ranks
     number: int | None = None  # of those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
     """True: nothing is on its way any more, so that another AllToAll may have it."""
@@ -111,9 +137,21 @@ class Library:
     """Why it is not to be used any more."""
     probed: dict[int, str | None] = field(default_factory=dict)
     made: list[_Made] = field(default_factory=list)
+    place: int | None = None
+    """An address of symmetric memory, for the question whom stores reach: before it is known how much an AllToAll needs."""
 
-    def segment(self, control: ControlPlane, gpu: int, nbytes: int, given: torch.Tensor | None, timeout: float) -> Segment:
-        """Collective over the living. nbytes: what this rank needs; all get as much as the largest."""
+    def start(
+        self,
+        control: ControlPlane,
+        gpu: int,
+        nbytes: int,
+        given: torch.Tensor | None,
+        timeout: float,
+        mapped: list[int],
+        looks: bool,
+    ) -> Reach:
+        """Collective over the living. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether it
+        wants to know whom its stores reach."""
         attempts = Attempts()
         module = attempts.run(usable_kernels)
         attempts.run(_check_queue)
@@ -132,24 +170,40 @@ class Library:
         elif not self.attached:
             attempts.run(lambda: self._in_time(lambda: module.attach(gpu), timeout, "nvshmem_init of a second module"))
             self.attached = attempts.error is None
-        pe = attempts.run(lambda: (int(module.my_pe()), int(module.n_pes())))
+        pe = attempts.run(lambda: int(module.my_pe()))
+        # Here and below: others may just be giving up on a call of NVSHMEM's.
+        answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe}, 2 * timeout)
+        pes = _by_rank(answers)
+        alive = [rank for rank, answer in enumerate(answers) if answer is not None]
+        if given is None and self.place is None:
+            _check_all_are_here(module, alive, needed)
+            self.place = self._allocate(control, module, gpu, _PLACE, timeout)
+        place = self.place if given is None else given.data_ptr()
+        others = [rank for rank in alive if rank != control.rank]
+        near = attempts.run(lambda: [rank for rank in others if looks and module.reached_at(place, pes[rank])])
+        answers = agree(control, "AllToAll: reach", {"error": attempts.error, "near": near, "mapped": mapped}, timeout)
+        return Reach(pes, *([set(answer[name]) if answer else set() for answer in answers] for name in ("mapped", "near")))
+
+    def segment(
+        self, control: ControlPlane, gpu: int, nbytes: int, given: torch.Tensor | None, reach: Reach, timeout: float
+    ) -> Segment:
+        """Collective over the living, after start(). nbytes: what this rank needs; all get as much as the largest."""
+        attempts = Attempts()
+        module = usable_kernels()
+        free = [[number, made.nbytes] for number, made in enumerate(self.made) if made.free]
+        answers = agree(control, "AllToAll: free memory", {"nbytes": nbytes, "free": free}, timeout)
+        needed = max(answer["nbytes"] for answer in answers if answer is not None)
         if given is not None:
             attempts.run(lambda: _check_given(given, gpu, needed))
-        free = [number for number, made in enumerate(self.made) if made.free and made.nbytes >= needed]
-        # Here and below: others may just be giving up on a call of NVSHMEM's.
-        answers = agree(control, "AllToAll: PEs", {"error": attempts.error, "pe": pe, "free": free}, 2 * timeout)
-        assert pe is not None
-        pes = _by_rank(answers)
-        segment = self._given(given, pes) if given is not None else self._take(control, module, gpu, needed, answers, pes, timeout)
-        reached = attempts.run(
-            lambda: [
-                rank
-                for rank, answer in enumerate(answers)
-                if answer is not None and rank != control.rank and module.is_near(segment.address, pes[rank])
-            ]
-        )
+            segment = self._given(given, reach.pes)
+        else:
+            segment = self._take(control, module, gpu, needed, answers, reach.pes, timeout)
+        others = reach.mapped[control.rank] | reach.near_of(control.rank) if reach.any_near else set()
+        segment.near = attempts.run(lambda: {rank: module.reached_at(segment.address, reach.pes[rank]) for rank in others}) or {}
+        lost = [rank for rank, address in segment.near.items() if address == 0]
+        if lost:
+            attempts.error = attempts.error or f"transport='nvshmem': NVSHMEM maps some memory of {name_ranks(lost)}, and not all"
         agree(control, "AllToAll: symmetric memory", {"error": attempts.error}, timeout)
-        segment.near = reached or []
         return segment
 
     def _probe(self, gpu: int) -> None:
@@ -180,37 +234,35 @@ class Library:
         self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, pes: list[int], timeout: float
     ) -> Segment:
         """Collective: memory that all have free, or new."""
-        alive = [answer for answer in answers if answer is not None]
-        common = set.intersection(*(set(answer["free"]) for answer in alive))
-        if common:
-            number = min(common)
-        else:
-            if len(alive) < alive[0]["pe"][1]:
-                raise Error(
-                    f"transport='nvshmem': this NVSHMEM has {alive[0]['pe'][1]} PEs and {len(alive)} ranks are here, so no "
-                    f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
-                    "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
-                )
-            number = len(self.made)
-            attempts = Attempts()
+        common = set.intersection(
+            *({number for number, size in answer["free"] if size >= nbytes} for answer in answers if answer is not None)
+        )
+        number = min(common) if common else len(self.made)
+        if not common:
+            _check_all_are_here(module, [rank for rank, answer in enumerate(answers) if answer is not None], nbytes)
             size = -(-nbytes // _GRANULE) * _GRANULE
-            address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
-            if address == 0:
-                attempts.error = too_small(size)
-            agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
-            assert address is not None
-            self.made.append(_Made(address, size))
+            self.made.append(_Made(self._allocate(control, module, gpu, size, timeout), size))
         made = self.made[number]
         made.free = False
 
         def close(landed: bool) -> None:
             made.free = landed
 
-        return Segment(made.address, made.nbytes, pes, [], number, close)
+        return Segment(made.address, made.nbytes, pes, {}, number, close)
+
+    def _allocate(self, control: ControlPlane, module: Any, gpu: int, size: int, timeout: float) -> int:
+        """Collective over all PEs."""
+        attempts = Attempts()
+        address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
+        if address == 0:
+            attempts.error = too_small(size)
+        agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
+        assert address is not None
+        return address
 
     @staticmethod
     def _given(given: torch.Tensor, pes: list[int]) -> Segment:
-        return Segment(given.data_ptr(), given.numel() * given.element_size(), pes, [])
+        return Segment(given.data_ptr(), given.numel() * given.element_size(), pes)
 
     def _in_time(self, call: Callable[[], T], seconds: float, name: str) -> T:
         try:
@@ -305,11 +357,22 @@ def _check_alike(answers: Answers) -> None:
 
 
 def _by_rank(answers: Answers) -> list[int]:
-    pes = [-1 if answer is None else int(answer["pe"][0]) for answer in answers]
+    pes = [-1 if answer is None else int(answer["pe"]) for answer in answers]
     living = [pe for pe in pes if pe >= 0]
     if len(set(living)) != len(living):
         raise Error(f"transport='nvshmem': ranks have the same PE (by rank: {pes}); each needs an NVSHMEM of its own")
     return [max(pe, 0) for pe in pes]
+
+
+def _check_all_are_here(module: Any, alive: list[int], nbytes: int) -> None:
+    """Raises, alike on all ranks, where an allocation would wait for others."""
+    pes = int(module.n_pes())
+    if len(alive) < pes:
+        raise Error(
+            f"transport='nvshmem': this NVSHMEM has {pes} PEs and {len(alive)} ranks are here, so no "
+            f"symmetric memory can be made: all PEs must take part in that. Allocate {nbytes} bytes on all PEs "
+            "(nvshmem.core.tensor) and pass them as symmetric_memory=; where PEs have died, start all of them again"
+        )
 
 
 def _check_queue() -> None:

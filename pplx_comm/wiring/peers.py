@@ -23,6 +23,10 @@ class Peers:
         """A copy in which those ranks are remote."""
         return Peers([rank for rank in self.mapped if rank not in ranks], sorted({*self.remote, *ranks}))
 
+    def joined_by(self, ranks: set[int]) -> Peers:
+        """A copy in which those ranks are mapped."""
+        return Peers(sorted({*self.mapped, *ranks}), [rank for rank in self.remote if rank not in ranks])
+
     def of(self, survivors: list[int]) -> Peers:
         return Peers(*([rank for rank in ranks if rank in survivors] for ranks in (self.mapped, self.remote)))
 

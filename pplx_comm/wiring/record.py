@@ -10,8 +10,8 @@ import pplx_comm._core as _core
 from pplx_comm.errors import Error
 from pplx_comm.wiring.carriers import ProxyCarrier
 from pplx_comm.wiring.libfabric import Locality
-from pplx_comm.wiring.nvshmem import Segment
 from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.symmetric import Symmetric
 
 
 class _Closed:
@@ -34,9 +34,14 @@ class Wiring:
     localities: dict[int, Locality]  # of the ranks of this host
     blocks_on_gpu: bool  # those that the proxy moves
     kernels: Any = None  # the module of a GPU's exchange
-    segment: Segment | None = None  # of a carrier that kernels drive
+    symmetric: Symmetric | None = None  # memory of a carrier that kernels drive
     carrier: ProxyCarrier | None = None
     regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
+
+    @property
+    def puts(self) -> bool:
+        """Whether kernels of some rank put blocks. Symmetric memory is else mapped memory, and nothing more."""
+        return self.symmetric is not None and self.symmetric.puts
 
     @property
     def carried(self) -> _core.Carried:
@@ -59,7 +64,7 @@ class Wiring:
         if self.exchange is CLOSED:
             return
         self.detach(timeout)
-        segment, self.segment = self.segment, None
-        if segment is not None:
-            segment.close(not failed and self.exchange.ended(0.0))
+        symmetric, self.symmetric = self.symmetric, None
+        if symmetric is not None:
+            symmetric.segment.close(not failed and self.exchange.ended(0.0))
         self.exchange = CLOSED

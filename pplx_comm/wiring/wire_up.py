@@ -69,11 +69,10 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
 def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: list[int]) -> None:
     """After a failure: the mappings stay; the proxy is made anew, for the dead may have left the old one in any state."""
     wiring.peers = wiring.peers.of(survivors)
-    carried = wiring.segment is not None
-    posted = wiring.exchange.posted() if carried else None
+    posted = wiring.exchange.posted() if wiring.puts else None
     mine = {"remote": len(wiring.peers.remote), "posted": posted}
     answers = agree(control, "reset: survivors", mine, request.patience)
-    if carried:
+    if wiring.puts:
         settle(control, request, wiring, answers)
     elif any(answer is not None and answer["remote"] for answer in answers):
         connect(control, request, wiring, survivors)
@@ -117,8 +116,8 @@ def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: 
         exchange: Any = make_exchange(control, request, peers, len(localities))
         return Wiring(exchange, peers, hosts, localities, blocks_on_gpu=False), proxied
     made = make_gpu_exchange(control, request, peers, proxied, localities)
-    wiring = Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu, made.kernels, made.segment)
-    if made.segment is not None:
+    wiring = Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu, made.kernels, made.symmetric)
+    if wiring.puts:
         made.exchange.name_networks(["NVSHMEM" if rank in made.peers.remote else "" for rank in range(control.world_size)])
     return wiring, made.proxied
 

@@ -41,7 +41,8 @@ struct Control {
   unsigned long long closed[kMaxInFlight];  // by set, see closed_word
   // Blocks of remote peers, see remote.cuh. By set and op.
   unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
-  std::uint32_t stored[kMaxInFlight][kOps][kMaxPeers];  // of the block that is being written
+  std::uint32_t stored[kMaxInFlight][kPieceOps][kMaxPeers][kMostParts];  // of the parts of the block that is being written
+  std::uint32_t parts[kMaxInFlight][kPieceOps][kMaxPeers];  // which of them are complete, a bit each, and kTelling
   std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
   std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // of the last one that was seen to have left
 };
@@ -70,12 +71,11 @@ struct Report {
 };
 
 #ifdef PPLX_CARRIER
-// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, signal and peer.
+// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, op and peer.
 struct PutCounts {
-  std::uint64_t base[kMaxInFlight][kPutSignals][kMaxPeers];      // what this rank's signals said then
-  std::uint64_t turns[kMaxInFlight][kPutSignals][kMaxPeers];     // that were heard of since, where each has a signal
-  std::uint64_t promised[kMaxInFlight][kPutSignals][kMaxPeers];  // puts of rows that headers for the peer have spoken of
-  std::uint64_t posted[kMaxInFlight][kPutSignals][kMaxPeers];    // puts for the peer
+  std::uint64_t base[kMaxInFlight][kOps][kMaxPeers];    // what this rank's signals said then
+  std::uint64_t turns[kMaxInFlight][kOps][kMaxPeers];   // that were heard of since
+  std::uint64_t posted[kMaxInFlight][kOps][kMaxPeers];  // puts for the peer
 };
 #endif
 
@@ -126,7 +126,6 @@ struct Common {
   char* arrivals = nullptr;  // the same for the words that the proxy raises: there, or in this GPU's memory
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
 #ifdef PPLX_CARRIER
-  std::uint64_t near = 0;  // remote peers whose memory this GPU's stores reach, a bit each: puts to them are copies by a warp
   std::uint32_t pe[kMaxPeers] = {};  // as the carrier numbers the ranks
   PutCounts* puts = nullptr;
 #endif
@@ -135,6 +134,7 @@ struct Common {
   char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none
   Control* control = nullptr;
   Report* report = nullptr;
+  PartSizes dispatch_parts, combine_parts;  // of blocks for other nodes
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
 #ifdef PPLX_CUDA_STAGES

@@ -36,8 +36,7 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
-  if (check_combine_header(a, step, peer, h.rows, h.flags) && wait_for_rows(k, step, Op::Combine, Phase::CombineRecv, peer))
-    pass_on(k, step, Signal::Combine, peer);
+  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
 
@@ -84,7 +83,7 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
 }
 
 // A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
-// was read; a remote peer's rows are there when its block is.
+// was read; a remote peer's rows are there when their part of its block is.
 struct ArrivingStrips {
   static constexpr int kRows = 4;
   std::uint32_t begin, end;  // begin: this lane's
@@ -122,9 +121,9 @@ struct ArrivingStrips {
   }
 };
 
-// For a warp: waits for a remote peer's combine.
-__device__ inline bool block_is_there(const Common& k, std::uint32_t step, std::uint32_t peer) {
-  const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Combine, peer), Phase::CombineRecv, step, peer);
+// For a warp: waits for a row of a remote peer's combine.
+__device__ inline bool remote_row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, std::uint32_t row) {
+  const bool good = threadIdx.x % 32 != 0 || row_was_passed_on(k, step, Op::Combine, Phase::CombineRecv, peer, row);
   return all_of_warp(good);
 }
 
@@ -152,7 +151,7 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     strips.row[i] = of_lane(row, static_cast<int>(first + i));
     const std::uint32_t source = kPlain && !kWords ? 0 : __shfl_sync(~0u, rank, first + i);
     if (!kPlain && is_remote(k, source)) {
-      if (!block_is_there(k, step, source)) return false;
+      if (!remote_row_is_there(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
       strips.there |= 1u << i;
       strips.stays |= 1u << i;
     }

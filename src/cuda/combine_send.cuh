@@ -32,8 +32,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     }
   }
   __syncwarp();
-  if (is_near(k, peer)) hand_over_first(k, step, Op::Weights, peer, k.weights.bytes(a.plan.rows[peer]), 0);
-  if (lane != 0 || is_near(k, peer)) return;
+  if (lane != 0) return;
   if (is_remote(k, peer))
     hand_over(k, step, Op::Weights, peer, a.plan.rows[peer]);
   else
@@ -189,14 +188,9 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
     return;
   }
   if (!s.may_send) return;
-  const std::uint64_t row_puts = row_puts_with(k, step, Op::Combine, peer, rows * parts);
-  write_header(k, block, step, rows, flags, lane, row_puts);
+  write_header(k, block, step, rows, flags, lane);
   __syncwarp();
-  if (is_near(k, peer)) {
-    hand_over_first(k, step, Op::Combine, peer, k.combine.header_bytes, row_puts);
-    return;
-  }
-  if (lane == 0) count_stored(k, step, Op::Combine, peer, kComplete - rows * parts, [&] { return rows; });
+  if (lane == 0) count_header(k, step, Op::Combine, peer, rows, parts);
 }
 
 // The weights of this row's choices that its source gave to combine. False: they will not come.
@@ -299,7 +293,6 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const bool remote = !kPlain && is_remote(k, of.source);
   if (remote && !s.may_send) return;
   char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
-  const std::uint32_t begin_of_run = strip * strip_bytes(kVectors);
 #pragma unroll 1
   for (; strip < last; ++strip) {
     const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
@@ -319,14 +312,9 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const bool by_word = s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
-  if (remote && is_near(k, of.source)) {
-    const std::uint32_t end_of_run = last == a.sent.strips ? k.combine.row_bytes : last * strip_bytes(kVectors);
-    put_part<true>(k, step, Op::Combine, of.source, to + begin_of_run, end_of_run - begin_of_run, PutSignal::CombineRows);
-    return;
-  }
   if (threadIdx.x % 32 != 0) return;
   if (remote)
-    count_stored(k, step, Op::Combine, of.source, 1, [&] { return s.rows_begin[of.source + 1] - s.rows_begin[of.source]; });
+    count_piece(k, step, Op::Combine, of.source, of.row, units.runs, RowsOfBlock(s.rows_begin[of.source + 1] - s.rows_begin[of.source]));
   else
     publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }

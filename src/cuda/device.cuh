@@ -46,6 +46,18 @@ __device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32
   return before;
 }
 
+// The same for a word of bits, and for a word that is put in the place of another; both give what was there.
+__device__ inline std::uint32_t or_in_order(std::uint32_t* word, std::uint32_t bits) {
+  std::uint32_t before;
+  asm volatile("atom.or.acq_rel.gpu.global.b32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(bits) : "memory");
+  return before;
+}
+__device__ inline std::uint32_t swap_in_order(std::uint32_t* word, std::uint32_t expected, std::uint32_t value) {
+  std::uint32_t before;
+  asm volatile("atom.cas.acq_rel.gpu.global.b32 %0, [%1], %2, %3;" : "=r"(before) : "l"(word), "r"(expected), "r"(value) : "memory");
+  return before;
+}
+
 // Without a result, which somebody would wait for.
 __device__ inline void add_relaxed(unsigned long long* word, unsigned long long more) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");

@@ -261,13 +261,13 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     }
     // Nobody does anything with counts before they know how many rows there are.
     const bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
-    if (good && lane < n) {
-      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
-      if (wait_for_rows(k, step, Op::Dispatch, Phase::DispatchRecv, peer)) pass_on(k, step, Signal::Dispatch, peer);
-    }
+    if (good && lane < n) store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
     note(k, Stage::PassedOn);
     if (!__all_sync(~0u, good)) return;
   }
+  for (std::uint32_t i = lane; i < peers; i += 32)
+    pass_on_rows(k, step, Op::Dispatch, Phase::DispatchRecv, k.order[i], load_piece(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, k.order[i])).x);
+  __syncwarp();
   for (std::uint32_t i = lane; i < peers; i += 32) {
     see_it_leave(k, step, Op::Combine, Phase::CombineSend, k.order[i]);
     see_it_leave(k, step, Op::Weights, Phase::Weights, k.order[i]);
@@ -544,12 +544,12 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
 
 // Waits for a part of a row. False: it will not come.
 template <bool kPlain>
-__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, bool shows, ArrivedPart& part) {
+__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows, ArrivedPart& part) {
   if (!shows) {
     bool good = true;
     if (threadIdx.x % 32 == 0)
       good = !kPlain && is_remote(k, source)
-                 ? wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source)
+                 ? row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row)
                  : wait<Match::Exact>(k, part.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, source);
     if (!all_of_warp(good)) return false;
     part.load(k, part.wanted);
@@ -580,7 +580,7 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   const std::uint32_t number = r.at - s.rows_begin[r.source];
   ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
   const bool mapped = kPlain || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
-  if (!fetch_part<kPlain>(k, step, r.source, shows, part)) return false;
+  if (!fetch_part<kPlain>(k, step, r.source, number, shows, part)) return false;
   note(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;

@@ -19,6 +19,7 @@ struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
   unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
+  std::uint32_t next_row[kMaxPeers];  // behind the unit's last row for a peer, if it has any; of remote ones
   bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
@@ -144,9 +145,8 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
   const std::uint32_t first = first_expert_of(k, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
-  const std::uint64_t row_puts = row_puts_with(k, step, Op::Dispatch, peer, rows);
   char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
-  write_header(k, block, step, rows, 0, threadIdx.x, row_puts);
+  write_header(k, block, step, rows, 0, threadIdx.x);
   auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
   for (std::uint32_t e = threadIdx.x; e < local_experts_of(k, peer); e += kSenders) {
     const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
@@ -155,11 +155,7 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   }
   if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
   sync_senders();
-  if (is_near(k, peer)) {
-    if (warp_of_block() == 0) hand_over_first(k, step, Op::Dispatch, peer, k.dispatch.header_bytes, row_puts);
-    return;
-  }
-  if (threadIdx.x == 0) count_stored(k, step, Op::Dispatch, peer, kComplete - rows, [&] { return rows; });
+  if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
 }
 
 // What replicas must have in common. Also to itself, for the thread block that compares.
@@ -281,6 +277,7 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t,
     unit.row[token][nth] = t.at[i];
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
+    if (!kPlain) unit.next_row[rank] = t.row[i] + 1;
   }
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
@@ -454,15 +451,6 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   signal(kStored + turn);
 }
 
-// Rows of a unit that go by themselves. By one warp.
-__device__ inline void put_near_rows(const Common& k, std::uint32_t step, const StoredUnit& unit) {
-  for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i)
-    for (std::uint32_t nth = 0; nth < unit.rows(i); ++nth) {
-      const std::uint32_t peer = unit.rank[i][nth];
-      if (is_near(k, peer)) put_part<true>(k, step, Op::Dispatch, peer, unit.row[i][nth], k.dispatch.row_bytes, PutSignal::DispatchRows);
-    }
-}
-
 // The publisher's part. The senders have stored, and arrived at a barrier: one release covers what all of them wrote.
 template <bool kPlain>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
@@ -478,10 +466,9 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     if (unit.ended) return;
     for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
-      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & far_peers(k)) >> peer & 1;
-      if (rows != 0) count_stored(k, s.step, Op::Dispatch, peer, rows, [&] { return a.plan.rows[peer]; });
+      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & k.remote) >> peer & 1;
+      if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, RowsOfBlock(a.plan.rows + peer));
     }
-    if (!kPlain && kCarrier) put_near_rows(k, s.step, unit);
     bool any = false;
     for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
       const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;

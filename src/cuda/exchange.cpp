@@ -52,6 +52,11 @@ void measure_rows(Common& k) {
 
 }  // namespace
 
+void clear(const SharedMemory& heap, cudaStream_t stream) {
+  check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
   const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];
@@ -72,6 +77,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.dispatch = dispatch_block(config);
   common_.combine = combine_block(config);
   common_.weights = weights_block(config);
+  common_.dispatch_parts = part_sizes(config, Op::Dispatch);
+  common_.combine_parts = part_sizes(config, Op::Combine);
   common_.per_rank = Divider(experts_per_rank(config));
   common_.top_k = Divider(config.top_k);
   common_.experts = local_experts(config, config.rank);
@@ -102,7 +109,6 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   const Symmetric& symmetric = memory_.symmetric;
   if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
   common_.blocks = symmetric.base;
-  common_.near = symmetric.near & memory_.remote;
   std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
 #endif
   int sms = 0;

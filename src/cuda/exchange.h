@@ -21,6 +21,8 @@
 
 namespace pplx::cuda {
 
+// Memory that something else may have been in: as it is when it is new.
+void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
@@ -29,7 +31,6 @@ void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t st
 struct Symmetric {
   char* base = nullptr;
   std::uint64_t bytes = 0;
-  std::uint64_t near = 0;               // remote peers that this GPU's stores reach, a bit each
   std::vector<std::uint32_t> pes;       // by rank, as the carrier numbers them
 };
 #endif
@@ -38,13 +39,13 @@ class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
-    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for other nodes
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for remote ones
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
 #ifdef PPLX_CARRIER
-    Symmetric symmetric;                                // for the remote peers; where some rank has any, each has it
+    Symmetric symmetric;                                // for remote peers; where some rank has any, each has it
 #endif
     bool across() const {                               // whether some rank has remote peers, this one or another
 #ifdef PPLX_CARRIER
@@ -130,6 +131,7 @@ class Exchange {
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;
   std::vector<std::uint64_t> read_signals() const;
+  std::size_t number_of(std::uint32_t set, std::uint32_t op, std::uint32_t source) const;
 #endif
   FirstFailure first_;
   const ForkCheck fork_;

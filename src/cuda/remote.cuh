@@ -2,10 +2,12 @@
 // which kernels write and read as they do a peer's. With a carrier that kernels drive (carrier.cuh) blocks lie in its memory, and who
 // would tell the proxy puts them.
 //
-//   sending     Each warp (or thread block) that has stored its part of a block says so in a count, and the header, which knows how
-//               many parts there are, counts, too. Whoever completes the count tells the proxy, by the peer's word in the mailbox.
-//   receiving   The proxy raises arrival words in host memory, which lie across PCIe: one thread for each of them looks there, and
-//               raises the same word in device memory for everybody else. Hundreds of threads that look at one word take 150 us.
+//   sending     A block goes in parts (parts.h). Each warp (or thread block) that has stored rows of a part says so in the part's count,
+//               and the header, which knows how many rows there are, counts, too, and in the place of rows that the last part lacks.
+//               Whoever completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
+//               mailbox: one thread at a time, which looks again before it leaves.
+//   receiving   The proxy counts parts in host memory, which lies across PCIe: one thread for each peer looks there, and raises the
+//               same word in device memory for everybody else. Hundreds of threads that look at one word take 150 us.
 //   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
 //   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
 //               and weights before the set's next dispatch. So who writes knows from device memory.
@@ -35,8 +37,9 @@
 
 namespace pplx::cuda {
 
-// A count is complete when it has reached this. The header's share is that, less what the others will add.
-inline constexpr std::uint32_t kComplete = 1u << 30;
+// In the word of a block's parts, beside a bit for each that is complete: a thread tells the proxy of them.
+inline constexpr std::uint32_t kTelling = 1u << kMostParts;
+__device__ inline std::uint32_t leading_parts(std::uint32_t word) { return __ffs(static_cast<int>(~(word & (kTelling - 1)))) - 1; }
 
 __device__ inline MailboxEntry mailbox_of(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
   return mailbox_entry(k.heap, k.c, k.host, step, op, peer);
@@ -74,35 +77,89 @@ __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, 
     *seen_to_leave(k, step, op, peer) = last;
 }
 
-// The block is complete, and this thread knows it.
-__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
+// So many parts of the block are complete, and this thread knows it.
+__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t parts = 1) {
   if (kCarrier) {
     *announced(k, step, op, peer) = arrival_word(k.generation, step);
     put_block(k, step, op, peer, rows);
     return;
   }
-  linger(k, rows);
-  announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows}, *announced(k, step, op, peer));
+  linger(k, rows + parts);
+  announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows, false, parts}, *announced(k, step, op, peer));
   note(k, Stage::Told);
 }
 
-// The same for a warp, of a near peer's block: of one whose rows go by themselves, the header.
-__device__ inline void hand_over_first(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint64_t bytes,
-                                       std::uint64_t row_puts) {
-  if (threadIdx.x % 32 == 0) *announced(k, step, op, peer) = arrival_word(k.generation, step);
-  put_first(k, step, op, peer, bytes, row_puts);
+__device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
+
+// How many rows a block has: known, or to be read once its header is there.
+struct RowsOfBlock {
+  const std::uint32_t* at;  // written by whoever has written the header
+  std::uint32_t known;
+
+  __device__ explicit RowsOfBlock(std::uint32_t rows) : at(nullptr), known(rows) {}
+  __device__ explicit RowsOfBlock(const std::uint32_t* rows) : at(rows), known(0) {}
+  __device__ std::uint32_t read() const { return at != nullptr ? *at : known; }
+};
+
+// This part is complete.
+static __device__ __noinline__ void complete_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, RowsOfBlock rows) {
+  std::uint32_t* const word = &k.control->parts[set_of(k.c, step)][static_cast<int>(op)][peer];
+  std::uint32_t seen = or_in_order(word, 1u << part | kTelling), told = leading_parts(seen);
+  if ((seen & kTelling) != 0) return;
+  seen |= 1u << part;
+  for (;;) {
+    const std::uint32_t complete = leading_parts(seen);
+    if (complete > told) {
+      const std::uint32_t all = rows.read();
+      hand_over(k, step, op, peer, all, complete);
+      if (complete == parts_of(k, op).count(all)) {
+        *word = 0;
+        return;
+      }
+      told = complete;
+    }
+    const std::uint32_t now = swap_in_order(word, seen | kTelling, seen);
+    if (now == (seen | kTelling)) return;
+    seen = now & ~kTelling;
+  }
 }
 
-// This thread's group has stored `parts` of the block's parts, and met at a barrier. rows(): of the block, asked of whoever
-// completes it; what it reads may have been written by another part.
-template <typename Rows>
-__device__ inline void count_stored(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t parts,
-                                    const Rows& rows) {
-  std::uint32_t* count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer];
-  linger(k, std::uint64_t{step} << 32 | peer);
-  if (count_in_order(count, parts) + parts != kComplete) return;
+// This thread's group has stored so much of a part, and met at a barrier. A row counts as `each`.
+static __device__ __noinline__ void count_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part,
+                                               std::uint32_t stored, std::uint32_t each, RowsOfBlock rows) {
+  const PartSizes& sizes = parts_of(k, op);
+  const std::uint32_t all = (sizes.begin(part + 1) - sizes.begin(part)) * each + (part == 0 ? 1 : 0);
+  std::uint32_t* const count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer][part];
+  linger(k, std::uint64_t{step} << 32 | part << 8 | peer);
+  if (count_in_order(count, stored) + stored != all) return;
   *count = 0;
-  hand_over(k, step, op, peer, rows());
+  complete_part(k, step, op, peer, part, rows);
+}
+
+// The same for a piece of a row, of which a row has `each`.
+static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t row,
+                                                std::uint32_t each, RowsOfBlock rows) {
+  count_part(k, step, op, peer, parts_of(k, op).part_of(row), 1, each, rows);
+}
+
+// The rows [first, first + n) have been stored.
+static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t first, std::uint32_t n,
+                                               RowsOfBlock rows) {
+  const PartSizes& sizes = parts_of(k, op);
+  while (n > 0) {
+    const std::uint32_t part = sizes.part_of(first), here = min(n, sizes.begin(part + 1) - first);
+    count_part(k, step, op, peer, part, here, 1, rows);
+    first += here;
+    n -= here;
+  }
+}
+
+// The header of a block of so many rows has been stored. It counts for the rows that the last part lacks.
+static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
+  const PartSizes& sizes = parts_of(k, op);
+  const std::uint32_t last = sizes.count(rows) - 1, lacking = (sizes.begin(last + 1) - rows) * each;
+  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));
+  count_part(k, step, op, peer, 0, last > 0 ? 1 : lacking + 1, each, RowsOfBlock(rows));
 }
 
 // Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
@@ -111,9 +168,9 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
 }
 
-// Until the header of the peer's block is there; by a proxy, all of the block.
+// Until the header of the peer's block is there.
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  if (kCarrier) return wait_for_first(k, step, op, phase, peer);
+  if (kCarrier) return wait_for_put(k, step, op, phase, peer);
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
@@ -123,6 +180,64 @@ __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signa
   const std::uint64_t value = arrival_word(k.generation, step);
   linger(k, value);
   store_release_here(word, value);
+}
+
+// What a failure says was seen: the step whose parts the word counts, or the one before if it is this one, of which some are missing.
+__device__ inline std::uint64_t last_whole(const Common& k, std::uint64_t word, std::uint32_t step) {
+  if (word == 0) return 0;
+  const auto of = static_cast<std::uint32_t>(word);
+  return arrival_word((k.generation & ~0xffffu) | static_cast<std::uint32_t>(word >> 48), of == step ? step - k.c.in_flight : of);
+}
+
+// Until a word counts so many parts of the peer's block. How many there are; 0: they will not come.
+static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                               std::uint32_t wanted) {
+  std::uint64_t seen = 0;
+  std::uint32_t there = 0;
+  const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
+    const std::uint64_t now = load_acquire(word);
+    there = pieces_in(now, k.generation, step);
+    seen = last_whole(k, now, step);
+    return there >= wanted;
+  });
+  linger(k, there);
+  return good ? there : 0;
+}
+
+// The word of a peer's parts, in host memory or in this GPU's.
+__device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t step, Op op, std::uint32_t peer) {
+  return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
+}
+
+// After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
+// warp stay together: none waits for another one's peer.
+static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+  if (kCarrier) {
+    pass_on(k, step, signal_of(op), peer);
+    return;
+  }
+  const char* const word = parts_word(k, k.arrivals, step, op, peer);
+  char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
+  const std::uint32_t all = parts_of(k, op).count(rows);
+  std::uint32_t there = 0;
+  std::uint64_t seen = 0;
+  keep_looking(k, word, phase, step, peer, seen, [&] {
+    const std::uint64_t now = load_acquire(word);
+    const std::uint32_t came = pieces_in(now, k.generation, step);
+    seen = last_whole(k, now, step);
+    if (came > there) {
+      linger(k, came);
+      store_release_here(here, pieces_word(k.generation, step, came));
+      there = came;
+    }
+    return there >= all;
+  });
+}
+
+// Waits for a row of a remote peer, as it was passed on. False: it will not come.
+static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
+  if (kCarrier) return wait<Match::Reached>(k, arrival(k, step, signal_of(op), peer), phase, step, peer);
+  return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
 }
 
 }  // namespace pplx::cuda

@@ -4,8 +4,6 @@
 // and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
 #pragma once
 
-#include <cstddef>
-
 #include "../protocol/deadlines.h"
 #include "../protocol/abort.h"
 #include "../protocol/arrival.h"
@@ -187,8 +185,7 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
 
 // The threads of a group of 16 or more write a header together; nobody has been told yet.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
-                                    std::uint32_t thread, std::uint64_t row_puts = 0) {
-  constexpr std::uint32_t puts_at = offsetof(BlockHeader, row_puts) / 4;
+                                    std::uint32_t thread) {
   const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};
   if (thread < sizeof(BlockHeader) / 4)
     reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
@@ -196,8 +193,6 @@ __device__ inline void write_header(const Common& k, char* block, std::uint32_t 
                                                       : thread == 2 ? words[2]
                                                       : thread == 3 ? words[3]
                                                       : thread == 4 ? words[4]
-                                                      : thread == puts_at ? static_cast<std::uint32_t>(row_puts)
-                                                      : thread == puts_at + 1 ? static_cast<std::uint32_t>(row_puts >> 32)
                                                                     : 0;
 }
 

@@ -1,4 +1,4 @@
-// The five calls of src/cuda/carrier.cuh on NVSHMEM 3.4.5: IBGDA by a thread, stores by a warp. docs/carriers.md says why none of them
+// The five calls of src/cuda/carrier.cuh on NVSHMEM 3.4.5. docs/carriers.md says why none of them
 // waits without end, and why what has been answered has left.
 #pragma once
 
@@ -9,36 +9,11 @@ namespace pplx::cuda::carrier {
 
 __device__ inline std::uint64_t* word_of(char* signal) { return reinterpret_cast<std::uint64_t*>(signal); }
 
-// To a peer that stores reach. Not NVSHMEM's copy: it has one load of a lane under way, and may take the path that is not coherent, where a
-// row's first bytes may be what they were when the row before it, in the same sector, was read.
-__device__ inline void copy_by_warp(char* to, const char* from, std::uint64_t bytes) {
-  constexpr int kAtOnce = 8;
-  for (std::uint64_t begin = threadIdx.x % 32 * 16; begin < bytes; begin += 512 * kAtOnce) {
-    uint4 v[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (begin + 512 * i < bytes) v[i] = __ldcg(reinterpret_cast<const uint4*>(from + begin + 512 * i));
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i)
-      if (begin + 512 * i < bytes) *reinterpret_cast<uint4*>(to + begin + 512 * i) = v[i];
-  }
-}
-
-template <bool kWarp>
 __device__ inline void put(const Common& k, std::uint32_t peer, std::uint32_t, char* to, const char* from, std::uint64_t bytes,
                            char* signal) {
-  const int pe = static_cast<int>(k.pe[peer]);
-  if (kWarp) {
-    copy_by_warp(static_cast<char*>(nvshmem_ptr(to, pe)), from, bytes);
-    __syncwarp();
-    if (threadIdx.x % 32 != 0) return;
-    __threadfence_system();
-    atomicAdd_system(static_cast<unsigned long long*>(nvshmem_ptr(signal, pe)), 1ull);
-  } else {
-    // Other thread blocks have stored it, and a NIC reads it.
-    __threadfence_system();
-    nvshmem_putmem_signal_nbi(to, from, bytes, word_of(signal), 1, NVSHMEM_SIGNAL_ADD, pe);
-  }
+  // Other thread blocks have stored it, and a NIC reads it.
+  __threadfence_system();
+  nvshmem_putmem_signal_nbi(to, from, bytes, word_of(signal), 1, NVSHMEM_SIGNAL_ADD, static_cast<int>(k.pe[peer]));
 }
 
 __device__ inline void signal(const Common& k, std::uint32_t peer, std::uint32_t, char* signal) {

@@ -1,5 +1,5 @@
-// The host side of NVSHMEM: its start, its heap, and whose memory this GPU reaches by stores. Python says when each may be called: where
-// NVSHMEM itself would end the process, or wait for a rank that has died (pplx_comm/wiring/nvshmem.py).
+// The host side of NVSHMEM: its start, its heap, and where this GPU's stores reach other PEs' memory. Python says when each may be
+// called: where NVSHMEM itself would end the process, or wait for a rank that has died (pplx_comm/wiring/nvshmem.py).
 #include <cuda_runtime_api.h>
 #include <nvshmem_host.h>
 #include <pybind11/pybind11.h>
@@ -75,8 +75,9 @@ void bind_carrier(py::module_& m) {
       py::arg("device"), py::arg("nbytes"), Unlocked(),
       "The address of zeroed symmetric memory, or 0. Collective over all PEs; may wait for ever for one that does not come.");
   m.def(
-      "is_near", [](std::uintptr_t address, int pe) { return nvshmem_ptr(reinterpret_cast<void*>(address), pe) != nullptr; },
-      py::arg("address"), py::arg("pe"), "Whether this GPU's stores reach that place of a PE.");
+      "reached_at",
+      [](std::uintptr_t address, int pe) { return reinterpret_cast<std::uintptr_t>(nvshmem_ptr(reinterpret_cast<void*>(address), pe)); },
+      py::arg("address"), py::arg("pe"), "Where this GPU's stores reach that place of a PE; 0: nowhere.");
 }
 
 }  // namespace pplx::cuda

@@ -13,7 +13,8 @@
 //                   row that has a tail. Like arrival, for that row or tail alone. Written by the source's GPU; read by
 //                   dispatch_recv and combine_recv.
 //
-//   pieces          pieces[set][op][peer], of an AllToAll in pieces: how many are there. The arrival word stands for the first (pieces.h).
+//   pieces          pieces[set][op][peer], of an AllToAll in pieces, or in parts: how many are there, from the first on. The arrival word
+//                   stands for the first (pieces.h, parts.h).
 //
 // Arrival words are stored with release, after what they announce, and loaded with acquire. Pieces are what they announce, and are
 // relaxed: a release at system scope takes a GPU 2 us.
@@ -24,7 +25,7 @@
 //   cpu, mapped       Header word, header    Dispatch word             Combine word                   Combine word
 //   cpu, proxy        Dispatch word          Dispatch word             Combine word                   Combine word
 //   cuda, mapped      tagged pieces          blanks, in-row words      blanks; tails: in-row words    tagged piece
-//   cuda, proxy       Dispatch word          Dispatch word             Combine word                   Combine word
+//   cuda, proxy       Dispatch word          pieces                    pieces                         Combine word
 //
 // Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their header.
 // A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to the same

@@ -39,8 +39,7 @@ struct BlockHeader {
   std::uint64_t ids_digest = 0;
   std::uint32_t piece = 0;         // this one of so many: pieces.h
   std::uint32_t pieces = 1;
-  std::uint64_t row_puts = 0;      // of a carrier that kernels drive: see signals.h
-  std::uint32_t reserved[4] = {};
+  std::uint32_t reserved[6] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

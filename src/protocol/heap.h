@@ -6,10 +6,11 @@
 //   mailbox | credits | outgoing | sent | left | send areas
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, left) and mailbox.h (mailbox, credits,
-// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them.
+// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one
+// in parts has the first of these (parts.h).
 #pragma once
 
-#include "pieces.h"
+#include "parts.h"
 #include "step.h"
 
 namespace pplx {
@@ -34,7 +35,7 @@ struct Heap {
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
-  bool in_pieces = false;
+  bool in_pieces = false, in_parts = false;
   std::uint32_t slot_rows = 0;          // of the largest block that is whole
   std::uint32_t piece_rows = 0;
   std::uint64_t place_bytes[kOps] = {}; // of an AllToAll in pieces
@@ -107,17 +108,18 @@ constexpr Heap heap_of(const Config& c) {
   std::uint64_t at = Heap::kAborts * kWordBytes;
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
-  if (in_pieces(c)) {
+  if (in_pieces(c) || in_parts(c)) {
     const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
     h.pieces = at;
     h.consumed = h.pieces + align_up(words, 64);
-    at = align_up(h.consumed + words, page);
+    at = align_up(in_pieces(c) ? h.consumed + words : h.consumed, page);
   }
   h.counts = at;
   h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
   h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * (c.replicas > 1 ? 2 : 1));
   at = align_up(at + h.counts_bytes * c.in_flight, page);
   h.in_pieces = in_pieces(c);
+  h.in_parts = in_parts(c);
   h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
   h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
   for (std::uint32_t op = 0; op < kOps; ++op) {

@@ -1,8 +1,9 @@
 // The mailbox: how a device hands blocks to its proxy, without a call and without a queue that could overflow. Three words for each
 // set, op and peer, in memory that only this rank's device and proxy touch:
 //
-//   mail      mailbox[set][op][peer]: set (1) | in pieces (1) | rows of the block (30) | step (32). Written by the device, read by the
-//             proxy. The rows of a block in pieces count over the whole step: all that may go by now.
+//   mail      mailbox[set][op][peer]: set (1) | in pieces (1) | parts (4) | rows of the block (26) | step (32). Written by the device, read
+//             by the proxy. Of a block in parts: how many of them may go by now. The rows of one in pieces count over the whole step, in
+//             30 bits: all that may go by now.
 //   outgoing  outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by
 //             the proxy after the mail.
 //   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
@@ -26,12 +27,18 @@ struct Mail {
   std::uint32_t step = 0;
   std::uint32_t rows = 0;
   bool in_pieces = false;
+  std::uint32_t parts = 0;
 };
+inline constexpr std::uint32_t kMailRows = 0x3ffffffu;
+static_assert(kMaxChoices <= kMailRows, "the rows of a block fit");
 constexpr std::uint64_t mail_word(Mail mail) {
-  return 1ull << 63 | std::uint64_t{mail.in_pieces} << 62 | std::uint64_t{mail.rows & 0x3fffffffu} << 32 | mail.step;
+  const std::uint32_t what = mail.in_pieces ? mail.rows & 0x3fffffffu : (mail.parts & 15u) << 26 | (mail.rows & kMailRows);
+  return 1ull << 63 | std::uint64_t{mail.in_pieces} << 62 | std::uint64_t{what} << 32 | mail.step;
 }
 constexpr Mail read_mail(std::uint64_t word) {
-  return {static_cast<std::uint32_t>(word), static_cast<std::uint32_t>(word >> 32) & 0x3fffffffu, (word >> 62 & 1u) != 0};
+  const std::uint32_t step = static_cast<std::uint32_t>(word), what = static_cast<std::uint32_t>(word >> 32) & 0x3fffffffu;
+  if ((word >> 62 & 1u) != 0) return {step, what, true};
+  return {step, what & kMailRows, false, what >> 26};
 }
 
 // The words of one block, in a heap as whoever uses them has it mapped.

@@ -1,6 +1,5 @@
 // The proxy alone, over a fabric whose every answer the test chooses: what it posts, when it raises a word, and what it ignores.
 #include <algorithm>
-#include <deque>
 #include <map>
 #include <memory>
 #include <set>
@@ -8,128 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include "../../proxy/proxy.h"
 #include "../../src/host/atomic.h"
 #include "check.h"
-#include "plain_fabric.h"
+#include "scripted_world.h"
 
 using namespace pplx;
+using namespace pplx::test;
 
 namespace {
-
-class ScriptedFabric final : public test::PlainFabric {
- public:
-  explicit ScriptedFabric(int endpoints) : endpoints_(endpoints) {}
-
-  int endpoints() const override { return endpoints_; }
-  std::string describe_error(const Completion& c) const override { return "error " + std::to_string(c.error); }
-
-  Post write(const Write& w) override {
-    attempts.push_back(w);
-    if (broken.count(w.peer) != 0) throw FabricError("no route to peer " + std::to_string(w.peer));
-    if (busy.count(w.peer) != 0) {
-      ++refused;
-      return Post::Again;
-    }
-    writes.push_back(w);
-    return Post::Accepted;
-  }
-  int poll(Completion* out, int capacity) override {
-    int n = 0;
-    for (; n < capacity && !completions.empty(); completions.pop_front()) out[n++] = completions.front();
-    return n;
-  }
-
-  void arrive(std::uint32_t immediate) {
-    Completion c;
-    c.kind = Completion::Kind::Arrived;
-    c.immediate = immediate;
-    completions.push_back(c);
-  }
-  void finish(const Write& w, int error = 0) {
-    Completion c;
-    c.kind = error == 0 ? Completion::Kind::Sent : Completion::Kind::Failed;
-    c.context = w.context;
-    c.error = error;
-    c.endpoint = w.endpoint;
-    completions.push_back(c);
-  }
-
-  std::set<int> busy, broken;
-  std::vector<Write> writes, attempts;
-  std::deque<Completion> completions;
-  int refused = 0;
-
- private:
-  int endpoints_;
-};
-
-constexpr std::uint64_t kShardBytes = 1024;
-constexpr std::uint64_t kBase = 0x1000000;   // of every peer's heap
-
-// Rank 0 of five. Rank 1 is on its node; 2, 3 and 4 are remote.
-struct World {
-  explicit World(int endpoints = 4, std::uint32_t first_step = 1, std::uint32_t in_flight = 2) : fabric(endpoints), proxy(fabric, kShardBytes) {
-    config.world = 5;
-    config.num_experts = 10;
-    config.top_k = 2;
-    config.hidden = 64;
-    config.max_tokens = 64;
-    config.in_flight = in_flight;
-    config.first_step = first_step;
-    config.remote_peers = 3;
-    attach(config);
-  }
-
-  void attach(const Config& c) {
-    config = c;
-    heap = heap_of(c);
-    memory = std::make_unique<std::uint64_t[]>(heap.bytes / 8);
-    ProxyObject o;
-    o.config = c;
-    o.generation = generation;
-    o.memory = reinterpret_cast<char*>(memory.get());
-    o.peers.resize(c.world);
-    for (std::uint32_t peer = 2; peer < c.world; ++peer) {
-      o.peers[peer] = std::make_unique<RemoteRegion>();
-      o.peers[peer]->base = kBase * peer;
-    }
-    o.on_failure = [this](const ProxyFailure& f) { failures.push_back(f); };
-    proxy.attach(std::move(o));
-  }
-
-  std::uint64_t& word(std::uint64_t at) { return memory[at / 8]; }
-  // Plays the device: the block is written, then announced.
-  void mail(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint64_t at) {
-    const std::uint64_t index = heap.word_index(config, set_of(config, step), op, peer);
-    word(heap.outgoing + 8 * index) = at;
-    word(heap.mailbox + 8 * index) = mail_word({step, rows});
-  }
-  bool sent(std::uint32_t step, Op op, std::uint32_t peer) {
-    return word(heap.sent + 8 * heap.word_index(config, set_of(config, step), op, peer)) == arrival_word(generation, step);
-  }
-  bool has(std::uint32_t step, Op op, std::uint32_t peer) {
-    return word(heap.arrival_at(config, set_of(config, step), signal_of(op), peer)) == arrival_word(generation, step);
-  }
-  std::uint32_t immediate(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t shard = 0, std::uint32_t shards = 1) {
-    return pack({op, config.object, source, step, shard, shards});
-  }
-  void run() {
-    while (proxy.step()) {}
-  }
-  std::vector<Write> take_writes() {
-    run();
-    return std::exchange(fabric.writes, {});
-  }
-
-  std::uint32_t generation = 1;
-  Config config;
-  Heap heap;
-  std::unique_ptr<std::uint64_t[]> memory;
-  ScriptedFabric fabric;
-  Proxy proxy;
-  std::vector<ProxyFailure> failures;
-};
 
 // A block becomes one write, to the place that belongs to this rank at the peer.
 void one_write() {
@@ -557,169 +442,6 @@ void many_objects() {
   for (std::size_t n = 0; n < memories.size(); ++n) CHECK_EQ(memories[n][at / 8] != 0, n == 3);
 }
 
-// ---- blocks in pieces ----------------------------------------------------------------------------------------------------
-
-// Slots of eight rows: blocks of up to eight are whole, others go in pieces of four.
-struct PieceWorld : World {
-  explicit PieceWorld(int endpoints = 4) : World(endpoints) {
-    proxy.detach(0);
-    Config c = config;
-    c.whole_tokens = 8;
-    c.slot_bytes = least_slot_bytes(c);
-    attach(c);
-    CHECK(heap.in_pieces && heap.piece_rows == 4);
-  }
-  void mail_pieces(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint64_t at) {
-    const std::uint64_t index = heap.word_index(config, set_of(config, step), op, peer);
-    word(heap.outgoing + 8 * index) = at;
-    word(heap.mailbox + 8 * index) = mail_word({step, rows, true});
-  }
-  void give_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t pieces) {
-    word(heap.mailbox + 8 * heap.credit_index(config, set_of(config, step), op, peer)) = pieces_word(generation, step, pieces);
-  }
-  std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) {
-    return pieces_in(word(heap.count_at(config, words, set_of(config, step), op, peer)), generation, step);
-  }
-  std::uint32_t piece(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t piece, std::uint32_t shard = 0, std::uint32_t shards = 1) {
-    return pack({op, config.object, source, step, shard, shards, piece});
-  }
-  std::uint32_t credit(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t number) {
-    return piece(Op::Credit, source, step, number, static_cast<std::uint32_t>(op));
-  }
-};
-
-// A mail word counts rows over the whole step: each piece goes once, to its place, and the last one has what is left.
-void pieces_of_a_block() {
-  for (const Op op : {Op::Dispatch, Op::Combine}) {
-    PieceWorld w(1);
-    const BlockLayout block = block_layout(w.config, op);
-    const auto check = [&](const Write& x, std::uint32_t piece, std::uint32_t rows) {
-      const std::uint64_t place = w.heap.piece_at(op, piece);
-      CHECK_EQ(x.source_offset, static_cast<std::size_t>(4096 + place));
-      CHECK_EQ(x.target_offset, static_cast<std::size_t>(w.heap.slot_at(w.config, 1, op, 0) + place));
-      CHECK_EQ(x.bytes, static_cast<std::size_t>(block.bytes(rows)));
-      CHECK_EQ(x.immediate, w.piece(op, 0, 1, piece));
-    };
-    w.mail_pieces(1, op, 3, 8, 4096);   // two pieces in one word
-    std::vector<Write> writes = w.take_writes();
-    CHECK_EQ(writes.size(), std::size_t{2});
-    check(writes[0], 0, 4);
-    check(writes[1], 1, 4);
-    w.fabric.finish(writes[1]);   // in any order; what has left is counted from the first on
-    w.run();
-    CHECK_EQ(w.count(w.heap.left, 1, op, 3), 0u);
-    w.fabric.finish(writes[0]);
-    w.run();
-    CHECK_EQ(w.count(w.heap.left, 1, op, 3), 2u);
-    for (std::uint32_t piece = 2; piece < 20; ++piece) {   // the three bits of its number wrap
-      w.mail_pieces(1, op, 3, 4 * piece + 4, 4096);
-      writes = w.take_writes();
-      CHECK_EQ(writes.size(), std::size_t{1});
-      check(writes[0], piece, 4);
-      CHECK_EQ(w.count(w.heap.left, 1, op, 3), piece);
-      w.fabric.finish(writes[0]);
-      w.run();
-      CHECK_EQ(w.count(w.heap.left, 1, op, 3), piece + 1);
-    }
-    w.mail_pieces(1, op, 3, 81, 4096);
-    writes = w.take_writes();
-    CHECK_EQ(writes.size(), std::size_t{1});
-    check(writes[0], 20, 1);
-    w.fabric.finish(writes[0]);
-    w.run();
-    CHECK(w.sent(1, op, 3));
-    // The next one of the set is whole, and its rows lie behind each other.
-    w.mail(3, op, 3, 8, 4096);
-    writes = w.take_writes();
-    CHECK_EQ(writes.size(), std::size_t{1});
-    CHECK_EQ(writes[0].bytes, static_cast<std::size_t>(block.bytes(8)));
-    CHECK_EQ(writes[0].immediate, w.piece(op, 0, 3, 0));
-    w.fabric.finish(writes[0]);
-    w.run();
-    CHECK_EQ(w.count(w.heap.left, 3, op, 3), 1u);
-  }
-}
-
-// The arrival word rises with piece 0; leading pieces are counted, whatever the order in which their shards come.
-void pieces_that_arrive() {
-  check::Random random(5);
-  for (int round = 0; round < 200; ++round) {
-    PieceWorld w;
-    w.mail(1, Op::Dispatch, 2, 1, 0);
-    for (const Write& x : w.take_writes()) w.fabric.finish(x);
-    w.run();
-    for (const Op op : {Op::Dispatch, Op::Combine}) {
-      CHECK(w.proxy.waiting());
-      std::vector<std::uint32_t> come(20, 0);
-      std::uint32_t done = 0;
-      while (done < 18) {
-        // Two pieces are under way at most. Older ones are repeated.
-        const std::uint32_t back = random.chance(0.3) ? static_cast<std::uint32_t>(random.integer(1, 5)) : 0;
-        const std::uint32_t piece = back > 0 ? done - std::min(done, back) : done + static_cast<std::uint32_t>(random.integer(0, 1));
-        const auto shard = static_cast<std::uint32_t>(random.integer(0, 2));
-        w.fabric.arrive(w.piece(op, 2, 1, piece, shard, 3));
-        w.run();
-        if (piece >= done) come[piece] |= 1u << shard;
-        while (come[done] == 7u) ++done;
-        CHECK_EQ(w.count(w.heap.pieces, 1, op, 2), done);
-        CHECK_EQ(w.has(1, op, 2), done > 0);
-      }
-    }
-    CHECK(!w.proxy.waiting());   // however many pieces the answer has
-  }
-}
-
-// Credits travel without data, one for each piece, and those that come count once, in any order, for the step that is open.
-void credits() {
-  PieceWorld w(1);
-  w.fabric.busy = {2};
-  w.give_credit(1, Op::Dispatch, 2, 1);
-  CHECK_EQ(w.proxy.outstanding(0), 1u);
-  for (int i = 0; i < 3; ++i) w.proxy.step();
-  w.give_credit(1, Op::Dispatch, 2, 2);
-  for (int i = 0; i < 3; ++i) w.proxy.step();
-  w.fabric.busy = {};
-  std::vector<Write> writes = w.take_writes();
-  CHECK_EQ(writes.size(), std::size_t{2});
-  CHECK_EQ(writes[0].bytes, std::size_t{0});
-  CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 0));
-  CHECK_EQ(writes[1].immediate, w.credit(Op::Dispatch, 0, 1, 1));
-  w.give_credit(1, Op::Dispatch, 2, 3);   // while those are under way
-  writes = w.take_writes();
-  CHECK_EQ(writes.size(), std::size_t{1});
-  CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 2));
-  CHECK_EQ(w.proxy.outstanding(0), 3u);
-  w.fabric.finish(writes[0], 113);
-  w.run();
-  CHECK_EQ(w.failures.size(), std::size_t{1});
-  CHECK(w.failures[0].peer == 2 && w.failures[0].op == Op::Dispatch && w.failures[0].step == 1);
-
-  const auto consumed = [&](Op op) { return w.count(w.heap.consumed, 1, op, 3); };
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 0));   // for pieces that were never sent
-  w.run();
-  CHECK_EQ(consumed(Op::Dispatch), 0u);
-  w.mail_pieces(1, Op::Dispatch, 3, 8, 0);
-  w.run();
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 3, 0));   // of another step of the set
-  w.fabric.arrive(w.credit(Op::Combine, 3, 1, 0));    // of another op
-  w.fabric.arrive(w.credit(Op::Dispatch, 4, 1, 0));   // of another peer
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 2));   // for a piece that has not been sent
-  w.run();
-  CHECK_EQ(consumed(Op::Dispatch), 0u);
-  const std::pair<std::uint32_t, std::uint32_t> come[] = {{1, 0}, {1, 0}, {0, 2}, {0, 2}, {1, 2}};   // a credit, and what then is consumed
-  for (const auto& [number, expected] : come) {
-    w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, number));
-    w.run();
-    CHECK_EQ(consumed(Op::Dispatch), expected);
-  }
-  w.mail_pieces(1, Op::Dispatch, 3, 16, 0);
-  w.run();
-  for (const std::uint32_t number : {2u, 0u, 1u, 2u, 3u}) w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, number));
-  w.run();
-  CHECK_EQ(consumed(Op::Dispatch), 4u);
-  CHECK_EQ(consumed(Op::Combine), 0u);
-}
-
 // Two proxies of a rank: both ranks of a pair name the same one, and each has half of the peers, one more at most.
 void splits_peers() {
   for (const std::uint32_t world : {2u, 3u, 8u, 9u, 64u})
@@ -755,8 +477,5 @@ int main() {
   waiting_is_balanced();
   attached_over();
   many_objects();
-  pieces_of_a_block();
-  pieces_that_arrive();
-  credits();
   splits_peers();
 }

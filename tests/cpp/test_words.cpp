@@ -72,12 +72,12 @@ void check_arrivals(check::Random& random) {
     CHECK(!arrived(word, generation + 1, step));   // of before a reset
     CHECK(!arrived(word, generation, step + ahead + 1));
     CHECK(reached(word, arrival_word(generation, step)) && !reached(word, arrival_word(generation, step + ahead + 1)));
-    const auto rows = static_cast<std::uint32_t>(random.integer(0, 0x3fffffff));
-    CHECK(mail_word({step, rows}) != 0);   // which is what the proxy has seen of fresh memory
-    const Mail m = read_mail(mail_word({step, rows, random.chance(0.5)}));
-    CHECK_EQ(m.step, step);
-    CHECK_EQ(m.rows, rows);
-    CHECK(!read_mail(mail_word({step, rows})).in_pieces && read_mail(mail_word({step, rows, true})).in_pieces);
+    const bool in_pieces = random.chance(0.5);
+    const auto rows = static_cast<std::uint32_t>(random.integer(0, in_pieces ? 0x3fffffff : kMailRows));
+    const auto parts = in_pieces ? 0 : static_cast<std::uint32_t>(random.integer(0, kMostParts));
+    const Mail sent{step, rows, in_pieces, parts}, m = read_mail(mail_word(sent));
+    CHECK(mail_word(sent) != 0);   // which is what the proxy has seen of fresh memory
+    CHECK(m.step == step && m.rows == rows && m.in_pieces == in_pieces && m.parts == parts);
     const auto pieces = static_cast<std::uint32_t>(random.integer(0, kMostPieces));
     const std::uint64_t count = pieces_word(generation, step, pieces);
     CHECK_EQ(pieces_in(count, generation, step), pieces);

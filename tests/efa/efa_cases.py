@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import rank_cases
-from rank_cases import Case
+from cases import Case
 
 from pplx_comm import doctor
 

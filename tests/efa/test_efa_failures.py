@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from cases import Case
 from harness import seed
-from rank_cases import Case
 from soft import EFA, MIXED, crew_on, software
 from test_failure import CLOSED, left_in_shm
 from test_faults import PHASES, RANKS, TIMEOUT, Story, tell

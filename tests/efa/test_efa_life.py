@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cases import Case
 from harness import Crews
-from rank_cases import Case
 from soft import EFA, crew_on, crews_on
 from test_life import check_no_growth
 

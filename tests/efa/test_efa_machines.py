@@ -7,9 +7,9 @@ import uuid
 from pathlib import Path
 
 import pytest
+from cases import Case, random_case
 from harness import Crew, seed
 from networks import Networks
-from rank_cases import Case, random_case
 from soft import EFA, crew_on, software
 
 from pplx_comm.efasoft.device import Host, Options

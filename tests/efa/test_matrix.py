@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from cases import Case, random_case
 from harness import Crews, seed
-from rank_cases import Case, random_case
 from soft import EFA, MIXED, crew_on, crews_on
 from test_chaos import HARD, KINDS, chaos
 

@@ -10,11 +10,8 @@ inline void post(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* t
   emulation::post({k.blocks, peer, ctx, to, from, bytes, signal});
 }
 
-template <bool kWarp>
-void put(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* to, const char* from, std::uint64_t bytes, char* signal) {
-  if (kWarp) __syncwarp();
-  if (!kWarp || threadIdx.x % 32 == 0) post(k, peer, ctx, to, from, bytes, signal);
-  if (kWarp) __syncwarp();
+inline void put(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* to, const char* from, std::uint64_t bytes, char* signal) {
+  post(k, peer, ctx, to, from, bytes, signal);
 }
 inline void signal(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* signal) { post(k, peer, ctx, nullptr, nullptr, 0, signal); }
 inline bool reached(const char* signal, std::uint64_t n) { return static_cast<std::int64_t>(load_acquire(signal) - n) >= 0; }

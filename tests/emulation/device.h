@@ -28,6 +28,15 @@ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
   emulation::maybe_yield();
   return __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
 }
+inline std::uint32_t or_in_order(std::uint32_t* word, std::uint32_t bits) {
+  emulation::maybe_yield();
+  return __atomic_fetch_or(word, bits, __ATOMIC_ACQ_REL);
+}
+inline std::uint32_t swap_in_order(std::uint32_t* word, std::uint32_t expected, std::uint32_t value) {
+  emulation::maybe_yield();
+  __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  return expected;
+}
 inline void add_relaxed(unsigned long long* word, unsigned long long more) {
   emulation::maybe_yield();
   __atomic_fetch_add(word, more, __ATOMIC_RELAXED);

@@ -20,10 +20,11 @@ import copies
 import failure_cases
 import gpu_cases
 import open_step_cases
+import outcomes
 import placement_cases
 import rank_cases
 import torch
-from rank_cases import Case
+from cases import Case
 
 import bench
 from pplx_comm import all_to_all
@@ -114,38 +115,62 @@ def _checking(call: Any, streams: EmulatedStreams) -> Any:
     return checked
 
 
+def near(rank: int, world: int) -> set[int]:
+    """PPLX_EMULATION_NEAR: whom a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is even, and the
+    other way. "one way": all, but for odd ranks, whose stores reach nobody. "across": only those of the other half. Not set: nobody
+    where there are two ranks, else "odd"."""
+    others = set(range(world)) - {rank}
+    return {
+        "none": set[int](),
+        "all": others,
+        "odd": {peer for peer in others if peer % 2 != rank % 2},
+        "one way": set[int]() if rank % 2 else others,
+        "across": {peer for peer in others if peer * 2 // world != rank * 2 // world},
+    }[os.environ.get("PPLX_EMULATION_NEAR", "odd" if world > 2 else "none")]
+
+
 class StandIn(nvshmem.Library):
-    """In NVSHMEM's place: memory that the ranks map, and tests/emulation/network.cpp."""
+    """In NVSHMEM's place: memory that the ranks map, and tests/emulation/network.cpp, which refuses puts to whom stores reach."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
         self._library = library
 
-    def segment(self, control: Any, gpu: int, nbytes: int, given: Any, timeout: float) -> nvshmem.Segment:
+    def start(
+        self, control: Any, gpu: int, nbytes: int, given: Any, timeout: float, mapped: list[int], looks: bool
+    ) -> nvshmem.Reach:
+        mine = {"near": sorted(near(control.rank, control.world_size)) if looks else [], "mapped": mapped}
+        answers = agree(control, "emulation: reach", mine, timeout)
+        reaches = ([set(answer[name]) if answer else set() for answer in answers] for name in ("mapped", "near"))
+        return nvshmem.Reach([*range(control.world_size)], *reaches)
+
+    def segment(self, control: Any, gpu: int, nbytes: int, given: Any, reach: nvshmem.Reach, timeout: float) -> nvshmem.Segment:
+        """Its memory was somebody else's before: it is full of ones."""
         answers = agree(control, "emulation: symmetric memory", {"nbytes": nbytes}, timeout)
         needed = max(answer["nbytes"] for answer in answers if answer is not None)
         memory = nvshmem.kernels().SharedMemory
         own = memory(0, needed, "symmetric memory")
+        ctypes.memset(own.address, 1, needed)
         fds = [own.descriptor()]
-        mapped = [own]
+        mapped = {control.rank: own}
+        direct = reach.mapped[control.rank] | reach.near_of(control.rank) if reach.any_near else set()
         try:
             for rank, received in control.share_fds(fds, "emulation: symmetric memory").items():
-                mapped.append(memory.from_descriptor(0, received[0], needed))
-                self._library.pplx_emulation_open_window(
-                    ctypes.c_void_p(own.address), ctypes.c_uint32(rank), ctypes.c_void_p(mapped[-1].address)
-                )
+                mapped[rank] = memory.from_descriptor(0, received[0], needed)
                 os.close(received[0])
+                if rank not in direct:
+                    self._library.pplx_emulation_open_window(
+                        ctypes.c_void_p(own.address), ctypes.c_uint64(needed), ctypes.c_uint32(rank),
+                        ctypes.c_void_p(mapped[rank].address),
+                    )  # fmt: skip
         finally:
             os.close(fds[0])
-        near = {"none": [], "all": [*range(control.world_size)], "odd": [*range(1 - control.rank % 2, control.world_size, 2)]}
 
         def close(landed: bool) -> None:
             self._library.pplx_emulation_close_windows(ctypes.c_void_p(own.address))
             mapped.clear()
 
-        return nvshmem.Segment(
-            own.address, own.nbytes, [*range(control.world_size)], near[os.environ.get("PPLX_EMULATION_NEAR", "odd")], None, close
-        )
+        return nvshmem.Segment(own.address, own.nbytes, reach.pes, {rank: mapped[rank].address for rank in direct}, None, close)
 
 
 def use(module: str) -> None:
@@ -222,7 +247,7 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
         steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
         combined = [step for step in steps if not step.released]
         for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(combined))):
-            rank_cases.must(stats[name] >= wanted, name, stats[name], "of", wanted)
+            outcomes.must(stats[name] >= wanted, name, stats[name], "of", wanted)
         return [len(steps), len(combined)]
 
 
@@ -235,7 +260,7 @@ def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]])
         rank_cases.Runner(me, case, a2a).run()
         stats = a2a.stats()
         for name in ("bulk_dispatches", "bulk_combines"):
-            rank_cases.must(stats[name] == 0, name, stats[name])
+            outcomes.must(stats[name] == 0, name, stats[name])
         return list(a2a._steps.session.wiring.peers.remote)
 
 

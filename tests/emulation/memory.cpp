@@ -24,6 +24,9 @@ SharedMemory::SharedMemory(int device, const std::string&, std::size_t) : device
   throw CudaError("the emulation has no IPC handles");
 }
 
+SharedMemory::SharedMemory(int device, char* mapped, std::size_t bytes)
+    : device_(device), kind_(Kind::Lent), address_(reinterpret_cast<unsigned long long>(mapped)), bytes_(bytes) {}
+
 void SharedMemory::map() {
   void* const memory = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, static_cast<int>(handle_), 0);
   if (memory == MAP_FAILED) throw CudaError("the emulation cannot map " + std::to_string(bytes_) + " bytes");
@@ -31,6 +34,7 @@ void SharedMemory::map() {
 }
 
 SharedMemory::~SharedMemory() {
+  if (kind_ == Kind::Lent) return;
   munmap(data(), bytes_);
   close(static_cast<int>(handle_));
 }

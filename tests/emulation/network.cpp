@@ -8,7 +8,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <random>
 #include <thread>
@@ -22,8 +21,15 @@ using Clock = std::chrono::steady_clock;
 struct Piece {
   std::uint64_t at, bytes;
 };
+struct Window {
+  const char* own;              // memory of this rank
+  std::uint64_t bytes;
+  std::uint32_t peer;
+  char* theirs;                 // the peer's, laid out alike
+};
 struct Flight {
   Put put;
+  const char* memory;           // the window's
   char *to, *signal;            // in the peer's memory
   std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
   Clock::time_point due;        // of what comes next
@@ -38,29 +44,33 @@ class Network {
     return *network;
   }
 
-  void open_window(const char* own, std::uint32_t peer, char* theirs) {
+  void open_window(const char* own, std::uint64_t bytes, std::uint32_t peer, char* theirs) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    windows_[{own, peer}] = theirs;
+    windows_.push_back({own, bytes, peer, theirs});
   }
 
   // Whoever owns the memory ends: nothing of it may be read or written any more. What is on its way still lands, if peers live.
   void close_windows(const char* own) {
     std::unique_lock<std::mutex> lock(mutex_);
-    const auto is_own = [&](const Flight& f) { return f.put.own == own; };
+    const auto is_own = [&](const Flight& f) { return f.memory == own; };
     const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed; };
     changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), flies); });
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
-    windows_.erase(windows_.lower_bound({own, 0}), windows_.upper_bound({own, ~0u}));
+    windows_.erase(std::remove_if(windows_.begin(), windows_.end(), [&](const Window& w) { return w.own == own; }), windows_.end());
   }
 
   void post(const Put& put) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const auto window = windows_.find({put.own, put.peer});
+    const auto has = [](const Window& w, const char* at) { return w.own <= at && at < w.own + w.bytes; };
+    const auto window = std::find_if(windows_.begin(), windows_.end(), [&](const Window& w) {
+      return w.peer == put.peer && has(w, put.from) && has(w, put.to) && has(w, put.signal);
+    });
     if (window == windows_.end()) refuse("a put to a rank that is not reached", put);
     for (const Flight& f : flights_)
       if (f.put.own == put.own && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
         refuse("a put from where an earlier one has not left", put);
-    Flight flight{put, window->second + (put.to - put.own), window->second + (put.signal - put.own), pieces_of(put.bytes), {}};
+    const auto there = [&](const char* at) { return window->theirs + (at - window->own); };
+    Flight flight{put, window->own, there(put.to), there(put.signal), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
     if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
     flight.asks = static_cast<unsigned>(random_() % 4);
@@ -155,7 +165,7 @@ class Network {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::map<std::pair<const char*, std::uint32_t>, char*> windows_;
+  std::vector<Window> windows_;
   std::vector<Flight> flights_;
   std::minstd_rand random_;
   unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
@@ -173,8 +183,9 @@ void bind_carrier(pybind11::module_&) {}  // emulated.py has the host side
 }  // namespace pplx::cuda
 
 extern "C" {
-__attribute__((visibility("default"))) void pplx_emulation_open_window(const char* own, std::uint32_t peer, char* theirs) {
-  emulation::Network::instance().open_window(own, peer, theirs);
+__attribute__((visibility("default"))) void pplx_emulation_open_window(const char* own, std::uint64_t bytes, std::uint32_t peer,
+                                                                       char* theirs) {
+  emulation::Network::instance().open_window(own, bytes, peer, theirs);
 }
 __attribute__((visibility("default"))) void pplx_emulation_forget_landed() { emulation::Network::instance().forget_landed(); }
 __attribute__((visibility("default"))) void pplx_emulation_close_windows(const char* own) {

@@ -8,7 +8,7 @@
 namespace emulation {
 
 struct Put {
-  const char* own;        // the memory that both ends are offsets in
+  const char* own;        // whose blocks these are
   std::uint32_t peer, context;
   char* to;               // as this rank has the same place
   const char* from;

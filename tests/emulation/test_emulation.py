@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case, random_case
 from harness import Crew, Crews, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
-from rank_cases import Case, random_case
 from test_cpp import build
 from test_failure import left_in_shm
 
 CHAOS = "delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+PARTS = {"PPLX_COMM_PART_BYTES": "500"}
+"""Blocks for other nodes leave in parts of a few rows."""
 # Fibers change stacks in its assembler.
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")
 
@@ -37,7 +39,7 @@ def module() -> str:
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
+    crews = Crews(request.param, PARTS)
     yield crews
     crews.close()
 
@@ -79,14 +81,14 @@ def test_more_units_than_warps() -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     """The others find no room on the GPU before it has ended: it sends their shares."""
-    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_PART_BYTES": "1"}) as crew:
         for number in range(10):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(25_000, number, 2, transport))
 
 
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes_in_a_chaos(transport: str) -> None:
-    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}", **PARTS}) as crew:
         for number in range(5):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
@@ -108,11 +110,38 @@ def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
 @pytest.mark.parametrize("near", ["none", "all", "odd"])
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
 def test_random_shapes_by_kernels(transport: str, near: str) -> None:
-    """near: the peers that get row after row, by warps; the others get whole blocks."""
+    """near: peers whose memory is mapped; to the others blocks are put. Some of both in one job, too."""
     for world in (2, 4):
         with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
             for number in range(5):
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
+
+
+@pytest.mark.parametrize(
+    ("near", "transport", "remote"),
+    [
+        ("none", "nvshmem", [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]),
+        ("all", "nvshmem", [[], [], [], []]),
+        ("all", "nvshmem-mixed", [[], [], [], []]),
+        ("odd", "nvshmem", [[2], [3], [0], [1]]),
+        ("odd", "nvshmem-mixed", [[2], [3], [0], [1]]),
+        ("one way", "nvshmem", [[1, 3], [0, 2, 3], [1, 3], [0, 1, 2]]),
+        ("one way", "nvshmem-mixed", [[2, 3], [2, 3], [0, 1], [0, 1]]),
+        ("across", "nvshmem-mixed", [[2, 3], [2, 3], [0, 1], [0, 1]]),
+    ],
+)
+def test_near_peers_are_mapped(near: str, transport: str, remote: list[list[int]]) -> None:
+    """Those that stores reach both ways; and nobody, where ranks of a node do not reach each other so."""
+    case = Case(seed(), 4, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, steps=8, transport=transport)
+    for environment, wanted in (({}, remote), ({"PPLX_COMM_NVSHMEM_NEAR": "0"}, None)):
+        if wanted is None:
+            wanted = [[peer for peer in range(4) if rank_apart(peer, rank, transport)] for rank in range(4)]
+        with Crew(4, {"PPLX_EMULATION_NEAR": near, **environment}) as crew:
+            assert crew.run("emulated:call", module(), "nvshmem_cases:remote", case) == wanted
+
+
+def rank_apart(a: int, b: int, transport: str) -> bool:
+    return a // 2 != b // 2 if transport == "nvshmem-mixed" else a != b
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
@@ -138,7 +167,7 @@ def test_across_the_wrap_of_steps_by_kernels(crew: Crews) -> None:
         crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
-@pytest.mark.parametrize("near", ["none", "all"])
+@pytest.mark.parametrize("near", ["none", "odd"])
 def test_a_put_that_lands_after_its_generation(near: str) -> None:
     """A step gives up on a put that comes later than the reset: it must not count in the new generation, nor lie in its blocks."""
     case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, transport="nvshmem")
@@ -228,11 +257,14 @@ def test_cut_link(how: str) -> None:
             assert (" on " if how == "kill" else " over ") in r["message"], r
 
 
-@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
-def test_reset(transport: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "near"),
+    [("mapped", ""), ("mixed:tcp", ""), ("nvshmem", "odd"), ("nvshmem-mixed", "odd"), ("nvshmem", "none"), ("nvshmem", "all")],
+)
+def test_reset(transport: str, near: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
-    with Crew(4) as crew:
+    with Crew(4, {"PPLX_EMULATION_NEAR": near}) as crew:
         crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
         crew.leave()
@@ -399,12 +431,13 @@ def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
         crew.leave()
 
 
+@pytest.mark.parametrize("near", ["none", "odd"])
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed", "mixed:tcp"])
-def test_no_bulk_copies_across_nodes(transport: str) -> None:
-    with Crew(4, BULK) as crew:
+def test_no_bulk_copies_across_nodes(transport: str, near: str) -> None:
+    with Crew(4, {**BULK, "PPLX_EMULATION_NEAR": near}) as crew:
         case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
         for remote in crew.run("emulated:none_by_bulk", module(), case, []):
-            assert len(remote) == (3 if transport == "nvshmem" else 2)
+            assert len(remote) == (2 if transport == "mixed:tcp" else 1 if near == "odd" else 3 if transport == "nvshmem" else 2)
 
 
 @pytest.mark.parametrize("transport", ["auto:tcp", "nvshmem"])
@@ -415,10 +448,11 @@ def test_no_bulk_copies_where_others_are_apart(transport: str) -> None:
         assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
 
 
-def test_bulk_copies_inside_a_node_of_nvshmem() -> None:
-    """Kernels that could post have nobody to post to."""
-    with Crew(2, BULK) as crew:
-        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport="nvshmem-mixed")
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
+def test_bulk_copies_where_nvshmem_has_nobody_to_put_to(transport: str) -> None:
+    """All are near, or of one node."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_NEAR": "all"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport=transport)
         counts = crew.run("emulated:by_bulk", module(), case)
     assert all(sum(rank[i] for rank in counts) > 0 for i in (0, 1)), counts
 

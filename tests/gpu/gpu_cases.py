@@ -19,10 +19,13 @@ from typing import Any
 
 import chaos_cases
 import failure_cases
+import outcomes
 import rank_cases
 import torch
 import training_cases
-from rank_cases import Case, Runner
+from carried import Carried
+from cases import DTYPES, Case, bits
+from rank_cases import Runner
 from reference import same_bits
 
 import pplx_comm as pc
@@ -58,8 +61,6 @@ if "PPLX_TEST_NVSHMEM" in os.environ:
 HELD = 10.0
 """Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""
 
-_TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
-
 
 def gpu_of(me: Any) -> torch.device:
     """Ranks take the GPUs in turn, so that more ranks than GPUs share them."""
@@ -79,125 +80,6 @@ def settle(device: torch.device | str | None = None) -> None:
     done.record(torch.cuda.current_stream(device))
     while not done.query():
         time.sleep(0)
-
-
-def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
-    """With the same strides: what lies between rows must not travel."""
-    if tensor is None:
-        return None
-    if tensor.dtype == torch.float8_e8m0fnu:  # bytes, for whoever cannot copy such
-        there = moved(tensor.view(torch.uint8), device)
-        assert there is not None
-        return there.view(tensor.dtype)
-    there = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return there.copy_(tensor)
-
-
-class CarriedDispatched:
-    def __init__(self, owner: Carried, inner: pc.Dispatched) -> None:
-        self.owner, self.inner = owner, inner
-        self.plan = inner.plan
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.inner, name)
-        return moved(value, "cpu") if name in _TENSORS else value
-
-    def wait(self) -> CarriedDispatched:
-        self.inner.wait()
-        self.owner.ended()
-        return self
-
-    def release(self) -> None:
-        self.inner.release()
-        self.owner.ended()
-
-
-class CarriedCombining:
-    def __init__(self, owner: Carried, inner: pc.Combining, out: torch.Tensor | None) -> None:
-        self.owner, self.inner, self.out = owner, inner, out
-
-    def wait(self) -> Any:
-        result = self.owner.back(self.inner.wait(), self.out)
-        self.owner.ended()
-        return result
-
-
-class Carried:
-    """An AllToAll on a GPU that takes and returns CPU tensors. `checked`: each call waits for what it launched, and raises what
-    went wrong with it, as the calls of the CPU device do."""
-
-    def __init__(self, inner: pc.AllToAll, checked: bool = False) -> None:
-        self.inner, self.checked = inner, checked
-        self.device = inner.device
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def __enter__(self) -> Carried:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.inner.close()
-
-    def ended(self) -> None:
-        if self.checked:
-            torch.cuda.synchronize()
-            self.inner.check()
-
-    def back(self, result: Any, out: torch.Tensor | None) -> Any:
-        y, *tail = result if isinstance(result, tuple) else (result,)
-        y = moved(y, "cpu")
-        if out is not None:
-            out.copy_(y)
-            y = out
-        return (y, moved(tail[0], "cpu")) if tail else y
-
-    def _dispatch(
-        self, call: Any, x: Any, ids: Any = None, weights: Any = None, x_scale: Any = None, **options: Any
-    ) -> CarriedDispatched:
-        there = [moved(t, self.device) for t in (x, ids, weights, x_scale)]
-        d = CarriedDispatched(self, call(there[0], there[1], there[2], x_scale=there[3], **options))
-        self.ended()
-        return d
-
-    def dispatch(self, *args: Any, **options: Any) -> CarriedDispatched:
-        return self._dispatch(self.inner.dispatch, *args, **options)
-
-    def dispatch_send(self, *args: Any, **options: Any) -> CarriedDispatched:
-        return self._dispatch(self.inner.dispatch_send, *args, **options)
-
-    def dispatch_recv(self, d: CarriedDispatched) -> CarriedDispatched:
-        return d.wait()
-
-    def _combine(
-        self,
-        call: Any,
-        expert_out: Any,
-        d: CarriedDispatched,
-        weights: Any = None,
-        tail: Any = None,
-        out: Any = None,
-        **options: Any,
-    ) -> Any:
-        there = [moved(t, self.device) for t in (expert_out, weights, tail, out)]
-        result = call(there[0], d.inner, weights=there[1], tail=there[2], out=there[3], **options)
-        if isinstance(result, pc.Combining):
-            self.ended()
-            return CarriedCombining(self, result, out)
-        result = self.back(result, out)
-        self.ended()
-        return result
-
-    def combine(self, *args: Any, **options: Any) -> Any:
-        return self._combine(self.inner.combine, *args, **options)
-
-    def combine_send(self, *args: Any, **options: Any) -> CarriedCombining:
-        c = self._combine(self.inner.combine_send, *args, **options)
-        assert isinstance(c, CarriedCombining)
-        return c
-
-    def combine_recv(self, c: CarriedCombining) -> Any:
-        return c.wait()
 
 
 def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +110,7 @@ def exchange(me: Any, case: Case) -> str:
             a2a.check()
         except BaseException as problem:
             # A step that was given up leaves rows that differ.
-            problem.args = (f"{problem}\n{rank_cases.raised(a2a.check)['message']}\n{case}",)
+            problem.args = (f"{problem}\n{outcomes.raised(a2a.check)['message']}\n{case}",)
             raise
         return digest
 
@@ -285,7 +167,7 @@ def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
 def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
     """Tokens of any bits, all ones above all, which is how a place looks where nothing has come yet."""
     quantised = case.wire != "native"
-    dtype = torch.uint8 if quantised else rank_cases.DTYPES[case.dtype]
+    dtype = torch.uint8 if quantised else DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed)
     device = gpu_of(me)
     with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
@@ -330,7 +212,7 @@ def both_devices(
     tokens_of: how many tokens each step has; else max_tokens first, and then any number.
     """
     device = gpu_of(me)
-    dtype = rank_cases.DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
@@ -364,7 +246,7 @@ def both_devices(
             flat_out = torch.full((rows.numel(), case.hidden), float("nan"), dtype=dtype)
             flat_out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
             out = flat_out.view(*rows, case.hidden)
-            tail = rank_cases._bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
+            tail = bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
             if step % 2 == 0:  # without tails another kernel runs
                 same = same_bits(cpu.combine(out, c), gpu.combine(out.to(device), d).cpu())
             else:
@@ -399,7 +281,7 @@ def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None, ah
     `ahead`: how many steps are launched at most before the host waits for them."""
     device, group = gpu_of(me), group_of(me, case)
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group)
-    dtype = rank_cases.DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     wrong = torch.zeros((), dtype=torch.int64, device=device)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
         before = a2a.stats().get("proxy", {}).get("bytes", 0)
@@ -436,7 +318,7 @@ def soak(me: Any, case: Case, steps: int, done: dict[str, int] | None = None, ah
 def replay(me: Any, case: Case, replays: int) -> int:
     """A captured pair, replayed with changing inputs, against the same steps taken eagerly. Returns how many replays differed."""
     device = gpu_of(me)
-    dtype = rank_cases.DTYPES[case.dtype]
+    dtype = DTYPES[case.dtype]
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
     n = case.max_tokens
     x = torch.zeros(n, case.hidden, dtype=dtype, device=device)
@@ -476,7 +358,7 @@ def lost_peer(me: Any, case: Case, timeout: float) -> Any:
             while me.comm.failure is None and time.monotonic() < until:
                 time.sleep(0.01)
             return "silent"
-        x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+        x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
         a2a.dispatch(x, torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device))
         torch.cuda.synchronize()
         assert int(torch.ones(3, device=device).sum()) == 3
@@ -491,7 +373,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
     """kill -9 between two steps. The others' next step ends by itself, their next host calls name the rank within a second, other
     streams go on, and so do they after reset(). Returns whom they named and when."""
     device = gpu_of(me)
-    x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
     a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=30.0)
 
@@ -540,7 +422,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
 def old_graph(me: Any, case: Case) -> None:
     """A graph of before a reset() does nothing, and disturbs nobody; captured anew it works."""
     device = gpu_of(me)
-    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
 
@@ -578,7 +460,7 @@ def streams(me: Any, case: Case, steps: int) -> None:
     """Each half on a stream of its own, and the streams' other work in between: what is received is what was sent."""
     device = gpu_of(me)
     lanes = [torch.cuda.Stream() for _ in range(4)]
-    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
         torch.cuda.synchronize()
@@ -610,7 +492,7 @@ def held_sms(me: Any, case: Case, left: int, steps: int) -> int:
     words = torch.zeros(1 + held, dtype=torch.int64).pin_memory()  # [0]: end; the others: held
     side = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device=device)
-    x = torch.ones(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype], device=device)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     g = torch.Generator(device=device).manual_seed(case.seed * 1000 + group_of(me, case))
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as a2a:
 

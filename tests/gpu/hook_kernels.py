@@ -10,8 +10,9 @@ import rank_cases
 import torch
 import triton
 import triton.language as tl
+from cases import Case
 from gpu_cases import gpu_of
-from rank_cases import Case, must
+from outcomes import must
 
 import pplx_comm as pc
 

@@ -9,8 +9,8 @@ import os
 import sys
 
 import gpu_cases
+from cases import random_case
 from harness import Member
-from rank_cases import random_case
 
 
 def main(transport: str, numbers: list[int]) -> None:

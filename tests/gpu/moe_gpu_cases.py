@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import moe_overlap_cases
 import torch
+from gpu_cases import gpu_of
 from moe_cases import make_layer, taken
+from moe_overlap_cases import OverlapCase
 from moe_reference import MoECase, error, expected, make_world
 
 from pplx_comm.moe.grouped import choose, triton_mm, triton_scaled
@@ -54,6 +57,21 @@ def in_a_graph(me: Any, case: MoECase) -> list[float]:
             graph.replay()
             seen.append(y.cpu())
     return [error(each, expected(case, world, me.rank).y) for each, world in zip(seen, (second, first), strict=True)]
+
+
+def same_bits(me: Any, case: OverlapCase) -> list[bool]:
+    gpu_of(me)
+    return moe_overlap_cases.same_bits(me, case)
+
+
+def microbatches(me: Any, case: OverlapCase) -> bool:
+    gpu_of(me)
+    return moe_overlap_cases.microbatches(me, case)
+
+
+def nobody_comes(me: Any, case: OverlapCase) -> dict[str, Any]:
+    gpu_of(me)
+    return moe_overlap_cases.nobody_comes(me, case)
 
 
 def products(me: Any, seed: int) -> dict[str, float]:

@@ -9,8 +9,8 @@ from typing import Any
 import gpu_cases
 import rank_cases
 import torch
+from cases import DTYPES, Case
 from gpu_cases import group_of
-from rank_cases import Case
 from reference import same_bits
 
 import pplx_comm as pc
@@ -37,7 +37,7 @@ def _filled(d: pc.Dispatched, name: str) -> torch.Tensor | None:
 def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(case.seed * 1_000_003 + step * 1009 + group)
     tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
-    x = torch.randn(tokens, case.hidden, generator=g).to(rank_cases.DTYPES[case.dtype])
+    x = torch.randn(tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
     ids = torch.randint(-1, case.num_experts, (tokens, case.top_k), generator=g)
     return x.to(device), ids.to(device), torch.rand(tokens, case.top_k, generator=g).to(device)
 
@@ -77,12 +77,24 @@ def against_mapped(me: Any, case: Case, steps: int) -> None:
                 _same(f"combine's result {number}", *(y.cpu() for y in pair), case, step)
 
 
+def remote(me: Any, case: Case) -> list[int]:
+    """A case, and the peers that blocks are put to."""
+    gpu_cases.exchange(me, case)
+    with rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0) as a2a:
+        wiring = a2a._steps.session.wiring
+        name = wiring.kernels.__name__.rpartition(".")[2]
+        rank_cases.must(
+            name == ("_nvshmem" if wiring.puts else "_cuda"), "who puts nothing takes the kernels of mapped memory:", name
+        )
+        return list(wiring.peers.remote)
+
+
 def two(me: Any, case: Case, steps: int) -> None:
     """Two AllToAlls on streams that nothing orders; one is closed and made again, in the memory that it had."""
     device = gpu_cases.gpu_of(me)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     opened = [rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) for _ in range(2)]
-    addresses = [a2a._steps.session.wiring.segment.address for a2a in opened]
+    addresses = [a2a._steps.session.wiring.symmetric.segment.address for a2a in opened]
     assert addresses[0] != addresses[1]
     for step in range(steps):
         for number, a2a in enumerate(opened):
@@ -96,7 +108,7 @@ def two(me: Any, case: Case, steps: int) -> None:
             opened[0].close()
             me.comm.barrier()
             opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0)
-            assert opened[0]._steps.session.wiring.segment.address == addresses[0]
+            assert opened[0]._steps.session.wiring.symmetric.segment.address == addresses[0]
     gpu_cases.settle(device)
     for a2a in opened:
         a2a.check()
@@ -119,7 +131,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
     nvshmem.core.init(device=own, uid=identity, rank=me.rank, nranks=me.world_size, initializer_method="uid")
     memory = nvshmem.core.tensor((64 << 20,), dtype=torch.uint8) if given else None
     with rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, symmetric_memory=memory) as a2a:
-        assert memory is None or a2a._steps.session.wiring.segment.address == memory.data_ptr()
+        assert memory is None or a2a._steps.session.wiring.symmetric.segment.address == memory.data_ptr()
         for step in range(20):
             x, ids, weights = _tokens(case, group_of(me, case), step, device)
             d = a2a.dispatch(x, ids, weights)

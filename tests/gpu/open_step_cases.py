@@ -16,8 +16,9 @@ from typing import Any
 import rank_cases
 import reference
 import torch
+from cases import Case
 from gpu_cases import gpu_of
-from rank_cases import Case
+from outcomes import mistake
 from reference import Tokens, same_bits
 
 import pplx_comm as pc
@@ -562,7 +563,7 @@ def bad_ids(me: Any, case: Case, clumsy: int) -> None:
         world.close(step, "whole")
         streams.settle()
         if me.rank == clumsy:
-            rank_cases.mistake(a2a.check, f"ids that are not 0 to {case.num_experts - 1}, nor -1: they counted as -1")
+            mistake(a2a.check, f"ids that are not 0 to {case.num_experts - 1}, nor -1: they counted as -1")
         world.settle()
         world.close(world.open(draw_inputs(case, r), 1, stream, True), "whole")
         world.settle()

@@ -6,14 +6,16 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import carried
 import copies
 import gpu_cases
 import torch
-from rank_cases import Case, open_all_to_all
+from cases import Case
+from rank_cases import open_all_to_all
 
 import pplx_comm as pc
 
-_moved = gpu_cases.moved
+_moved = carried.moved
 
 
 def _moved_in_a_thread(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tensor | None:
@@ -24,7 +26,7 @@ def _moved_in_a_thread(tensor: torch.Tensor | None, device: torch.device | str) 
 
 def _in_threads(world_size: int, function: Any, *args: Any) -> list[Any]:
     copies.copying()
-    gpu_cases.moved = _moved_in_a_thread
+    carried.moved = _moved_in_a_thread
     return copies.run(world_size, lambda me: function(me, *args))
 
 

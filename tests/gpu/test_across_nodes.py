@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, seed
-from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 GPUS = torch.cuda.device_count()
@@ -24,12 +24,13 @@ CHAOS = {
     "PPLX_COMM_CHAOS": f"seed={seed()},delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3",
     "PPLX_COMM_ENDPOINTS": "2",
     "PPLX_COMM_SHARD_BYTES": "300",
+    "PPLX_COMM_PART_BYTES": "300",
 }
 
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
-    crews = Crews(RANKS)
+    crews = Crews(RANKS, {"PPLX_COMM_PART_BYTES": "2000"})  # small steps' blocks go in parts, too
     yield crews
     crews.close()
 

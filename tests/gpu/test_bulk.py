@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
-from rank_cases import WIRES, Case, random_case
 
 GPUS = torch.cuda.device_count()
 BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cases import Case, random_case
 from harness import Crews, seed
-from rank_cases import Case, random_case
 from soft import EFA, crew_on, crews_on
 from test_across_nodes import CHAOS, small
 from test_failure import NOTICED, left_in_shm

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import Case, random_case
 from harness import Crew, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
-from rank_cases import Case, random_case
 from run_cuda import build_module, nvcc
 
 ROOT = Path(__file__).resolve().parents[2]

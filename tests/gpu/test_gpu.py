@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, clean_environment, seed
-from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module

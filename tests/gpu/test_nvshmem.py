@@ -1,5 +1,8 @@
 """transport="nvshmem" over P2P on one host: every peer by NVSHMEM (node_size=1), and mixed. Each rank needs a GPU of its own.
 
+near: peers' symmetric memory is mapped memory. far: PPLX_COMM_NVSHMEM_NEAR=0, blocks are put as they go to a NIC, which over P2P is a copy by
+one thread: slow, and no figure of it says anything about a NIC.
+
 python -m pytest tests/gpu/test_nvshmem.py                  # a build with -DPPLX_NVSHMEM=ON, and NVSHMEM 3.4.5
 python -m pytest tests/gpu/test_nvshmem.py -m slow -s       # 100,000 steps
 python -m pytest tests/gpu/test_nvshmem.py -k fuzz          # builds the module with PPLX_CUDA_FUZZ first
@@ -17,9 +20,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
-from rank_cases import WIRES, Case, random_case
 from run_cuda import build_module, nvcc
 from test_failure import CLOSED, NOTICED
 
@@ -48,9 +51,17 @@ RANKS = 4 if GPUS >= 4 else 2
 CARRIERS = ["nvshmem", *(["nvshmem-mixed"] if RANKS == 4 else [])]
 
 
+REACH = {"near": {"PPLX_COMM_NVSHMEM_NEAR": "1"}, "far": {"PPLX_COMM_NVSHMEM_NEAR": "0"}}
+
+
+@pytest.fixture(scope="module", params=REACH)
+def reach(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def crew() -> Iterator[Crews]:
-    crews = Crews(RANKS)
+def crew(reach: str) -> Iterator[Crews]:
+    crews = Crews(RANKS, REACH[reach])
     yield crews
     crews.close()
 
@@ -58,6 +69,14 @@ def crew() -> Iterator[Crews]:
 def small(transport: str, **changes: object) -> Case:
     case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, transport=transport)
     return replace(case, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_who_is_put_to(crew: Crews, transport: str, reach: str) -> None:
+    """Over P2P everybody is near."""
+    remote = crew.run("nvshmem_cases:remote", small(transport), timeout=120)
+    node = 2 if transport == "nvshmem-mixed" else 1
+    assert remote == [[peer for peer in range(RANKS) if reach == "far" and peer // node != rank // node] for rank in range(RANKS)]
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
@@ -75,15 +94,6 @@ def test_the_bits_of_mapped_memory(crew: Crews, wire: str, transport: str) -> No
         crew.run("nvshmem_cases:against_mapped", case, 9, timeout=200)
 
 
-def test_whole_blocks_by_one_thread() -> None:
-    """As they go to a NIC: NVSHMEM's own put, which copies here, slowly."""
-    with Crew(RANKS, {"PPLX_COMM_NVSHMEM_NEAR": "0"}) as crew:
-        for number in range(10):
-            case = random_case(seed() * 100_000 + 93_000 + number, RANKS, tuple(CARRIERS))
-            crew.run("gpu_cases:exchange", case, timeout=120)
-        assert crew.run("gpu_cases:soak", small("nvshmem", in_flight=2), 300, timeout=200) == [0] * RANKS
-
-
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_soak(crew: Crews, transport: str) -> None:
     case = small(transport, first_step=2**32 - 500)
@@ -93,15 +103,16 @@ def test_soak(crew: Crews, transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_100_000_steps(crew: Crews) -> None:
-    """Sizes, routing and steps in flight are drawn anew every 2,000."""
+def test_100_000_steps(crew: Crews, reach: str) -> None:
+    """Sizes, routing and steps in flight are drawn anew every 2,000. Of large far blocks fewer: a thread copies them."""
     for number in range(50):
         drawn = random_case(seed() * 100_000 + 95_000 + number, RANKS, tuple(CARRIERS))
         case = small(
             drawn.transport, seed=drawn.seed, in_flight=drawn.in_flight, wire="fp8" if number % 2 else "native",
             hidden=(128, 512, 2048, 7168)[number % 4], max_tokens=(1, 7, 32, 128)[number // 4 % 4], top_k=(1, 2, 4)[number % 3],
         )  # fmt: skip
-        assert crew.run("gpu_cases:soak", case, 2000, timeout=200) == [0] * RANKS, case
+        steps = 2000 if reach == "near" else 2000 // max(1, case.hidden * case.max_tokens // 16384)
+        assert crew.run("gpu_cases:soak", case, steps, timeout=200) == [0] * RANKS, case
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
@@ -129,16 +140,16 @@ def test_two_all_to_alls(crew: Crews, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
-def test_a_silent_rank(transport: str) -> None:
-    with Crew(RANKS) as crew:
+def test_a_silent_rank(transport: str, reach: str) -> None:
+    with Crew(RANKS, REACH[reach]) as crew:
         found = crew.run("gpu_cases:lost_peer", small(transport), 0.5, timeout=100)
         assert found == [RANKS - 1] * (RANKS - 1) + ["silent"]
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
-def test_killed(transport: str) -> None:
+def test_killed(transport: str, reach: str) -> None:
     """Named within a second; close() works, and the process lives and goes on."""
-    with Crew(RANKS) as crew:
+    with Crew(RANKS, REACH[reach]) as crew:
         crew.start("gpu_cases:killed", small(transport), 1)
         crew.heard(1, "dying")
         died = crew.kill(1)
@@ -149,10 +160,10 @@ def test_killed(transport: str) -> None:
 
 @pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
 @pytest.mark.parametrize("transport", CARRIERS)
-def test_reset(transport: str, tmp_path: Path) -> None:
+def test_reset(transport: str, reach: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
-    with Crew(4) as crew:
+    with Crew(4, REACH[reach]) as crew:
         crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
         for r in crew.collect(120, [1, 3]):
             for i in range(2):
@@ -162,16 +173,16 @@ def test_reset(transport: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
-def test_ranks_that_end_a_step_differently(kind: str) -> None:
-    with Crew(RANKS) as crew:
+def test_ranks_that_end_a_step_differently(kind: str, reach: str) -> None:
+    with Crew(RANKS, REACH[reach]) as crew:
         case = Case(seed(), RANKS, transport="nvshmem")
         for r in crew.run("gpu_cases:on_gpu", "failure_cases:mismatch", case, kind, timeout=120):
             assert r.get("is_peer") and r["closing"] < CLOSED, r
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["our memory", "its memory"])
-def test_an_nvshmem_that_is_there_already(given: bool) -> None:
-    with Crew(RANKS) as crew:
+def test_an_nvshmem_that_is_there_already(given: bool, reach: str) -> None:
+    with Crew(RANKS, REACH[reach]) as crew:
         if crew.run("nvshmem_cases:begun_by_nvshmem4py", small("nvshmem"), given, timeout=120) == [False] * RANKS:
             pytest.skip("no nvshmem4py")
 
@@ -205,10 +216,11 @@ def fuzz() -> str:
 
 @pytest.mark.timeout(1200)
 def test_fuzz(fuzz: str) -> None:
-    with Crew(RANKS, {"PPLX_TEST_NVSHMEM": fuzz, "PPLX_COMM_CUDA_FUZZ": str(seed())}) as crew:
+    """Of the module's own kernels. Where all are near, they are those of mapped memory."""
+    with Crew(RANKS, {"PPLX_TEST_NVSHMEM": fuzz, "PPLX_COMM_CUDA_FUZZ": str(seed()), **REACH["far"]}) as crew:
         for number in range(20):
             case = random_case(seed() * 100_000 + 97_000 + number, RANKS, tuple(CARRIERS))
             crew.run("gpu_cases:exchange", case, timeout=120)
-        for wire, hidden, tokens, steps in (("native", 512, 32, 5000), ("fp8", 512, 32, 5000), ("native", 7168, 128, 500)):
+        for wire, hidden, tokens, steps in (("native", 512, 32, 5000), ("fp8", 512, 32, 5000), ("native", 7168, 128, 50)):
             case = small("nvshmem", hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
             assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS

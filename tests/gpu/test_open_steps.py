@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case
 from harness import Crews, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
-from rank_cases import Case
 
 GPUS = torch.cuda.device_count()
 APART = [n for n in (2, 4) if n <= GPUS]

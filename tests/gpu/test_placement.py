@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import Case, random_case
 from harness import Crew, Crews, run_ranks, seed
-from rank_cases import Case, random_case
 
 GPUS = torch.cuda.device_count()
 RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)
@@ -26,7 +26,8 @@ def process() -> Iterator[Crews]:
     """One process, whose threads are the ranks."""
     # A kernel that is loaded when it is first launched makes all threads of the process wait for those that run.
     # Streams share a GPU's queues, by default eight: a copy must not come to stand behind a kernel that waits for it.
-    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"})
+    parts = {"PPLX_COMM_PART_BYTES": "2000"}
+    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", **parts})
     yield crews
     crews.close()
 

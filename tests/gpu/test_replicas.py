@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import WIRES, Case, random_case
 from harness import Crew, Crews, seed
-from rank_cases import WIRES, Case, random_case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 GPUS = torch.cuda.device_count()

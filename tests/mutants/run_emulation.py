@@ -1,10 +1,11 @@
-"""Builds the carrier mutants, runs the emulation's tests on each, and says who was caught.
+"""Builds mutants of what kernels promise the proxy, and a carrier that they drive; runs the emulation's tests on each, and says who
+was caught.
 
     python tests/mutants/run_emulation.py              all
     python tests/mutants/run_emulation.py signal       those whose names have one of these words
 
-They are of what kernels, and a carrier that they drive, promise each other: `pplx_emulated_carrier` of build/dev, in which the files that
-depend on the mutant's own are compiled again. Exit code 1 if one survives, or no longer applies.
+A mutant is of one of the emulation's modules in build/dev, in which the files that depend on the mutant's own are compiled again. Exit code
+1 if one survives, or no longer applies.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pathlib import Path
 
 import run
 
-TARGET = "pplx_emulated_carrier"
+TARGETS = {"_nvshmem": "pplx_emulated_carrier", "_cuda": "pplx_emulation"}
 WORK = run.ROOT / "build" / "mutants-emulation"
 COPIED = ("proxy", "src", "tests/emulation")
 TESTS = "tests/emulation/test_emulation.py"
 LIMIT = 300.0
 
 CARRIER, PUTS, NETWORK = "src/cuda/carrier.cuh", "src/cuda/puts.cpp", "tests/emulation/network.cpp"
+REMOTE = "src/cuda/remote.cuh"
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,11 @@ class Mutant:
     new: str
     why: str
     tests: str  # for pytest -k
+    module: str = "_nvshmem"
 
 
-SHAPES, RESET = "random_shapes_by_kernels", "test_reset and nvshmem"
+SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
+PROXY = "test_random_shapes and tcp"
 
 MUTANTS = [
     Mutant(
@@ -51,44 +55,52 @@ MUTANTS = [
         SHAPES,
     ),
     Mutant(
-        "rows are taken with the header",
-        CARRIER,
-        "  return row_puts == 0 || wait_for_puts(k, step, rows_signal(op), phase, peer, row_puts);\n",
-        "  return true;\n",
-        "puts have no order: the header of a near peer comes before its rows",
+        "a block goes before its last row",
+        REMOTE,
+        "lacking = (sizes.begin(last + 1) - rows) * each;",
+        "lacking = (sizes.begin(last + 1) - rows) * each + (rows > 0 ? 1 : 0);",
+        "the block is put while its last row, or strip, is being stored",
+        SHAPES,
+    ),
+    Mutant(
+        "a heap that was another's is not cleared",
+        "src/cuda/exchange.cpp",
+        "cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream)",
+        "cudaMemsetAsync(heap.data(), 0, 0 * heap.bytes(), stream)",
+        "what an earlier AllToAll left in symmetric memory opens steps of this one",
+        NEAR,
+    ),
+    Mutant(
+        "weights count as combine does",
+        "src/protocol/signals.h",
+        "signal_of(op), source);\n",
+        "signal_of(op == Op::Weights ? Op::Combine : op), source);\n",
+        "weights open a combine that is not there",
         SHAPES,
     ),
     Mutant(
         "signal of the wrong set",
         CARRIER,
-        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
-        "from, bytes, signal_of(k, step + 1, signal, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step, op, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step + 1, op, k.c.rank));\n",
         "with steps in flight one opens another one's rows",
         SHAPES,
     ),
     Mutant(
         "signal of the wrong peer",
         CARRIER,
-        "from, bytes, signal_of(k, step, signal, k.c.rank));\n",
-        "from, bytes, signal_of(k, step, signal, peer));\n",
+        "layout.bytes(rows), signal_of(k, step, op, k.c.rank));\n",
+        "layout.bytes(rows), signal_of(k, step, op, peer));\n",
         "the block of one source opens another one's place",
         SHAPES,
     ),
     Mutant(
         "count not rebased at reset",
         PUTS,
-        "counts->base[set][signal][source] = signals[at++];\n",
-        "counts->base[set][signal][source] = 0 * signals[at++];\n",
+        "counts->base[set][op][source] = signals[number_of(set, op, source)];\n",
+        "counts->base[set][op][source] = 0 * signals[number_of(set, op, source)];\n",
         "what the old generation counted opens the first steps of the new one",
         RESET,
-    ),
-    Mutant(
-        "rows promised in earlier steps are forgotten",
-        CARRIER,
-        "*of_signal(k.puts->promised, k, step, rows_signal(op), peer) + more : 0;\n",
-        "more : 0;\n",
-        "rows of the step before the last open this one's",
-        SHAPES,
     ),
     Mutant(
         "data overwritten before it left",
@@ -114,15 +126,78 @@ MUTANTS = [
         "headers of earlier steps open this one",
         SHAPES,
     ),
+    Mutant(
+        "part not waited for",
+        REMOTE,
+        "parts_of(k, op).part_of(row) + 1) != 0;\n",
+        "parts_of(k, op).part_of(row / 2) + 1) != 0;\n",
+        "rows are read while the network writes them",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "part behind a gap is told of",
+        REMOTE,
+        "return __ffs(static_cast<int>(~(word & (kTelling - 1)))) - 1;",
+        "return __popc(word & (kTelling - 1));",
+        "the proxy sends rows that are not stored yet",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "part completed meanwhile is forgotten",
+        REMOTE,
+        "    seen = now & ~kTelling;\n  }",
+        "    return;\n  }",
+        "who told of the parts before did not look again, and nobody else does",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "two threads tell of parts",
+        REMOTE,
+        "  if ((seen & kTelling) != 0) return;\n",
+        "",
+        "the mail of fewer parts is stored over that of more",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "part goes without its header",
+        REMOTE,
+        "* each + (part == 0 ? 1 : 0);\n",
+        "* each;\n",
+        "a peer reads the header of an earlier step",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "last part lacks rows",
+        REMOTE,
+        "  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));\n",
+        "",
+        "a block that does not fill its last part never leaves",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "all parts are passed on with the first",
+        REMOTE,
+        "pieces_word(k.generation, step, came));\n",
+        "pieces_word(k.generation, step, all));\n",
+        "other thread blocks read rows that have not come",
+        PROXY,
+        "_cuda",
+    ),
 ]
 
 
-def commands() -> tuple[list[tuple[Path, list[str]]], list[str]]:
+def commands(module: str) -> tuple[list[tuple[Path, list[str]]], list[str]]:
     """How each object of the module is compiled, by source; and how they are linked."""
     compiled = []
     for entry in json.loads((run.BUILD / "compile_commands.json").read_text()):
         words = shlex.split(entry["command"])
-        if "-o" in words and f"{TARGET}.dir/" in words[words.index("-o") + 1]:
+        if "-o" in words and f"{TARGETS[module]}.dir/" in words[words.index("-o") + 1]:
             compiled.append((Path(entry["file"]), words))
     first = compiled[0][1]
     compiler = first[: next(i for i, word in enumerate(first) if word.startswith("-"))]
@@ -150,7 +225,7 @@ def build(mutant: Mutant, folder: Path) -> None:
         shutil.copytree(run.ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     file = folder / mutant.file
     file.write_text(file.read_text().replace(mutant.old, mutant.new))
-    compiled, link = commands()
+    compiled, link = commands(mutant.module)
     objects: list[Path] = []
     for number, (source, words) in enumerate(compiled):
         own = folder / source.relative_to(run.ROOT)
@@ -164,7 +239,7 @@ def build(mutant: Mutant, folder: Path) -> None:
         changed[at] = str(objects[-1])
         run.checked(changed)
     for module in (run.BUILD / "tests" / "emulation").glob("*.so"):
-        if not module.name.startswith("_nvshmem"):
+        if not module.name.startswith(f"{mutant.module}."):
             (folder / module.name).symlink_to(module)
             continue
         run.checked([*link, *map(str, objects), "-latomic", "-ldl", "-o", str(folder / module.name)])
@@ -191,7 +266,7 @@ def main(words: list[str]) -> int:
         code, output = run.call(["env", f"PPLX_TEST_EMULATION={WORK}", *pytest], LIMIT, run.ROOT)
         caught = code in (None, 1)
         lines = [line.removeprefix("E").strip() for line in output.splitlines()]
-        said = [line for line in lines if re.match(r"a put |rank_cases.Failed|\S*Error: ", line)] or ["it hangs"]
+        said = [line for line in lines if re.match(r"a put |outcomes.Failed|\S*Error: ", line)] or ["it hangs"]
         survivors += not caught
         tried += 1
         verdict = said[-1][:110] if caught else f"passes (exit {code}), though {mutant.why}"

@@ -8,7 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import rank_cases
-from rank_cases import Case, Good, Runner, end_of, open_all_to_all, raised
+from cases import Case
+from outcomes import Failed, raised
+from rank_cases import Good, Runner, end_of, open_all_to_all
 
 import pplx_comm as pc
 
@@ -25,7 +27,7 @@ def exchange(me: Any, case: Case) -> tuple[str, Counter[str]]:
             before = counted(a2a)
             return Runner(me, case, a2a).run(), counted(a2a) - before
     except BaseException as error:
-        raise rank_cases.Failed(f"{case}: {type(error).__name__}: {error}") from error
+        raise Failed(f"{case}: {type(error).__name__}: {error}") from error
 
 
 def many_steps(me: Any, case: Case, steps: int) -> Counter[str]:

@@ -14,23 +14,9 @@ from typing import Any
 
 import reference
 import torch
-from rank_cases import (
-    DTYPES,
-    Case,
-    Failed,
-    Good,
-    Starved,
-    Step,
-    attach_tails,
-    check_dispatched,
-    end_of,
-    make_steps,
-    mistake,
-    must,
-    open_all_to_all,
-    raised,
-    run_experts,
-)
+from cases import DTYPES, Case, Step, make_steps
+from outcomes import Failed, Starved, mistake, must, raised
+from rank_cases import Good, attach_tails, check_dispatched, end_of, open_all_to_all, run_experts
 from reference import Tokens, same_bits
 
 import pplx_comm as pc

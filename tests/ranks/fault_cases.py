@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import networks
+from cases import Case
 from failure_cases import Survivor
-from rank_cases import Case, Good, open_all_to_all, raised
+from outcomes import raised
+from rank_cases import Good, open_all_to_all
 
 import pplx_comm as pc
 from pplx_comm.control import memfd

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import rank_cases
+import outcomes
 import torch
-from rank_cases import Case, open_all_to_all
+from cases import Case
+from rank_cases import open_all_to_all
 
 import pplx_comm as pc
 from pplx_comm.device.steps import Steps
@@ -206,13 +207,13 @@ def rules(me: Any, case: Case) -> None:
             (lambda: a2a.dispatch(leaf, ids, plan=d.plan), "plan= replaces topk_ids"),
             (lambda: a2a.dispatch(leaf[1:], plan=d.plan), "the plan is for"),
         ):
-            raised = rank_cases.raised(wrong)
+            raised = outcomes.raised(wrong)
             assert says in raised["message"], (says, raised)
         with torch.no_grad():
             out = torch.ones_like(x)
             assert a2a.combine(d.x * 2, d, out=out, accumulate=True) is out
             assert torch.allclose(out, expected + 1, atol=1e-5)
-        assert "combined once" in rank_cases.raised(lambda: a2a.combine(d.x, d))["message"]
+        assert "combined once" in outcomes.raised(lambda: a2a.combine(d.x, d))["message"]
         assert a2a.stats()["steps"] == steps + 1 and a2a.stats()["open_steps"] == 0
 
 
@@ -245,7 +246,7 @@ def old_tensors(me: Any, case: Case, gpu: bool = False) -> None:
             lambda: a2a.dispatch(x, plan=d.plan),
             lambda: a2a.dispatch(leaf, plan=plain.plan),
         ):
-            raised = rank_cases.raised(wrong)
+            raised = outcomes.raised(wrong)
             assert "before reset()" in raised["message"], raised
         assert a2a.stats()["open_steps"] == 0
         assert torch.equal(fast(leaf), pair(x))

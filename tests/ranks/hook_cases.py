@@ -13,7 +13,9 @@ from typing import Any
 import rank_cases
 import reference
 import torch
-from rank_cases import Case, Failed, Runner, Step, must
+from cases import DTYPES, Case, Step
+from outcomes import Failed, must
+from rank_cases import Runner
 from reference import same_bits
 
 import pplx_comm as pc
@@ -267,7 +269,7 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float) -> dict[str, An
     """One rank's kernel never writes one block. After reset() all go on."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
         g = torch.Generator().manual_seed(case.seed)
-        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(rank_cases.DTYPES[case.dtype])
+        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
         ids = torch.arange(case.max_tokens * case.top_k).view(case.max_tokens, case.top_k) % case.num_experts
 
         def step(raised: bool) -> torch.Tensor:
@@ -300,7 +302,7 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float) -> dict[str, An
 def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
     """Rank 1 does not dispatch: the words of the others are raised all the same, so that nobody spins for ever."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
-        x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype])
+        x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype])
         ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64)
         said: dict[str, Any] = {}
         try:
@@ -348,7 +350,7 @@ def overflowing(me: Any, case: Case) -> None:
             noticed(a2a.dispatch_recv, d)
             watcher.join()
             d.ready.view(torch.int32).fill_(1)
-            noticed(a2a.combine, torch.zeros(d.x.shape, dtype=rank_cases.DTYPES[case.dtype]), d, ready=d.ready)
+            noticed(a2a.combine, torch.zeros(d.x.shape, dtype=DTYPES[case.dtype]), d, ready=d.ready)
 
 
 def mistakes(me: Any, case: Case) -> list[str]:
@@ -363,7 +365,7 @@ def mistakes(me: Any, case: Case) -> list[str]:
         else:
             said.append("nothing")
 
-    x = torch.zeros(case.max_tokens, case.hidden, dtype=rank_cases.DTYPES[case.dtype])
+    x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype])
     ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64)
     with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
         refused(a2a.dispatch, x, ids, expert_groups=0)

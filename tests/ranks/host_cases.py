@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from graph_cases import apart
-from rank_cases import raised
+from outcomes import raised
 
 import pplx_comm as pc
 from bench.host import NoLaunches, allocations, without_launches

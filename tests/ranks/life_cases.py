@@ -10,7 +10,9 @@ import threading
 import time
 from typing import Any
 
-from rank_cases import Case, Good, end_of, must, open_all_to_all, raised
+from cases import Case
+from outcomes import must, raised
+from rank_cases import Good, end_of, open_all_to_all
 
 import pplx_comm as pc
 from pplx_comm.wiring.carriers import Carriers

@@ -8,7 +8,9 @@ from typing import Any
 
 import reference
 import torch
-from rank_cases import DTYPES, Case, Good, check_dispatched, environment, exchange, mistake, must, open_all_to_all, raised
+from cases import DTYPES, Case
+from outcomes import mistake, must, raised
+from rank_cases import Good, check_dispatched, environment, exchange, open_all_to_all
 from reference import same_bits
 
 import pplx_comm as pc

@@ -158,6 +158,34 @@ def padded(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
+def parts(me: Any, seed: int) -> dict[str, bool]:
+    """Of some experts, whose rows do not begin at row 0: their rows alone, to the bit, and no others."""
+    whole, found, width, height = SPREADS["even"], {}, 160, 96
+    part, rows = Segments(whole.where[1:4], expected=50, part=True), slice(int(whole.where[1]), int(whole.where[3]))
+    others = torch.ones(ROWS, dtype=torch.bool)
+    others[rows] = False
+    x, w = normal(seed, ROWS, width).half(), normal(seed, 5, height, width).half()
+    x_codes, w_codes = quantise.quantise(normal(seed, ROWS, width)), quantise.quantise_weights(w.float())
+    some_codes = w_codes[0][1:3], w_codes[1][1:3]
+    for tma in (False, True):
+        numbers, codes = triton_mm.TritonGroupedMm(tma), TritonScaledMm(tma)
+        for name, seen, wanted in (
+            ("numbers", lambda out: numbers.forward(x, w[1:3], part, out), numbers.forward(x, w, whole)),
+            (
+                "codes", lambda out: codes.product(x_codes, some_codes, part, False, torch.float16, out),
+                codes.product(x_codes, w_codes, whole, False, torch.float16),
+            ),
+        ):  # fmt: skip
+            out = torch.full((ROWS, height), 7, dtype=torch.float16)
+            seen(out)
+            found[f"{name} {tma}"] = torch.equal(out[rows], wanted[rows]) and bool((out[others] == 7).all())
+    h = normal(seed, ROWS, 2 * width).half()
+    found["swiglu"] = torch.equal(launch.swiglu(h, part)[rows], launch.swiglu(h, whole)[rows])
+    for seen, wanted in zip(launch.swiglu_quantise(h, part), launch.swiglu_quantise(h, whole), strict=True):
+        found[f"activated {seen.dtype}"] = torch.equal(seen[rows].float(), wanted[rows].float())
+    return found
+
+
 def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
     """What tl.dot_scaled means, which the interpreter does not know."""
     import triton.language as tl
@@ -228,19 +256,33 @@ def activations(me: Any, seed: int) -> dict[str, float | bool]:
     return found
 
 
+def check_words(name: str, ptx: str, tma: bool) -> None:
+    """What orders rows and words, in the machine's words."""
+    if name == "rows_by_weights_as_they_come":
+        acquire = ptx.index(".acquire")
+        rows = ptx.index("cp.async.bulk.tensor" if tma else "cp.async.cg", acquire)
+        assert ptx.index("prefetch.global.L2") < acquire and (not tma or acquire < ptx.index("fence.proxy.async;") < rows)
+    elif name == "rows_by_weights_with_words":
+        assert "bar.sync" in ptx[: ptx.index(".release")]
+    elif name in ("until_raised", "until_reached"):
+        assert ".acquire" in ptx
+
+
 def compiled(me: Any, cache: str) -> dict[str, int]:
     """Tensor core instructions by kernel, of each compiled for compute capability 9.0, and 10.0 for MXFP8, which takes no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pplx_comm.moe.kernels import activation, formats, grouped, mx, scaled
+    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, scaled
 
     triton.knobs.cache.dir = cache
     rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
     strides = [f"{of}{name}" for of in ("", "out_") for name in ("row_stride", "scale_stride", "skew")]
     counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
-    counts |= {"where": "*i32", "offsets": "*i32"}
+    counts |= dict.fromkeys(("chunks_in_all", "least"), "i32")
+    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "begun", "word", "count")
+    counts |= dict.fromkeys(words, "*i32")
     f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
     grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
     variants: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
@@ -274,6 +316,17 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
         variants.append((scaled.scaled_rows_by_weights, types, tiles))
         variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**tiles, "MX": 32}))
+        beside_step = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "CHUNK": 2}
+        waits = {"ASSEMBLY": True, "WINDOW": 256, "LINES": 8}
+        of_codes = {**types, "weights": e4m3}
+        of_numbers = {"x": of("bf16", 128, 64), "w": of("bf16", 256, 64), "weights": bf16}
+        of_numbers |= dict.fromkeys(("x_scale", "w_scale", "out"), bf16)
+        for codes, types in ((False, of_numbers), (True, of_codes)):
+            tiles = {**beside_step, "SCALED": codes, **({"SIDE": 128, "INNER": 128} if codes else {"SIDE": 256, "INNER": 64})}
+            strip = {"STRIP": 4, "BYTES": 1} if codes else {"STRIP": 1, "BYTES": 2}
+            variants.append((beside.rows_by_weights_as_they_come, types, {**tiles, **waits, **strip}))
+            variants.append((beside.rows_by_weights_with_words, types, {**tiles, "GROUP": 8, "ORDERED": True}))
+    variants += [(beside.until_raised, {}, {}), (beside.until_reached, {}, {})]
     found: dict[str, int] = {}
     both = [
         (*variant, padded) for variant in variants for padded in (False, True) if not padded or "PADDED" in variant[0].arg_names
@@ -293,5 +346,6 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
             target=GPUTarget("cuda", 100 if kernel is mx.mx_rows_by_weights else 90, 32), options={"num_warps": 8, "num_stages": 3},
         )  # fmt: skip
         ptx = made.asm["ptx"]
+        check_words(kernel.__name__, ptx, "TMA" in constants and constants["TMA"])
         found[f"{number} {kernel.__name__}"] = ptx.count("wgmma.mma_async") + ptx.count("kind::mxf8f6f4.block_scale")
     return found

@@ -31,7 +31,11 @@ class MoECase:
     in_flight: int = 1
     gemm: str = "auto"
     scaled_gemm: str = "auto"
+    overlap: str = "none"
+    expert_groups: int = 4
     device: str = "cpu"
+    all_to_all: dict[str, object] = field(default_factory=dict)
+    """Further arguments of the AllToAll."""
     losses: tuple[float, float] = (0.1, 0.01)
     """Coefficients of the load-balance and the z loss."""
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cases import Case
 from failure_cases import until_failure
-from rank_cases import Case, Good, Runner, mistake, open_all_to_all, raised
+from outcomes import mistake, raised
+from rank_cases import Good, Runner, open_all_to_all
 
 
 def out_of_order(me: Any, case: Case) -> tuple[str, str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from cases import Case
 from harness import Crew, Crews
-from rank_cases import Case
 
 import pplx_comm as pc
 import pplx_comm._core as _core

@@ -13,7 +13,7 @@ from test_bench import ROOT, ranks_of
 
 from bench.harness.reference import Wrong
 from bench.harness.world import World
-from bench.moe import layers, measure
+from bench.moe import layers, measure, timeline
 from bench.moe.options import LayerOptions, from_arguments, parser_of
 
 TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", "2", "--rounds", "1", "--timeout", "60"]
@@ -51,6 +51,54 @@ def test_all_layers(tmp_path: Path) -> None:
         if point["layer"] == "ours":
             assert point["notes"]["layout"].startswith("Padded" if point["tokens"] == 4 else "Ragged")
     assert any(point["notes"].get("dropped", 0) > 0.1 for point in on if point["routing"] == "hot")
+
+
+def test_overlap(tmp_path: Path) -> None:
+    """A line for each way, and a timeline of each: products of four groups beside combine's send half, in a thread of its own."""
+    file, picture = tmp_path / "layer.json", tmp_path / "timeline.png"
+    pytest.importorskip("matplotlib")
+    arguments = [*TINY, "--tokens", "24", "--decode-tokens", "1", "--experts", "8", "--layers", "ours", "--routings", "ordered"]
+    arguments += [
+        "--overlap",
+        "none,groups,signals",
+        "--transport",
+        "proxy",
+        "--provider",
+        "tcp",
+        "--timeline",
+        str(picture),
+        "--json",
+        str(file),
+    ]
+    statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)
+    assert statuses == [0, 0] and picture.stat().st_size, said
+    of = json.loads(file.read_text())
+    on = {(point["layer"], point["precision"]): point for point in of["points"] if point["off"] is None}
+    assert set(on) == {(name, precision) for name in ("ours", "ours groups") for precision in ("bf16", "fp8")}
+    assert "off: ours signals (bf16): overlap=" in said
+    assert all(point["error"] == on["ours", precision]["error"] for (_, precision), point in on.items()), "not the same bits"
+    halves = ["dispatch, send", "dispatch, receive", "up", "down", "combine, send", "combine, receive"]
+    assert len(of["timelines"]) == 4
+    for one in of["timelines"]:
+        groups = 1 if one["layer"] == "ours" else 4
+        for spans in one["spans"]:
+            assert sorted(span["what"] for span in spans) == sorted(halves + ["up", "down"] * (groups - 1)), spans
+            beside = {span["what"] for span in spans if span["lane"]}
+            assert beside == (set() if groups == 1 else {"dispatch, receive", "combine, send"})
+            assert all(span["begin"] <= span["end"] for span in spans)
+
+
+def test_kernels_of_a_timeline() -> None:
+    """What torch's profiler says of a step on two streams, as it is drawn."""
+    names = ["dispatch_kernel", "dispatch_hooks", "until_raised", "rows_by_weights_as_they_come", "swiglu_forward", "memset"]
+    names += ["rows_by_weights_with_words", "until_reached", "combine_kernel", "combine_kernel"]
+    streams = [7, 7, 3, 3, 3, 3, 3, 7, 7, 3]
+    kernels = [(name, stream, 1000 * (at + 5), 500) for at, (name, stream) in enumerate(zip(names, streams, strict=True))]
+    spans = timeline.spans_of_kernels(kernels[::-1])
+    wanted = "dispatch, send; dispatch, receive; wait; up; activation; down; wait; combine, send; combine, receive"
+    assert "; ".join(span.what for span in spans) == wanted
+    assert [span.lane for span in spans] == [1, 1, 0, 0, 0, 0, 1, 1, 0]
+    assert (spans[0].begin, spans[0].end, spans[-1].end) == (0, 0.5, 9.5)
 
 
 def one_rank(*more: str) -> tuple[LayerOptions, SimpleNamespace]:

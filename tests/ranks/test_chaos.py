@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from cases import Case, random_case
 from harness import Crew, seed
-from rank_cases import Case, random_case
 
 KINDS = {"delayed", "shuffled", "split", "duplicated", "replayed", "refused"}
 TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case
 from failure_cases import PLACES
 from harness import Crew, Crews, seed
-from rank_cases import Case
 
 import pplx_comm._core as _core
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case
 from harness import Crew, seed
-from rank_cases import Case
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]

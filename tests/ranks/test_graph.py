@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import Case
 from harness import Crew, Crews, seed
-from rank_cases import Case
 
 CASE = Case(7, 2, num_experts=6, top_k=3, hidden=64, max_tokens=12, dtype="float32", align=8)
 LAYOUTS = ["ragged", "padded", "compact"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+from cases import Case, in_pieces, random_case
 from harness import Crew, Crews, seed
-from rank_cases import Case, in_pieces, random_case
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"ep{n}")

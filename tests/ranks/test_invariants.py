@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
+from cases import CROWDS, ROUTINGS, TRANSPORTS, WIRES, Case, random_case, variants
 from harness import Crew, Crews, seed
-from rank_cases import CROWDS, ROUTINGS, TRANSPORTS, WIRES, Case, random_case, variants
 
 LAYOUTS = ("ragged", "padded", "compact")
 CASES = {1: 5, 2: 16, 3: 16, 4: 14, 5: 5, 8: 4}

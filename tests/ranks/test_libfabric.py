@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import Case
 from harness import Crew
 from networks import Networks
-from rank_cases import Case
 
 import pplx_comm._core as _core
 from pplx_comm.control.sockets import local_addresses

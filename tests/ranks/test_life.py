@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import Case
 from harness import Crew, Crews, clean_environment
-from rank_cases import Case
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
 
@@ -154,8 +154,8 @@ def test_a_small_dev_shm(tmp_path: Path) -> None:
     """Memory between ranks has no name: /dev/shm may be as small as a container's, and stays empty."""
     script = (
         "mount -t tmpfs -o size=64m tmpfs /dev/shm && "
-        f"{sys.executable} -c 'import harness, rank_cases as rc; "
-        'case = rc.Case(1, 2, max_tokens=32, hidden=7168, layout="compact"); '
+        f"{sys.executable} -c 'import cases, harness; "
+        'case = cases.Case(1, 2, max_tokens=32, hidden=7168, layout="compact"); '
         'harness.run_ranks(2, "life_cases:big_step", case)\' && '
         "ls -A /dev/shm | wc -l"
     )

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from cases import Case
 from harness import TESTS, Crew, clean_environment
 from networks import Networks, require_namespaces
-from rank_cases import Case
 from test_failure import CLOSED, left_in_shm
 
 ROOT = TESTS.parent

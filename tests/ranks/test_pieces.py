@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cases import Case, in_pieces
 from harness import Crew, Crews, seed
-from rank_cases import Case, in_pieces
 from test_chaos import HARD, chaos
 from test_failure import check_all_gone, check_survivors
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from cases import Case, random_case
 from harness import Crew, seed
-from rank_cases import Case, random_case
 from test_failure import check_all_gone, check_survivors
 
 TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:tcp")

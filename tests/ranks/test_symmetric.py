@@ -75,8 +75,8 @@ class Module:
         self.taken += nbytes
         return 1000 * MIB + self.taken - nbytes
 
-    def is_near(self, address: int, pe: int) -> bool:
-        return pe not in self.unreached
+    def reached_at(self, address: int, pe: int) -> int:
+        return 0 if pe in self.unreached else address + (pe + 1 << 40)
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +100,13 @@ def on_ranks(world: World, call: Callable[[Any, nvshmem.Library, Module], Any]) 
     return threads.run(len(world.pes), rank, prepare)
 
 
+def start(control: Any, library: nvshmem.Library, nbytes: int = MIB, given: Any = None, timeout: float = 5.0) -> nvshmem.Reach:
+    return library.start(control, 0, nbytes, given, timeout, [], True)
+
+
 def one(control: Any, library: nvshmem.Library, module: Module) -> nvshmem.Segment:
-    return library.segment(control, 0, 5 * MIB + control.rank, None, 5.0)
+    nbytes = 5 * MIB + control.rank
+    return library.segment(control, 0, nbytes, None, start(control, library, nbytes), 5.0)
 
 
 def test_started_here() -> None:
@@ -109,7 +114,8 @@ def test_started_here() -> None:
     segments = on_ranks(world, one)
     assert [s.pes for s in segments] == [[0, 1, 2]] * 3
     assert {s.nbytes for s in segments} == {6 * MIB}, "as much as the rank that needs most, in whole granules"
-    assert [s.near for s in segments] == [[1, 2], [0, 2], [0, 1]]
+    for rank, segment in enumerate(segments):
+        assert segment.near == {pe: segment.address + (pe + 1 << 40) for pe in range(3) if pe != rank}
     assert world.calls.count(("unique_id", 0)) == 1 and sorted(c for c in world.calls if c[0] == "init") == [
         ("init", rank, rank, 3) for rank in range(3)
     ]
@@ -122,13 +128,50 @@ def test_begun_by_another_library() -> None:
     assert sorted(world.calls) == [("attach", rank) for rank in range(3)]
 
 
-def test_near_is_what_stores_reach() -> None:
+def test_near_is_what_stores_reach_both_ways() -> None:
     def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
         if control.rank == 0:
             module.unreached = {5}
-        return one(control, library, module).near
+        return sorted(one(control, library, module).near)
 
-    assert on_ranks(World([4, 5, 6], begun=True), call) == [[2], [0, 2], [0, 1]]
+    assert on_ranks(World([4, 5, 6], begun=True), call) == [[2], [2], [0, 1]]
+
+
+def test_a_rank_that_does_not_look() -> None:
+    """PPLX_COMM_NVSHMEM_NEAR=0 on one rank: to it, and by it, blocks are put."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
+        reach = library.start(control, 0, MIB, None, 5.0, [], control.rank != 1)
+        return sorted(library.segment(control, 0, MIB, None, reach, 5.0).near)
+
+    assert on_ranks(World([4, 5, 6], begun=True), call) == [[2], [], [0]]
+
+
+def reach_of(mapped: list[set[int]], near: list[set[int]]) -> list[set[int]]:
+    reach = nvshmem.Reach([*range(len(mapped))], mapped, near)
+    return [reach.near_of(rank) for rank in range(len(mapped))]
+
+
+def test_near_peers_beside_those_of_the_node() -> None:
+    """A heap has one place for all who map it."""
+    nodes, all_of_them = [{1}, {0}, {3}, {2}], [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
+    assert reach_of(nodes, all_of_them) == [{2, 3}, {2, 3}, {0, 1}, {0, 1}]
+    assert reach_of(nodes, nodes) == [set()] * 4, "nobody of another node: heaps stay where they are"
+    assert reach_of(nodes, [{1, 2}, {0}, {0, 3}, {2}]) == [{2}, set(), {0}, set()]
+    assert reach_of(nodes, [{2, 3}, {2, 3}, {0, 1, 3}, {0, 1, 2}]) == [set()] * 4, "ranks of a node cannot"
+    assert reach_of(nodes, [{1, 2, 3}, {2, 3}, {0, 1, 3}, {0, 1, 2}]) == [set()] * 4, "one of a node cannot"
+
+
+def test_memory_that_is_mapped_in_part() -> None:
+    """NVSHMEM has said that stores reach the peer."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        module.unreached = {0} if control.rank == 1 else set()
+        return library.segment(control, 0, MIB, None, reach, 5.0)
+
+    for error in on_ranks(World([0, 1]), call):
+        assert isinstance(error, pc.Error) and "rank 0" in str(error) and "not all" in str(error), error
 
 
 def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,6 +201,23 @@ def test_a_part_of_a_larger_job() -> None:
         assert "8 PEs" in str(error) and "2 ranks" in str(error)
 
 
+def test_what_is_left_of_a_job() -> None:
+    """Memory that is there is taken, also when PEs have died since; none can be made any more."""
+    world = World([0, 1])
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> tuple[int, int]:
+        first = one(control, library, module)
+        first.close(True)
+        world.n_pes = 3
+        second = one(control, library, module)
+        with pytest.raises(pc.Error, match=r"3 PEs and 2 ranks"):
+            one(control, library, module)
+        return first.address, second.address
+
+    for addresses in on_ranks(world, call):
+        assert addresses[0] == addresses[1]
+
+
 class Given:
     """A tensor on a GPU, as far as anybody looks."""
 
@@ -181,7 +241,10 @@ class Given:
 
 def test_memory_that_the_caller_has() -> None:
     def call(nbytes: int) -> Callable[[Any, nvshmem.Library, Module], Any]:
-        return lambda control, library, module: library.segment(control, 0, 5 * MIB, Given(nbytes), 5.0)  # type: ignore[arg-type]
+        given: Any = Given(nbytes)
+        return lambda control, library, module: library.segment(
+            control, 0, 5 * MIB, given, start(control, library, 5 * MIB, given), 5.0
+        )
 
     segments = on_ranks(World([4, 5], begun=True, n_pes=8), call(8 * MIB))
     assert [(s.address, s.nbytes, s.pes) for s in segments] == [(4096, 8 * MIB, [4, 5])] * 2
@@ -222,7 +285,7 @@ def test_a_start_that_does_not_end() -> None:
             module.init = lambda *_: None  # type: ignore[method-assign]
         begun = time.monotonic()
         with pytest.raises(pc.Error, match=r"nvshmem_init has not come back within 0 s"):
-            library.segment(control, 0, MIB, None, 0.3)
+            start(control, library, timeout=0.3)
         assert time.monotonic() - begun < 15
         return library.lost
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import reference
 import torch
+from cases import DTYPES, TRANSPORTS, WIRES, Case
 from harness import Crew, seed
-from rank_cases import DTYPES, TRANSPORTS, WIRES, Case
 from reference import as_bits, same_bits
 
 import pplx_comm as pc

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from rank_cases import Case, open_all_to_all
+from cases import Case
+from rank_cases import open_all_to_all
 
 import pplx_comm as pc
 

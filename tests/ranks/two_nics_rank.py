@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import rank_cases
-from rank_cases import Case, Runner
+from cases import Case
+from rank_cases import Runner
 
 import pplx_comm as pc
 

@@ -48,7 +48,7 @@ def described(t: torch.Tensor, block: list[int]) -> Any:
 
 
 class TritonGroupedMm:
-    name, waits = "triton", False
+    name, waits, takes_parts = "triton", False, True
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -57,17 +57,19 @@ class TritonGroupedMm:
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         return usable(device) and dtype in (torch.bfloat16, torch.float16)
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
-        return self._rows_by_weights(x, w, where, False)
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
+        return self._rows_by_weights(x, w, where, False, out)
 
     def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         return self._rows_by_weights(dy, w, where, True)
 
-    def _rows_by_weights(self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool) -> torch.Tensor:
+    def _rows_by_weights(
+        self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from pplx_comm.moe.kernels.grouped import rows_by_weights
 
         experts, inner, width = len(w), x.shape[1], w.shape[2 if transposed else 1]
-        out = x.new_empty(len(x), width)
+        out = x.new_empty(len(x), width) if out is None else out
         if not out.numel() or not experts:
             return out
         s = shape_of_rows(where.average(len(x)))

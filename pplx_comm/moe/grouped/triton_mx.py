@@ -14,7 +14,7 @@ from pplx_comm.moe.segments import Segments
 class TritonMx:
     """Takes rows whose scales are e8m0 bytes, uint8, and weights whose scales are powers of two."""
 
-    name, waits, mx = "mx", False, True
+    name, waits, takes_parts, mx = "mx", False, True, True
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -31,13 +31,14 @@ class TritonMx:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from pplx_comm.moe.kernels.mx import mx_rows_by_weights
 
         codes, scale = (t.mT.contiguous() for t in w) if transposed else (t.contiguous() for t in w)
         experts, width, inner = codes.shape
         rows, flat = x[0].contiguous(), codes.flatten(0, 1)
-        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device)
+        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, flat) if self._tma is None else self._tma

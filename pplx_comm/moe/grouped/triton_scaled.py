@@ -12,7 +12,7 @@ from pplx_comm.moe.segments import Segments
 
 
 class TritonScaledMm:
-    name, waits, mx = "triton", False, False
+    name, waits, takes_parts, mx = "triton", False, True, False
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -29,6 +29,7 @@ class TritonScaledMm:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from pplx_comm.moe.kernels.scaled import scaled_rows_by_weights
 
@@ -36,7 +37,7 @@ class TritonScaledMm:
         codes, scale = (t.mT.contiguous() for t in w) if transposed else (t.contiguous() for t in w)
         experts, width, inner = codes.shape
         rows, flat = x[0].contiguous(), codes.flatten(0, 1)
-        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device)
+        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, flat) if self._tma is None else self._tma

@@ -42,18 +42,28 @@ def rows_by_weights(
         begin, end = segment(where, expert, room, PADDED)
         row_tile, column_tile = in_supergroups(tile - first_tile, tl.cdiv(end - begin, ROWS), columns, GROUP)
         row, column = begin + row_tile * ROWS, column_tile * SIDE
-        sums = tl.zeros((ROWS, SIDE), dtype=tl.float32)
-        for k in range(0, inner, INNER):
-            a = load_tile(x, row, k, rows, inner, inner, ROWS, INNER, TMA)
-            if TRANSPOSED:
-                above = expert * inner
-                b = load_tile(w, above + k, column, above + inner, width, width, INNER, SIDE, TMA)
-                sums = tl.dot(a, b, sums)
-            else:
-                above = expert * width
-                b = load_tile(w, above + column, k, above + width, inner, inner, SIDE, INNER, TMA)
-                sums = tl.dot(a, b.T, sums)
+        sums = tile_of_product(x, w, expert, row, column, rows, inner, width, TRANSPOSED, TMA, ROWS, SIDE, INNER)
         store_tile(out, sums, row, column, end, width)
+
+
+@triton.jit
+def tile_of_product(
+    x, w, expert, row, column, rows, inner, width,
+    TRANSPOSED: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """ROWS x SIDE of what rows_by_weights says, in float32."""
+    sums = tl.zeros((ROWS, SIDE), dtype=tl.float32)
+    for k in range(0, inner, INNER):
+        a = load_tile(x, row, k, rows, inner, inner, ROWS, INNER, TMA)
+        if TRANSPOSED:
+            above = expert * inner
+            b = load_tile(w, above + k, column, above + inner, width, width, INNER, SIDE, TMA)
+            sums = tl.dot(a, b, sums)
+        else:
+            above = expert * width
+            b = load_tile(w, above + column, k, above + width, inner, inner, SIDE, INNER, TMA)
+            sums = tl.dot(a, b.T, sums)
+    return sums
 
 
 @triton.jit

@@ -22,21 +22,36 @@ def scaled_rows_by_weights(
 
     A tile is as wide as the weights' blocks, and has one of their scales at a time.
     """
-    columns, depth = tl.cdiv(width, BLOCK), tl.cdiv(inner, BLOCK)
+    columns = tl.cdiv(width, BLOCK)
     ends = tiles_before(where, experts, room, columns, EXPERTS, ROWS, PADDED)
     total = tl.max(ends, 0)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         expert, first_tile = find_expert(tile, ends)
         begin, end = segment(where, expert, room, PADDED)
         row_tile, column_tile = in_supergroups(tile - first_tile, tl.cdiv(end - begin, ROWS), columns, GROUP)
-        row, column, above = begin + row_tile * ROWS, column_tile * BLOCK, expert * width
-        here = row + tl.arange(0, ROWS)
-        row_scales = scales_of(x_scale, here, expert, row_stride, skew)
-        weight_scales = w_scale + (expert * columns + column_tile) * depth
-        sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for block in range(depth):
-            a = load_tile(x, row, block * BLOCK, rows, inner, inner, ROWS, BLOCK, TMA)
-            b = load_tile(w, above + column, block * BLOCK, above + width, inner, inner, BLOCK, BLOCK, TMA)
-            scale = tl.load(row_scales + block * scale_stride, mask=here < end, other=0.0) * tl.load(weight_scales + block)
-            sums += tl.dot(a, b.T) * scale[:, None]
-        store_tile(out, sums, row, column, end, width)
+        row = begin + row_tile * ROWS
+        sums = scaled_tile_of_product(
+            x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+            TMA, ROWS, BLOCK,
+        )  # fmt: skip
+        store_tile(out, sums, row, column_tile * BLOCK, end, width)
+
+
+@triton.jit
+def scaled_tile_of_product(
+    x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+    TMA: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS x BLOCK of what scaled_rows_by_weights says, in float32. end: before which row the expert's end."""
+    columns, depth = tl.cdiv(width, BLOCK), tl.cdiv(inner, BLOCK)
+    column, above = column_tile * BLOCK, expert * width
+    here = row + tl.arange(0, ROWS)
+    row_scales = scales_of(x_scale, here, expert, row_stride, skew)
+    weight_scales = w_scale + (expert * columns + column_tile) * depth
+    sums = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for block in range(depth):
+        a = load_tile(x, row, block * BLOCK, rows, inner, inner, ROWS, BLOCK, TMA)
+        b = load_tile(w, above + column, block * BLOCK, above + width, inner, inner, BLOCK, BLOCK, TMA)
+        scale = tl.load(row_scales + block * scale_stride, mask=here < end, other=0.0) * tl.load(weight_scales + block)
+        sums += tl.dot(a, b.T) * scale[:, None]
+    return sums

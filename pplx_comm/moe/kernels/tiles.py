@@ -59,10 +59,10 @@ def in_supergroups(tile, rows, columns, GROUP: tl.constexpr):
 def row_tiles(where, experts, room, blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
     """For what takes rows as they come, `blocks` tiles side by side: tiles_before() of Padded, and how many tiles there are.
 
-    Ragged's segments follow one another, and nobody asks where one ends.
+    Ragged's segments follow one another, and nobody asks where one ends. The first one may begin anywhere.
     """
     ends = tiles_before(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
-    return ends, tl.max(ends, 0) if PADDED else tl.cdiv(tl.load(where + experts), ROWS) * blocks
+    return ends, tl.max(ends, 0) if PADDED else tl.cdiv(tl.load(where + experts) - tl.load(where), ROWS) * blocks
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def rows_of_tile(tile, ends, where, experts, room, blocks, ROWS: tl.constexpr, P
     else:
         expert = tl.full((), 0, tl.int32)
         end = tl.load(where + experts)
-        rows = tile // blocks * ROWS + tl.arange(0, ROWS)
+        rows = tl.load(where) + tile // blocks * ROWS + tl.arange(0, ROWS)
         block = tile % blocks
     return rows, end, block, expert
 

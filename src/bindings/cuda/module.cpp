@@ -104,8 +104,7 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
                                         int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens
 #ifdef PPLX_CARRIER
                                         ,
-                                        Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& near,
-                                        const std::vector<std::uint32_t>& pes
+                                        Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& pes
 #endif
 ) {
   Exchange::Memory memory;
@@ -117,8 +116,7 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
   for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
 #ifdef PPLX_CARRIER
-  memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, 0, pes};
-  for (const std::uint32_t peer : near) memory.symmetric.near |= 1ull << peer % kMaxPeers;
+  memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, pes};
 #endif
   return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens);
 }
@@ -173,6 +171,9 @@ void bind_memory(py::module_& m) {
             return std::make_shared<SharedMemory>(device, std::string(handle), bytes);
           },
           py::arg("device"), py::arg("handle"), py::arg("nbytes"))
+      .def_static(
+          "lent", [](int device, Address at, std::size_t bytes) { return std::make_shared<SharedMemory>(device, pointer<char>(at), bytes); },
+          py::arg("device"), py::arg("address"), py::arg("nbytes"), "Memory that a carrier has mapped, and keeps.")
       .def_property_readonly("nbytes", &SharedMemory::bytes)
       .def_property_readonly("address", [](const SharedMemory& memory) { return reinterpret_cast<Address>(memory.data()); })
       .def_property_readonly("has_descriptor", &SharedMemory::has_descriptor)
@@ -192,7 +193,7 @@ void bind_exchange(py::module_& m) {
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens")
 #ifdef PPLX_CARRIER
                ,
-           py::arg("symmetric"), py::arg("symmetric_bytes"), py::arg("near"), py::arg("pes")
+           py::arg("symmetric"), py::arg("symmetric_bytes"), py::arg("pes")
 #endif
                )
 #ifdef PPLX_CARRIER
@@ -261,6 +262,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("steps", &Exchange::steps)
       .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
       .def_property_readonly("bulk_combines", &Exchange::bulk_combines);
+  m.def(
+      "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");

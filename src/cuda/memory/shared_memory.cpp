@@ -83,6 +83,9 @@ SharedMemory::SharedMemory(int device, const std::string& ipc_handle, std::size_
   address_ = reinterpret_cast<unsigned long long>(mapped);
 }
 
+SharedMemory::SharedMemory(int device, char* mapped, std::size_t bytes)
+    : device_(device), kind_(Kind::Lent), address_(reinterpret_cast<unsigned long long>(mapped)), bytes_(bytes) {}
+
 void SharedMemory::map() {
   try {
     check(driver().reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve");
@@ -113,6 +116,8 @@ SharedMemory::~SharedMemory() {
       break;
     case Kind::Imported:
       cudaIpcCloseMemHandle(data());
+      break;
+    case Kind::Lent:
       break;
   }
 }

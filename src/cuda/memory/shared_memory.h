@@ -1,5 +1,6 @@
 // Device memory that the ranks of a node map: allocated by one, handed over as a file descriptor (which needs no ptrace rights), or
-// as a cudaIpc handle where the driver cannot export descriptors. Freed with the object; a peer's mapping keeps the memory alive.
+// as a cudaIpc handle where the driver cannot export descriptors. Freed with the object; a peer's mapping keeps the memory alive. Or
+// symmetric memory, this rank's or a peer's, that stores reach.
 #pragma once
 
 #include <cstddef>
@@ -14,6 +15,8 @@ class SharedMemory {
   // A peer's, mapped for `device`.
   SharedMemory(int device, int fd, std::size_t bytes);
   SharedMemory(int device, const std::string& ipc_handle, std::size_t bytes);
+  // A carrier's, which maps it itself: here it has its place alone.
+  SharedMemory(int device, char* mapped, std::size_t bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -25,7 +28,7 @@ class SharedMemory {
   std::string ipc_handle() const;
 
  private:
-  enum class Kind { Virtual, Allocated, Imported };
+  enum class Kind { Virtual, Allocated, Imported, Lent };
 
   bool allocate_virtual(std::size_t bytes, const std::string& what);
   void map();

@@ -1,0 +1,124 @@
+"""The products of a layer beside their step, by our own kernels: see kernels/beside.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pplx_comm.handles import Dispatched
+from pplx_comm.hooks import HOOK_ROWS
+from pplx_comm.moe.grouped.triton_mm import Shape, by_tma, described, shape_of_rows
+from pplx_comm.moe.kernels.launch import strides_of_scales
+from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
+from pplx_comm.moe.quantise import BLOCK
+from pplx_comm.moe.segments import Segments
+
+Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+"""Values, or e4m3 codes and their scales."""
+CHUNK = 2
+"""Blocks that programs take together. More share weights in the cache; fewer are there earlier."""
+WINDOW = 256
+LINES = 8
+"""Of 128 bytes, for each row of weights that is asked for before its rows are there."""
+STRIP_OF_CODES = 4
+"""Tiles of codes that a program takes at a time: one takes little longer than to find the next one."""
+KEPT_FREE = 4
+"""Multiprocessors that no product takes: a step must be able to go on."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """One pass beside its step: the words of its dispatch, and memory for what its programs tell each other."""
+
+    arrived: torch.Tensor
+    ready: torch.Tensor
+    scratch: torch.Tensor
+    """int32, zeros: what is claimed of each chunk, the order of chunks, how many were noted, how many programs have begun."""
+    chunks: int
+    sms_of_step: int
+    ordered: bool = False
+    """Whether the first product noted the order of chunks."""
+
+    @staticmethod
+    def of(d: Dispatched, where: Segments, sms_of_step: int) -> Beside:
+        words = len(d.arrived)
+        chunks = words if where.room else -(-words // CHUNK)
+        scratch = torch.zeros(2 * chunks + 2, dtype=torch.int32, device=d.x.device)
+        return Beside(d.arrived.view(torch.int32), d.ready.view(torch.int32), scratch, chunks, sms_of_step)
+
+    @property
+    def begun(self) -> torch.Tensor:
+        """How many programs of the second product have begun."""
+        return self.scratch[-1:]
+
+    @property
+    def producers(self) -> int:
+        """Programs of the second product: the rest is combine's."""
+        return max(1, programs(self.scratch.device) - max(self.sms_of_step, KEPT_FREE))
+
+    def up(self, x: Operand, w: Operand, where: Segments, out: torch.Tensor) -> None:
+        """x @ w^T by expert, to out, of rows that may still be coming. It is launched when `planned` is raised."""
+        from pplx_comm.moe.kernels.beside import rows_by_weights_as_they_come
+
+        one = _Product(x, w, where, out)
+        if not one.empty:
+            # As many programs as there is room for when the dispatch has ended: those that find none yet begin then.
+            on_gpu = out.device.type == "cuda"
+            count = max(1, programs(out.device) - KEPT_FREE) if on_gpu else programs(out.device)
+            rows_by_weights_as_they_come[(count,)](
+                *one.rows, *one.weights, one.bytes_of_weights, where.where, self.arrived, self.scratch, self.scratch[self.chunks :],
+                self.scratch[-2:], out, *one.sizes[:3], self.chunks, *one.sizes[3:], **one.options, ASSEMBLY=on_gpu, CHUNK=CHUNK,
+                STRIP=STRIP_OF_CODES if one.scaled else 1, WINDOW=WINDOW, LINES=LINES, BYTES=one.bytes_of_weights.element_size(),
+                num_warps=one.shape.warps, num_stages=one.shape.stages,
+            )  # fmt: skip
+
+    def down(self, x: Operand, w: Operand, where: Segments, out: torch.Tensor) -> None:
+        """x @ w^T by expert, to out, block by block as `ready` tells combine."""
+        from pplx_comm.moe.kernels.beside import rows_by_weights_with_words
+
+        one = _Product(x, w, where, out)
+        if one.empty:
+            self.begun.fill_(self.producers)
+            return
+        rows_by_weights_with_words[(self.producers,)](
+            *one.rows, *one.weights, where.where, self.scratch[self.chunks :], self.ready, self.begun, out, *one.sizes,
+            ORDERED=self.ordered and not where.room, **one.options, CHUNK=CHUNK, GROUP=one.shape.group,
+            num_warps=one.shape.warps, num_stages=one.shape.stages,
+        )  # fmt: skip
+
+    def ready_value(self, w: Operand, where: Segments) -> int:
+        """What a word of `ready` has when its rows are written."""
+        codes = w if isinstance(w, torch.Tensor) else w[0]
+        shape = _shape(where, not isinstance(w, torch.Tensor), 0)
+        return -(-codes.shape[1] // shape.side) * (-(-where.room // shape.rows) if where.room else 1)
+
+
+def _shape(where: Segments, scaled: bool, rows: int) -> Shape:
+    """As the same product has it that is not beside a step, but that a tile of Ragged has the rows of a block."""
+    few = where.room > 0 and where.average(rows) <= 64
+    if scaled:
+        return Shape(64 if few else HOOK_ROWS, BLOCK, BLOCK, 8, 4 if few else 8, 4)
+    return shape_of_rows(where.average(rows) if where.room else HOOK_ROWS)
+
+
+class _Product:
+    """What both kernels are told of operands."""
+
+    def __init__(self, x: Operand, w: Operand, where: Segments, out: torch.Tensor) -> None:
+        self.scaled = not isinstance(x, torch.Tensor)
+        values, scale = (x, out) if isinstance(x, torch.Tensor) else (x[0], x[1])
+        weights, weights_scale = (w, out) if isinstance(w, torch.Tensor) else (w[0], w[1].contiguous())
+        values, flat = values.contiguous(), weights.contiguous().flatten(0, 1)
+        self.shape = s = _shape(where, self.scaled, len(values))
+        self.empty = not out.numel() or not len(weights)
+        tma = not self.empty and by_tma(values, flat)
+        self.rows = described(values, [s.rows, s.inner]) if tma else values, scale
+        self.weights = described(flat, [s.side, s.inner]) if tma else flat, weights_scale
+        self.bytes_of_weights = flat
+        strides = strides_of_scales(scale) if self.scaled else (0, 0, 0)
+        self.sizes = len(weights), where.room, len(values), values.shape[1], weights.shape[1], *strides
+        self.options = {
+            "EXPERTS": power_of_two_at_least(len(weights)), "PADDED": where.room > 0, "SCALED": self.scaled, "TMA": tma,
+            "ROWS": s.rows, "SIDE": s.side, "INNER": s.inner,
+        }  # fmt: skip

@@ -1,0 +1,77 @@
+"""Memory of a carrier that kernels drive: blocks that are put, and heaps that stores reach.
+
+Peers of other nodes whose symmetric memory this GPU's stores reach are near. Where there are any, the heaps of all ranks lie
+in symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same
+words; and where nobody puts, the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import pplx_comm._core as _core
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.gpus import cuda_module
+from pplx_comm.wiring import nvshmem
+from pplx_comm.wiring.compare import Attempts, agree
+from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.request import Request
+
+
+@dataclass
+class Heaps:
+    """What peers write into: of this rank, and of those whose memory it maps."""
+
+    own: Any = None
+    of_peers: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Symmetric:
+    """Of one AllToAll. Such memory is there where some rank has remote peers."""
+
+    segment: nvshmem.Segment
+    peers: Peers
+    puts: bool  # some rank has peers that are put to
+    kernels: Any  # the module of the exchange
+    blocks: int  # where blocks for them begin, and come; 0: nowhere
+
+
+def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, kernels: Any, heaps: Heaps) -> Symmetric:
+    """Collective. Heaps in symmetric memory take the place of those that are there."""
+    config, timeout, gpu, given = request.config, request.patience, request.gpu, request.symmetric_memory
+    assert gpu is not None
+    most = config.shared_bytes + config.heap_bytes
+    reach = nvshmem.library.start(control, gpu, most, given, timeout, peers.mapped, request.settings.near)
+    peers = peers.joined_by(reach.near_of(control.rank))
+    config.remote_peers = len(peers.remote)
+    answers = agree(control, "AllToAll: puts", {"puts": bool(peers.remote)}, timeout)
+    puts = any(answer is not None and answer["puts"] for answer in answers)
+    before = config.shared_bytes if reach.any_near else 0
+    if reach.any_near:
+        heaps.own, heaps.of_peers = None, {}  # given back first
+    kernels = kernels if puts else cuda_module()  # which know no carrier, and are leaner
+    nbytes = before + (config.heap_bytes if puts else 0)
+    segment = nvshmem.library.segment(control, gpu, nbytes, given, reach, timeout)
+    if reach.any_near:
+        attempts = Attempts()
+        heaps.own = attempts.run(lambda: _fresh_heap(config, kernels, gpu, segment.address))
+        heaps.of_peers = {rank: kernels.SharedMemory.lent(gpu, segment.near[rank], config.shared_bytes) for rank in peers.mapped}
+        try:
+            agree(control, "AllToAll: heaps", {"error": attempts.error}, timeout)
+        except BaseException:
+            segment.close(True)
+            raise
+    return Symmetric(segment, peers, puts, kernels, segment.address + before if puts else 0)
+
+
+def _fresh_heap(config: _core.Config, kernels: Any, gpu: int, address: int) -> Any:
+    """Nobody writes there yet: all have given back what they had."""
+    heap = kernels.SharedMemory.lent(gpu, address, config.shared_bytes)
+    with torch.cuda.device(gpu):
+        kernels.clear(heap)
+        kernels.leave_blank(config, heap)
+    return heap
