@@ -10,15 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from cases import WIRES, Case, random_case
+from gpus import AT_ONCE, GPUS
 from harness import Crew, Crews, seed
 from test_failure import CLOSED, NOTICED, left_in_shm
 
-GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
-RANKS = 4 if GPUS >= 4 else 2
+RANKS = 4 if AT_ONCE >= 4 else 2
 CARRIERS = ["proxy:shm", "proxy:tcp", *(["mixed:tcp"] if RANKS == 4 else [])]
 CHAOS = {
     "PPLX_COMM_CHAOS": f"seed={seed()},delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3",

@@ -11,13 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import WIRES, Case, random_case
+from gpus import APART, GPUS
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 
-GPUS = torch.cuda.device_count()
 BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
-APART = [n for n in (1, 2, 4, 8) if n <= GPUS]
 BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from cases import Case, random_case
+from gpus import GPUS
 from harness import Crews, seed
 from soft import EFA, crew_on, crews_on
 from test_across_nodes import CHAOS, small
 from test_failure import NOTICED, left_in_shm
 
-GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
 RANKS = 2

@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from cases import Case, random_case
+from gpus import APART, GPUS
 from harness import Crew, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
 from run_cuda import build_module, nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
-GPUS = torch.cuda.device_count()
-RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)
+RANKS = max([*APART, 2])
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(1200)]
 
 

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cases import WIRES, Case, random_case
+from gpus import APART, AT_ONCE, GPUS
 from harness import Crew, Crews, clean_environment, seed
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module
 
-GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
 
 LIMIT = 60
@@ -31,9 +30,6 @@ LIMIT = 60
 
 COMPILED_LIMIT = 250
 """The same where torch compiles, which takes most of it."""
-
-# Ranks that have a GPU each run thousands of steps; ranks that share one take turns of milliseconds.
-APART = [n for n in (1, 2, 4, 8) if n <= GPUS]
 
 
 @pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
@@ -150,7 +146,7 @@ def test_tensors_of_before_a_reset(crew: Crews) -> None:
     crew.run("graph_cases:old_tensors", case, gpu=True, timeout=COMPILED_LIMIT)
 
 
-@pytest.mark.skipif(GPUS < 2, reason="nobody to lose")
+@pytest.mark.skipif(AT_ONCE < 2, reason="nobody to lose")
 def test_lost_peer() -> None:
     ranks = APART[-1]
     with Crew(ranks) as crew:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+from gpus import APART, AT_ONCE
 from harness import Crews, seed
 from open_step_cases import small_case
 
-GPUS = torch.cuda.device_count()
-APART = [n for n in (2, 4, 8) if n <= GPUS]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs"), pytest.mark.timeout(600)]
+CREWS = [n for n in APART if n > 1]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(AT_ONCE < 2, reason="fewer than two GPUs"), pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module", params=APART or [2], ids=lambda n: f"ep{n}")
+@pytest.fixture(scope="module", params=CREWS or [2], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     pytest.importorskip("triton")
     crews = Crews(request.param)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
+from gpus import APART, AT_ONCE, GPUS
 from harness import Crew, Crews, run_ranks, seed
 from moe_overlap_cases import OverlapCase
 from moe_reference import MoECase
 from test_fuzz import module  # noqa: F401
 from test_moe import BF16, FP8, FP8_WIRE
 
-GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
 LIMIT = 250
 """Seconds: kernels are compiled at first use."""
 SIZES = {"hidden": 512, "intermediate": 384, "num_experts": 8, "top_k": 4, "tokens": (64, 7, 0, 40), "shared": 0}
 
 
-@pytest.fixture(scope="module", params=[n for n in (1, 2, 4) if n <= GPUS] or [1], ids=lambda n: f"ep{n}")
+@pytest.fixture(scope="module", params=[n for n in APART if n < 8] or [1], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param)
     yield crews
@@ -171,14 +170,14 @@ def test_overlap_of_microbatches(crew: Crews, overlap: str) -> None:
 def test_overlap_with_delays(module: str, overlap: str) -> None:  # noqa: F811
     """Before every publish and after every acquire, by a fuzz build."""
     pytest.importorskip("triton")
-    ranks = max([n for n in (1, 2, 4) if n <= GPUS])
+    ranks = max(n for n in APART if n < 8)
     with Crew(ranks, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed())}) as crew:
         for layout in ("ragged", "padded"):
             same(crew, overlap_case(ranks, overlap, "fp8", "fp8", layout=layout, train=False, steps=20))
 
 
 @overlaps
-@pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")
+@pytest.mark.skipif(AT_ONCE < 2, reason="fewer than two GPUs")
 def test_overlap_with_a_rank_that_does_not_come(overlap: str) -> None:
     """Products that wait for its rows end, and so does the host."""
     pytest.importorskip("triton")

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from cases import WIRES, Case, random_case
+from gpus import AT_ONCE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from run_cuda import build_module, nvcc
@@ -30,7 +30,6 @@ from pplx_comm.errors import Error
 from pplx_comm.wiring import nvshmem
 
 ROOT = Path(__file__).resolve().parents[2]
-GPUS = torch.cuda.device_count()
 
 
 def _missing() -> str | None:
@@ -43,11 +42,11 @@ def _missing() -> str | None:
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(GPUS < 2, reason="NVSHMEM wants a GPU for each rank, and this is for two"),
-    pytest.mark.skipif(GPUS >= 2 and _missing() is not None, reason=str(_missing()) if GPUS >= 2 else ""),
+    pytest.mark.skipif(AT_ONCE < 2, reason="NVSHMEM wants a GPU for each rank, and this is for two"),
+    pytest.mark.skipif(AT_ONCE >= 2 and _missing() is not None, reason=str(_missing()) if AT_ONCE >= 2 else ""),
     pytest.mark.timeout(600),
 ]
-RANKS = 4 if GPUS >= 4 else 2
+RANKS = 4 if AT_ONCE >= 4 else 2
 CARRIERS = ["nvshmem", *(["nvshmem-mixed"] if RANKS == 4 else [])]
 
 

@@ -7,17 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from cases import Case
+from gpus import APART, AT_ONCE
 from harness import Crews, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
 
-GPUS = torch.cuda.device_count()
-APART = [n for n in (2, 4) if n <= GPUS]
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two GPUs")]
+CREWS = [n for n in APART if 1 < n < 8]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(AT_ONCE < 2, reason="fewer than two GPUs")]
 
 
-@pytest.fixture(scope="module", params=APART or [2], ids=lambda n: f"ep{n}")
+@pytest.fixture(scope="module", params=CREWS or [2], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param)
     yield crews

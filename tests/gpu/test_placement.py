@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
 from cases import Case, random_case
+from gpus import GPUS
 from harness import Crew, Crews, run_ranks, seed
 
-GPUS = torch.cuda.device_count()
 RANKS = max([n for n in (2, 4, 8) if n <= GPUS], default=2)
 # Threads that shared a GPU would share its default stream, in which one rank's kernels wait behind another's.
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="ranks that are threads need a GPU each")]

@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from cases import WIRES, Case, random_case
+from gpus import AT_ONCE, GPUS
 from harness import Crew, Crews, seed
 from test_failure import CLOSED, NOTICED, left_in_shm
 
-GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
-RANKS = 4 if GPUS >= 4 else 2  # fewer GPUs are shared
+RANKS = 4 if AT_ONCE >= 4 else 2  # fewer GPUs are shared
 CARRIERS = ["mapped", *(["mixed:tcp", "proxy:shm"] if RANKS == 4 else [])]
 GROUPS = [g for g in (2, 4) if g <= RANKS]
 
@@ -73,7 +72,7 @@ def test_graph_replay(crew: Crews, transport: str) -> None:
     assert crew.run("gpu_cases:replay", small(transport, wire="fp8", align=8), 300, timeout=200) == [0] * RANKS
 
 
-@pytest.mark.skipif(GPUS < RANKS, reason="ranks that share a GPU hold it for each other")
+@pytest.mark.skipif(AT_ONCE < RANKS, reason="ranks that share a GPU hold it for each other")
 def test_beside_a_kernel_that_holds_the_gpu(crew: Crews) -> None:
     """Thread blocks that do not run yet have no rows that replicas wait for."""
     assert crew.run("gpu_cases:held_sms", small("mapped", hidden=2048, max_tokens=128), 1, 50) == [0] * RANKS

@@ -1,0 +1,16 @@
+"""How many ranks this machine's GPUs run at once.
+
+Kernels of one process after the other run on a GPU, so ranks that share one take turns of milliseconds. Under NVIDIA's MPS each has a part
+of the multiprocessors, all the time: `mps.py` starts it, and says in PPLX_TEST_RANKS_PER_GPU how many ranks a GPU has room for.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+GPUS = torch.cuda.device_count()
+AT_ONCE = GPUS * int(os.environ.get("PPLX_TEST_RANKS_PER_GPU", "1"))
+"""How many ranks run beside each other, none of them in turns."""
+APART = [n for n in (1, 2, 4, 8) if n <= AT_ONCE]

@@ -1,0 +1,52 @@
+"""Runs a command under NVIDIA's MPS, in which the processes that share a GPU run beside each other instead of in turns.
+
+    python tests/gpu/mps.py 2 -- python -m pytest tests/gpu       # two ranks on each GPU
+    python tests/gpu/mps.py 4 -- python -m pytest tests/gpu/test_replicas.py
+
+Each process gets its part of the multiprocessors, as long as no more than that share a GPU: what spins never keeps out what it waits for.
+The daemon is one of this run's own, and is gone when the command is. Of one GPU's ranks bench figures say nothing: they share its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+CONTROL = "nvidia-cuda-mps-control"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", type=int, help="how many processes share a GPU")
+    parser.add_argument(
+        "--room-for", type=int, metavar="N", help="how many parts the multiprocessors are dealt in (as many as ranks)"
+    )
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what to run")
+    args = parser.parse_args()
+    command = [word for i, word in enumerate(args.command) if i or word != "--"]
+    parts = args.room_for or args.ranks
+    if not command:
+        parser.error("say after -- what to run")
+    if args.ranks < 1 or parts < args.ranks:
+        parser.error("at least one rank a GPU, and a part for each of them")
+    if shutil.which(CONTROL) is None:
+        sys.exit(f"mps.py: no {CONTROL} on this machine; it comes with the driver")
+    with tempfile.TemporaryDirectory(prefix="mps-") as folder:
+        env = {**os.environ, "CUDA_MPS_PIPE_DIRECTORY": f"{folder}/pipe", "CUDA_MPS_LOG_DIRECTORY": f"{folder}/log"}
+        for name in ("pipe", "log"):
+            (Path(folder) / name).mkdir()
+        subprocess.run([CONTROL, "-d"], env=env, check=True)
+        try:
+            share = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // parts), "PPLX_TEST_RANKS_PER_GPU": str(args.ranks)}
+            return subprocess.run(command, env={**env, **share}).returncode
+        finally:
+            subprocess.run([CONTROL], input="quit -t 5\n", text=True, env=env, check=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
