@@ -1,7 +1,7 @@
 """Runs a command under NVIDIA's MPS, in which the processes that share a GPU run beside each other instead of in turns.
 
     python tests/gpu/mps.py 2 -- python -m pytest tests/gpu       # two ranks on each GPU
-    python tests/gpu/mps.py 4 -- python -m pytest tests/gpu/test_replicas.py
+    python tests/gpu/mps.py 2 --room-for 6 -- ...                 # three such runs side by side
 
 Each process gets its part of the multiprocessors, as long as no more than that share a GPU: what spins never keeps out what it waits for.
 The daemon is one of this run's own, and is gone when the command is. Of one GPU's ranks bench figures say nothing: they share its memory.
@@ -21,14 +21,18 @@ CONTROL = "nvidia-cuda-mps-control"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--room-for N] ranks -- command ...",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("ranks", type=int, help="how many processes share a GPU")
     parser.add_argument(
         "--room-for", type=int, metavar="N", help="how many parts the multiprocessors are dealt in (as many as ranks)"
     )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and what to run")
-    args = parser.parse_args()
-    command = [word for i, word in enumerate(args.command) if i or word != "--"]
+    given = sys.argv[1:]
+    cut = given.index("--") if "--" in given else len(given)
+    args, command = parser.parse_args(given[:cut]), given[cut + 1 :]
     parts = args.room_for or args.ranks
     if not command:
         parser.error("say after -- what to run")
