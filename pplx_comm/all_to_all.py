@@ -61,7 +61,9 @@ class AllToAll:
         order of the steps. None: no limit. On the CPU only.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=;
         combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
-    num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads.
+    num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
+        nothing orders share a GPU's multiprocessors: together they must not want more than it has, or ranks that begin with
+        different ones wait for each other.
     timeout: seconds to wait for a slow peer; the first step gets three times as long. A death is noticed within 1 s.
     symmetric_memory: with transport="nvshmem" a tensor of NVSHMEM's symmetric memory, the same on all ranks, for what ranks of
         other nodes write; needed where these ranks are a part of NVSHMEM's PEs. None: this library makes it.

@@ -71,7 +71,7 @@ class Ours:
             layout=Padded(align=align) if padded else Ragged(align, zero_pad, max_rows=most),
             scale_layout="tma" if self._precision == "fp8" else "row", device=self._device, timeout=o.timeout,
             transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes, hooks=beside,
-            num_sms=overlapping.SMS_OF_STEP if beside and self._device.type == "cuda" else None,
+            num_sms=overlapping.sms_of_step(self._device) if beside else None,
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:

@@ -14,7 +14,7 @@ from pplx_comm.errors import Error
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
-from pplx_comm.moe.overlap import NONE, SIGNALS, SMS_OF_STEP
+from pplx_comm.moe.overlap import NONE, SIGNALS, sms_of_step
 from pplx_comm.moe.overlap import check as check_overlap
 from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.routed import Options, Pass, finish, send
@@ -65,7 +65,7 @@ class MoE(nn.Module):
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
     gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
     overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
-        multiprocessors, if all_to_all= does not say num_sms.
+        multiprocessors, or a quarter of them, if all_to_all= does not say num_sms.
     expert_groups: of overlap="groups".
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
@@ -118,8 +118,8 @@ class MoE(nn.Module):
         of_step = dict(all_to_all or {})
         if overlap != NONE:
             of_step["hooks"] = True
-            if torch.device(of_step.get("device") or "cpu").type == "cuda":
-                of_step.setdefault("num_sms", SMS_OF_STEP)
+            if (sms := sms_of_step(torch.device(of_step.get("device") or "cpu"))) is not None:
+                of_step.setdefault("num_sms", sms)
         if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
             raise Error(
                 f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"

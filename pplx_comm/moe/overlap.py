@@ -21,7 +21,7 @@ from pplx_comm.handles import Dispatched
 from pplx_comm.hooks import HOOK_ROWS
 from pplx_comm.layouts import Ragged
 from pplx_comm.moe.arithmetic import Arithmetic, Rows
-from pplx_comm.moe.kernels.usable import usable
+from pplx_comm.moe.kernels.usable import programs, usable
 from pplx_comm.moe.lanes import Lane
 from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
@@ -29,12 +29,18 @@ from pplx_comm.moe.segments import Segments
 NONE, GROUPS, SIGNALS = "none", "groups", "signals"
 OVERLAPS = (NONE, GROUPS, SIGNALS)
 SMS_OF_STEP = 24
-"""Multiprocessors of a step beside products, where the AllToAll was not told: enough to fill the links of eight GPUs."""
+"""Multiprocessors of a step beside products, where nobody says: enough to fill the links of eight GPUs."""
+LEAST_SMS = 4
 _BETWEEN_LOOKS = 20e-6  # seconds, of a CPU
 
 Make = Callable[[range, Segments], Arithmetic]
 """The arithmetic of some local experts, on rows that lie so."""
 Kept = tuple[Rows, torch.Tensor]
+
+
+def sms_of_step(device: torch.device) -> int | None:
+    """SMS_OF_STEP, or a quarter of what this process has, if that is less: parts of GPUs have few. None: not a GPU."""
+    return max(LEAST_SMS, min(SMS_OF_STEP, programs(device) // 4)) if device.type == "cuda" else None
 
 
 def check(overlap: str, a2a: AllToAll, quantised: bool) -> None:
@@ -43,6 +49,11 @@ def check(overlap: str, a2a: AllToAll, quantised: bool) -> None:
         return
     if not a2a.hooks:
         raise Error(f"overlap={overlap!r} needs an AllToAll with hooks=True")
+    if a2a.num_sms is None and a2a.device.type == "cuda":
+        raise Error(
+            f"overlap={overlap!r} needs an AllToAll with num_sms=: a combine that has the whole GPU leaves nothing to the products "
+            f"whose rows it waits for (a layer by itself takes {sms_of_step(a2a.device)} here)"
+        )
     if overlap != SIGNALS:
         return
     if not usable(a2a.device):

@@ -22,6 +22,7 @@ from pplx_comm.moe import quantise
 from pplx_comm.moe.grouped.beside import CHUNK, Beside
 from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
+from pplx_comm.moe.overlap import sms_of_step
 from pplx_comm.moe.segments import Segments
 from pplx_comm.wiring.config import make_config
 
@@ -85,6 +86,8 @@ def random_case(seed: int, world_size: int, **fields: Any) -> OverlapCase:
 def open_all_to_all(me: Any, case: OverlapCase, overlap: bool, **more: Any) -> AllToAll:
     layout = Padded(align=case.align) if case.layout == "padded" else Ragged(case.align, zero_pad=case.train)
     more = {"timeout": 20.0, "transport": case.transport, **more}
+    if overlap:
+        more["num_sms"] = sms_of_step(torch.device(case.device))
     if case.transport.startswith("proxy:"):
         more |= {"transport": "proxy", "provider": case.transport.removeprefix("proxy:")}
     return AllToAll(

@@ -1,0 +1,326 @@
+"""Grouped products of an MoE layer, and the kernels between them: ours beside what else there is, on one device.
+
+python bench/grouped.py --device cuda                              # bfloat16 and e4m3, forward and backward
+python bench/grouped.py --device cuda --formats bf16 --ops forward --rows 512 --experts 8 --shapes 7168x2048
+ncu -k regex:rows_by_weights --metrics lts__t_sector_hit_rate.pct python bench/grouped.py ... --only triton --rounds 1
+
+Each backend's result is compared with the loop's before it is timed, in memory that holds NaN elsewhere. A time begins with cold
+caches, and is the median of rounds in which the backends take turns. What the host waits for is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    import checkout  # noqa: F401
+
+import torch
+
+from bench.moe.report import pyplot
+from bench.proxy import markdown
+from pplx_comm._version import __version__
+from pplx_comm.errors import Error
+from pplx_comm.machine import machine, versions
+from pplx_comm.moe.grouped.choose import backends, scaled_backends
+from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.quantise import quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.segments import Segments
+from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
+
+SHAPES = {"7168x4096": "V3, first product", "2048x7168": "V3, second", "4096x4096": "Flash, first", "2048x4096": "Flash, second"}
+OPS = ("forward", "dgrad", "wgrad")
+FORMATS = ("bf16", "fp8")
+SPREADS = ("even", "zipf")
+LIMITS = {"bf16": 0.01, "fp8": 0.01}
+"""Relative difference from the loop: both round to bfloat16 once, and add up in other orders."""
+CACHE = 256 << 20
+"""Bytes that are written before each call, so that it finds nothing in a cache."""
+PADDED_UP_TO = 64
+"""Rows an expert: up to here they lie as Padded lays them, as in decoding."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    op: str
+    format: str
+    inner: int
+    width: int
+    experts: int
+    rows: int
+    """Of an expert, on average."""
+    spread: str
+
+
+@dataclass
+class Point:
+    problem: Problem
+    us: dict[str, float] = field(default_factory=dict)
+    """By backend: the median."""
+    work: int = 0
+    """Rows that there are: padding is not among them."""
+
+    def tflops(self, backend: str) -> float:
+        p = self.problem
+        return 2e-6 * self.work * p.inner * p.width / self.us[backend]
+
+
+class Operands:
+    """Rows and weights of one problem, and the product by each backend."""
+
+    def __init__(self, p: Problem, device: torch.device, seed: int) -> None:
+        g = torch.Generator(device=device).manual_seed(seed)
+        self.p, self.counts = p, counts(p)
+        self.padded = p.rows <= PADDED_UP_TO and p.op == "forward"
+        align = 128 if p.format == "fp8" else 16
+        rooms = [-(-n // align) * align for n in self.counts]
+        if self.padded:
+            rooms = [max(rooms)] * p.experts
+        where = self.counts if self.padded else [0, *torch.tensor(rooms).cumsum(0).tolist()]
+        room = rooms[0] if self.padded else 0
+        self.where = Segments(torch.tensor(where, dtype=torch.int32, device=device), room, p.rows)
+        begins = [0, *torch.tensor(rooms).cumsum(0).tolist()]
+        self.used = torch.cat([torch.arange(b, b + n) for b, n in zip(begins, self.counts, strict=False)]).to(device)
+        self.total = begins[-1]
+        given, made = (p.inner, p.width) if p.op != "dgrad" else (p.width, p.inner)
+        self.x, self.dy = self._rows(given, g), self._rows(made, g) if p.op == "wgrad" else None
+        self.w = torch.randn(p.experts, p.width, p.inner, device=device, generator=g).mul_(p.inner**-0.5).bfloat16()
+        if p.format == "fp8":
+            self.codes = quantise(torch.nan_to_num(self.x), self.where)
+            self.weights = quantise_weights(self.w)
+
+    def _rows(self, width: int, g: torch.Generator) -> torch.Tensor:
+        """NaN where no row is, but for what adds rows up, whose padding is zero."""
+        fill = 0.0 if self.p.op == "wgrad" else torch.nan
+        rows = torch.full((self.total, width), fill, device=self.used.device, dtype=torch.bfloat16)
+        rows[self.used] = torch.randn(len(self.used), width, device=self.used.device, generator=g).bfloat16()
+        return rows
+
+    def run(self, backend: Any) -> torch.Tensor:
+        p = self.p
+        if p.format == "fp8":
+            return backend.product(self.codes, self.weights, self.where, p.op == "dgrad", torch.bfloat16)
+        if p.op == "wgrad":
+            out = torch.empty_like(self.w)
+            backend.wgrad(self.dy, self.x, self.where, out, False)
+            return out
+        return (backend.forward if p.op == "forward" else backend.dgrad)(self.x, self.w, self.where)
+
+    def told(self, result: torch.Tensor) -> torch.Tensor:
+        """What of a result means something."""
+        return result if self.p.op == "wgrad" else result[self.used]
+
+    def backends(self, only: list[str] | None) -> Iterator[Any]:
+        found: list[Any]
+        if self.p.format == "fp8":
+            found = [each for each in scaled_backends() if not each.mx and each.takes(self.weights[0], self.where)]
+        else:
+            found = [each for each in backends() if each.takes(self.x.device, torch.bfloat16)]
+        return (each for each in found if only is None or each.name in only)
+
+
+def counts(p: Problem) -> list[int]:
+    """Rows of each expert."""
+    if p.spread == "even":
+        return [p.rows] * p.experts
+    parts = torch.tensor([1 / (1 + e) for e in range(p.experts)])
+    shares = (parts / parts.sum() * p.experts * p.rows).round().long().tolist()
+    return [max(1, n) for n in shares]
+
+
+class Timer:
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device, self.rounds = device, rounds
+        self._cache = torch.empty(CACHE if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
+
+    def figures(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Microseconds of each, in turns."""
+        for call in calls.values():
+            for _ in range(2):
+                call()
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(self.rounds):
+            for name, call in calls.items():
+                times[name].append(self._once(call))
+        return {name: statistics.median(took) for name, took in times.items()}
+
+    def _once(self, call: Callable[[], object]) -> float:
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            call()
+            return 1e6 * (time.perf_counter() - begun)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        self._cache.fill_(1)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return 1000 * float(begin.elapsed_time(end))
+
+
+def measured(p: Problem, timer: Timer, seed: int, only: list[str] | None) -> Point:
+    operands = Operands(p, timer.device, seed)
+    wanted = operands.told(operands.run(ScaledLoop() if p.format == "fp8" else Loop())).float()
+    calls: dict[str, Callable[[], object]] = {}
+    for backend in operands.backends(only):
+        error = float((operands.told(operands.run(backend)).float() - wanted).norm() / wanted.norm())
+        if not error <= LIMITS[p.format]:
+            raise Error(f"bench/grouped.py: {backend.name} is wrong by {error:.4f} (seed {seed}): {p}")
+        calls[backend.name] = partial(operands.run, backend)
+    return Point(p, timer.figures(calls), len(operands.used))
+
+
+def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
+    """The kernels between the products, beside a copy of as many bytes."""
+    device = timer.device
+    where = Segments(torch.tensor([0, rows], dtype=torch.int32, device=device))
+    h = torch.randn(rows, 2 * width, device=device).bfloat16()
+    x, codes = h[:, :width].contiguous(), torch.randint(0, 120, (rows, width), dtype=torch.uint8, device=device)
+    mx = codes.view(torch.float8_e4m3fn), torch.randint(118, 134, (rows, width // 32), dtype=torch.uint8, device=device)
+    scales = rows * width // 128 * 4
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "swiglu": (lambda: swiglu(h, where), rows * width * 6),
+        "swiglu + quantise": (lambda: swiglu_quantise(h, where), rows * width * 5 + scales),
+        "quantise": (lambda: quantise(x, where), rows * width * 3 + scales),
+        "MXFP8 to 1x128": (lambda: rescale_mx(*mx, where), rows * width * 2 + rows * width // 32 + scales),
+    }
+    found = []
+    for name, (call, moved) in calls.items():
+        source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
+        us = timer.figures({"ours": call, "copy": partial(target.copy_, source)})
+        found.append({"kernel": name, "rows": rows, "width": width, "bytes": moved, **us})
+    return found
+
+
+def tables(points: list[Point], between: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(name for point in points for name in point.us))
+    others = [name for name in names if name != "triton"]
+    head = [*(f"{n}, us" for n in names), "TFLOP/s", *(f"{n}/triton" for n in others)]
+    cells = [["product", "k x n", "experts", "rows", "spread", *head]]
+    for point in points:
+        p = point.problem
+        ours = point.us.get("triton")
+        cells.append([
+            f"{p.format} {p.op}", f"{p.inner}x{p.width}", str(p.experts), str(p.rows), p.spread,
+            *(f"{point.us[n]:.1f}" if n in point.us else "" for n in names), f"{point.tflops('triton'):.0f}" if ours else "",
+            *(f"{point.us[n] / ours:.2f}" if ours and n in point.us else "" for n in others),
+        ])  # fmt: skip
+    kernels = [["kernel", "rows x width", "us", "a copy, us", "copy/ours"]]
+    for b in between:
+        us = f"{b['ours']:.1f}", f"{b['copy']:.1f}", f"{b['copy'] / b['ours']:.2f}"
+        kernels.append([b["kernel"], f"{b['rows']}x{b['width']}", *us])
+    return "\n".join([*markdown(cells), "", *(markdown(kernels) if between else [])])
+
+
+def plot(of: dict[str, Any], path: str) -> None:
+    """How many times longer each backend takes than ours, by rows."""
+    plt = pyplot()
+    kinds = list(dict.fromkeys((p["problem"]["format"], p["problem"]["op"]) for p in of["points"]))
+    figure, axes = plt.subplots(1, len(kinds), figsize=(4.2 * len(kinds), 4.4), sharey=True, squeeze=False)
+    for axis, (precision, op) in zip(axes[0], kinds, strict=True):
+        points = [
+            p for p in of["points"] if (p["problem"]["format"], p["problem"]["op"]) == (precision, op) and "triton" in p["us"]
+        ]
+        for i, name in enumerate(n for n in dict.fromkeys(n for p in points for n in p["us"]) if n != "triton"):
+            known = [(p["problem"]["rows"], p["us"][name] / p["us"]["triton"]) for p in points if name in p["us"]]
+            axis.plot(*zip(*known, strict=True), "o", alpha=0.6, color=f"C{i}", label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set(title=f"{precision} {op}", xscale="log", yscale="log", xlabel="rows an expert")
+        axis.grid(True, alpha=0.3)
+        if points:
+            axis.legend(frameon=False)
+    axes[0][0].set_ylabel("time beside our Triton kernel's")
+    figure.suptitle(f"{of['device']}; pplx_comm {of['version']}, {of['date']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parser() -> argparse.ArgumentParser:
+    def words(text: str) -> list[str]:
+        return text.split(",")
+
+    def numbers(text: str) -> list[int]:
+        return [int(word) for word in words(text)]
+
+    p = argparse.ArgumentParser(prog="bench/grouped.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    p.add_argument("--formats", type=words, default=list(FORMATS), help="bf16, fp8 (both)")
+    p.add_argument("--ops", type=words, default=list(OPS), help="forward, dgrad, wgrad (all; of fp8 there is no wgrad)")
+    p.add_argument("--shapes", type=words, default=list(SHAPES), metavar="KxN,KxN", help=f"({','.join(SHAPES)})")
+    p.add_argument("--experts", type=numbers, default=[8, 32], metavar="N,N", help="on this device (8,32)")
+    p.add_argument(
+        "--rows", type=numbers, default=[16, 64, 256, 1024, 4096], metavar="N,N", help="of an expert (16,64,256,1024,4096)"
+    )
+    p.add_argument("--spreads", type=words, default=list(SPREADS), help="of rows among experts: even, zipf (both)")
+    p.add_argument(
+        "--most-rows", type=int, default=1 << 17, metavar="N", help="of all experts together; larger points are left out (131072)"
+    )
+    p.add_argument("--only", type=words, metavar="NAME,NAME", help="some of the backends (all that are here)")
+    p.add_argument(
+        "--between", type=int, default=32768, metavar="ROWS", help="of the kernels between the products; 0 for none (32768)"
+    )
+    p.add_argument("--rounds", type=int, default=15, help="of which the median is taken (15)")
+    p.add_argument("--seed", type=int, default=1, help="(1)")
+    p.add_argument("--json", metavar="FILE")
+    p.add_argument("--plot", metavar="FILE.png", help="needs matplotlib")
+    return p
+
+
+def problems(args: argparse.Namespace) -> Iterator[Problem]:
+    for precision in args.formats:
+        for op in args.ops:
+            if (precision, op) == ("fp8", "wgrad"):
+                continue  # gradients of weights are products of bfloat16
+            for shape in args.shapes:
+                inner, width = map(int, shape.split("x"))
+                for experts in args.experts:
+                    for rows in (n for n in args.rows if n * experts <= args.most_rows):
+                        for spread in args.spreads:
+                            yield Problem(op, precision, inner, width, experts, rows, spread)
+
+
+def main() -> int:
+    args = parser().parse_args()
+    for given, known in ((args.formats, FORMATS), (args.ops, OPS), (args.spreads, SPREADS)):
+        if unknown := set(given) - set(known):
+            parser().error(f"{', '.join(sorted(unknown))}: there are {', '.join(known)}")
+    device = torch.device(args.device)
+    timer = Timer(device, args.rounds)
+    points = []
+    for problem in problems(args):
+        points.append(measured(problem, timer, args.seed, args.only))
+        print(f"{problem}: " + ", ".join(f"{name} {us:.1f} us" for name, us in points[-1].us.items()), file=sys.stderr, flush=True)
+    between = passes(timer, args.between, 2048) if args.between else []
+    print(tables(points, between))
+    name = torch.cuda.get_device_name() if device.type == "cuda" else machine()["cpu"]
+    record = {
+        "version": __version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": name,
+        "machine": machine(),
+        "versions": versions(),
+        "points": [asdict(point) for point in points],
+        "between": between,
+    }
+    if args.json:
+        Path(args.json).write_text(json.dumps(record, indent=1) + "\n")
+    if args.plot:
+        plot(record, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
