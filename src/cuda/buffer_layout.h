@@ -17,7 +17,7 @@ inline BufferLayout buffer_layout(const Config& c) {
   BufferLayout b{output_parts(c)};
   OutputPlacer placer(0, align);
   for (OutputPart* part : {&b.counts, &b.offsets, &b.num_rows}) placer.place(*part);
-  b.step = placer.take(4);
+  b.step = placer.take(8);
   b.overflowed = placer.take(4);
   b.rows_begin = placer.take(4 * (c.world + 1));
   b.choices = placer.take(4 * received);

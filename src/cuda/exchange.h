@@ -3,8 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "../host/first_failure.h"
@@ -85,6 +87,15 @@ class Exchange {
   void make_chunk_counts();
   void forget_chunk_counts();
   bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
+  // In pieces: what a send half was given, its receive half sends the rest of.
+  void check_pieces() const;
+  void make_round_counts();
+  void forget_round_counts();
+  void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
+  Tokens inputs_of(const Launch& launch, const Tokens& tokens);
+  ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
+  void cut(DispatchArguments& a, char* plan, bool by_bulk) const;
+  void cut(CombineArguments& a, char* plan) const;
 
   const int device_;
   Memory memory_;
@@ -100,6 +111,9 @@ class Exchange {
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts; none where blocks are whole
+  std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
+  std::map<const char*, ExpertOutputs> sums_sent_;
   Control* controls_ = nullptr;  // by generation, in turn
   FirstFailure first_;
   const ForkCheck fork_;

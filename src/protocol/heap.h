@@ -1,11 +1,11 @@
 // The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s] | recv[set][s] | back[set][d] |
+//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] ||
 //   mailbox | credits | outgoing | sent | left | send areas
 //
-// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, left) and mailbox.h (mailbox, credits,
+// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
 // outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them.
 #pragma once
 
@@ -30,7 +30,8 @@ struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
   std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
   std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
-  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare
+  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare,
+                                        // on GPUs in pieces [world][most_rounds]
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
@@ -60,6 +61,14 @@ struct Heap {
   // Of the words that count pieces: `words` is one of pieces, consumed and left.
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
+  }
+  // Of a GPU's word that says which rounds a peer has read.
+  constexpr std::uint64_t read_at(const Config& c, std::uint32_t set, Op op, std::uint32_t round, std::uint32_t peer) const {
+    return count_at(c, round % kPlaces == 0 ? consumed : pieces, set, op, peer);
+  }
+  // most: most_rounds().
+  constexpr std::uint64_t round_at(const Config& c, std::uint32_t set, std::uint32_t source, std::uint32_t most, std::uint32_t round) const {
+    return counts_at(c, set, c.world) + kPieceBytes * (std::uint64_t{c.replicas > 1 ? c.world : 0} + std::uint64_t{source} * most + round);
   }
   // Of a credit among the mailbox's words.
   constexpr std::uint64_t credit_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
@@ -115,7 +124,7 @@ constexpr Heap heap_of(const Config& c) {
   }
   h.counts = at;
   h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
-  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * (c.replicas > 1 ? 2 : 1));
+  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
   at = align_up(at + h.counts_bytes * c.in_flight, page);
   h.in_pieces = in_pieces(c);
   h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);

@@ -27,7 +27,7 @@ import torch
 from rank_cases import Case
 
 import bench
-from pplx_comm import all_to_all
+from pplx_comm import _core, all_to_all
 from pplx_comm.device import cuda
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
@@ -160,6 +160,23 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     use(module)
     where, _, function = name.partition(":")
     return getattr(importlib.import_module(where), function)(me, *args, **options)
+
+
+def in_pieces(me: Any, module: str, whole: int, name: str, case: Case, *args: Any, **options: Any) -> Any:
+    """A case in pieces, of which only steps of `whole` tokens a rank are never cut."""
+    use(module)
+    fresh = _core.Config
+
+    def small() -> _core.Config:
+        config = fresh()
+        config.whole_tokens = whole
+        return config
+
+    setattr(_core, "Config", small)  # noqa: B010
+    try:
+        return call(me, module, name, rank_cases.in_pieces(case, on_gpu=True), *args, **options)
+    finally:
+        setattr(_core, "Config", fresh)  # noqa: B010
 
 
 def by_bulk(me: Any, module: str, case: Case) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import re
 import subprocess
 from collections.abc import Iterator
@@ -457,3 +458,29 @@ def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
     case = small_case(seed(), 2, in_flight, layout="padded")
     with Crew(2, BULK if bulk else {}) as crew:
         crew.run("emulated:call", module(), "hook_cases:replayed", case, 2, 10, timeout=120)
+
+
+# ---- blocks in pieces
+
+
+def piece_case(number: int, world: int) -> Case:
+    """Steps of several rounds, in which a rank may have few tokens and the others many. Printed by what runs it."""
+    r = random.Random(f"pieces {seed()} {number} {world}")
+    dtype = r.choice(["bfloat16", "float16", "float32"])
+    return Case(
+        seed() * 1000 + number, world, num_experts=r.choice([1, world, r.randint(1, 12)]), top_k=r.choice([1, 2, 3, 8]),
+        hidden=r.choice([16, 32, 48, 144, 272]), max_tokens=r.choice([9, 20, 33, 60]), dtype=dtype,
+        wire=r.choice(["native", "fp8", "fp8_ue8m0", "mxfp8"]), layout=r.choice(["ragged", "ragged", "padded", "compact"]),
+        align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, in_flight=r.choice([1, 1, 2, 4]),
+        scale_layout=r.choice(["row", "tma"]), first_step=r.choice([1, 2**32 - 3]),
+        routing=r.choice(["uniform", "uniform", "zipf", "to_one", "repeats", "sparse", "local"]),
+        crowd=r.choice(["full", "uneven", "uneven", "one_has_none", "one_has_all"]), steps=r.choice([3, 6]),
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pieces(world: int) -> None:
+    with Crew(world) as crew:
+        for number in range(8):
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
