@@ -169,7 +169,7 @@ class ManyCombiner {
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
       if (token >= a_.own || !receive_token_of_round(token, round)) return;
-      finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), rounds);
+      finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
   }
 

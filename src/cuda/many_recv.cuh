@@ -67,7 +67,7 @@ class ManyReceiver {
         good = run.part != 0 || receive_showing(run.source, run.first, run.rows);
       else
         good = receive_run(run.source, run.first, run.rows, run.part);
-      if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), rounds.all());
+      if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
     }
     if (good && !rounds.failed()) clear_padding(a_, s_, e_);
     bulk_await_stored<0>();

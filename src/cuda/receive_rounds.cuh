@@ -49,7 +49,7 @@ static __device__ __noinline__ void receive_rounds(const DispatchArguments& a, s
   bool good = rounds.open(0, kNone);
   for (RoundRun run; good && rounds.find(claim(k, a.pieces, step, Claim::DispatchRecv), run);) {
     good = receive_run_of_round<kPlain>(a, step, run, s, e);
-    if (good) finish_unit(k, a.pieces, step, Op::Dispatch, run.round, rounds.units(), rounds.all());
+    if (good) finish_unit(k, a.pieces, step, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
   }
   if (good && !rounds.failed()) clear_padding(a, s, e);
 }

@@ -94,23 +94,29 @@ __device__ inline bool await_room(const Common& k, Phase phase, std::uint32_t st
   return good;
 }
 
+// What makes a round's count complete: all of its units, of which the first one knows how many there are, and the round before it in the same
+// places. Without that a round that has no rows would be told of too early.
+inline constexpr std::uint32_t kAllUnits = 1u << 29, kRoundBefore = 1u << 30;
+
 // For a warp that has done one of a round's units. all: rounds of the step.
 __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t round, std::uint32_t units,
-                                   std::uint32_t all) {
-  if (round + kPlaces >= all) return;  // nobody comes after it
-  __syncwarp();
-  linger(k, std::uint64_t{round} << 32 | step);
-  std::uint32_t before = 0;
-  if (threadIdx.x % 32 == 0)
-    before = count_in_order(counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round, 1);
-  before = __shfl_sync(~0u, before, 0);
-  __syncwarp();
-  if (before != units - 1) return;
-  for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
-    const std::uint32_t peer = k.order[i];
-    publish(k, k.peers[peer] + k.heap.read_at(k.c, set_of(k.c, step), op, round, k.c.rank), word_of_round(k, step, round));
+                                   bool first, std::uint32_t all) {
+  std::uint32_t more = 1;
+  if (first) more += kAllUnits - units + (round < kPlaces ? kRoundBefore : 0);
+  for (; round + kPlaces < all; round += kPlaces, more = kRoundBefore) {  // nobody comes after the last ones
+    __syncwarp();
+    linger(k, std::uint64_t{round} << 32 | step);
+    std::uint32_t before = 0;
+    if (threadIdx.x % 32 == 0)
+      before = count_in_order(counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round, more);
+    before = __shfl_sync(~0u, before, 0);
+    __syncwarp();
+    if (before + more != kAllUnits + kRoundBefore) return;
+    for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
+      const std::uint32_t peer = k.order[i];
+      publish(k, k.peers[peer] + k.heap.read_at(k.c, set_of(k.c, step), op, round, k.c.rank), word_of_round(k, step, round));
+    }
   }
-  __syncwarp();
 }
 
 // ---- rounds ----
@@ -125,6 +131,7 @@ struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
   std::uint32_t slot_row, part;
   bool in_pieces;
+  bool is_first;  // unit of its round
 };
 
 class Rounds {
@@ -187,6 +194,7 @@ class Rounds {
     n -= base_;
     run.round = round_;
     run.part = n % parts_;
+    run.is_first = n == 0;
     run.rows = 0;
     if (rows_.begin[k_.c.world] == 0) return true;
     const RowRun of = RowRuns(k_, rows_.begin, k_.living, most_rows_).at(n / parts_);
