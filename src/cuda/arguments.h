@@ -180,6 +180,7 @@ struct PieceArguments {
   std::uint32_t chunks = 0, end_chunk = 0;  // dispatch: of a round; how many are sent, by this launch and the one before it
   std::uint32_t* begin_rows = nullptr;  // [most][world], of the plan: rows of earlier rounds
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
+  std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
 };
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.

@@ -94,8 +94,9 @@ class Exchange {
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
   Tokens inputs_of(const Launch& launch, const Tokens& tokens);
   ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
-  void cut(DispatchArguments& a, char* plan, bool by_bulk) const;
-  void cut(CombineArguments& a, char* plan) const;
+  PieceArguments pieces_of(const Launch& launch) const;
+  void cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const;
+  void cut(CombineArguments& a, const Launch& launch) const;
 
   const int device_;
   Memory memory_;

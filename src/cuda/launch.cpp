@@ -85,14 +85,20 @@ ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& out
   return inputs;
 }
 
-// A send half may wait for nobody, so it sends the rounds that have room from the start.
-void Exchange::cut(DispatchArguments& a, char* plan, bool by_bulk) const {
-  const Config& c = common_.c;
-  PieceArguments& p = a.pieces;
-  p.tokens = tokens_of_round(c);
-  p.most = most_rounds(c);
+PieceArguments Exchange::pieces_of(const Launch& launch) const {
+  PieceArguments p;
+  p.tokens = tokens_of_round(common_.c);
+  p.most = most_rounds(common_.c);
   p.counts = round_counts_;
-  p.begin_rows = reinterpret_cast<std::uint32_t*>(plan + plan_rounds_at(c));
+  point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
+  point(p.kept, launch.buffer, layout_.rounds);
+  return p;
+}
+
+// A send half may wait for nobody, so it sends the rounds that have room from the start.
+void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
+  PieceArguments& p = a.pieces;
+  p = pieces_of(launch);
   if (!by_bulk) return;
   while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
   a.chunks = ceil_div(a.own, a.tokens_per_chunk);
@@ -105,13 +111,9 @@ void Exchange::cut(DispatchArguments& a, char* plan, bool by_bulk) const {
   a.send = p.begin * p.chunks < a.chunks;
 }
 
-void Exchange::cut(CombineArguments& a, char* plan) const {
-  const Config& c = common_.c;
+void Exchange::cut(CombineArguments& a, const Launch& launch) const {
   PieceArguments& p = a.pieces;
-  p.tokens = tokens_of_round(c);
-  p.most = most_rounds(c);
-  p.counts = round_counts_;
-  p.begin_rows = reinterpret_cast<std::uint32_t*>(plan + plan_rounds_at(c));
+  p = pieces_of(launch);
   p.begins = a.send;
   p.begin = a.send ? 0 : kPlaces;
   if (!a.recv) p.end = kPlaces;
@@ -181,7 +183,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
-  if (pieces) cut(a, launch.plan, by_bulk);
+  if (pieces) cut(a, launch, by_bulk);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
   const auto whole = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
@@ -256,7 +258,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
   a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv && !pieces;
-  if (pieces) cut(a, launch.plan);
+  if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   const auto whole = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
   const auto launched = !pieces ? whole : by_bulk ? launch_combine_many_pieces : launch_combine_pieces;

@@ -127,6 +127,16 @@ struct RoundRows {
   std::uint32_t first[kMaxPeers];  // of each source's block
 };
 
+// For one thread: what a source tells of a round. False: something failed.
+__device__ inline bool await_round_begin(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, std::uint32_t source,
+                                         std::uint32_t round, uint4& piece) {
+  const char* const place = k.peers[k.c.rank] + k.heap.round_at(k.c, set_of(k.c, step), source, p.most, round);
+  piece = load_piece(place);
+  return is_tagged(k, piece, step) || await_tagged(k, place, phase, step, source, piece);
+}
+// What the handle of a dispatch keeps of it: how many rounds there are, or 0; then the rows before each.
+__device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }
+
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
   std::uint32_t slot_row, part;
@@ -139,7 +149,8 @@ class Rounds {
   // For a warp. rows_begin: of all sources. A unit is a part of a run of at most so many rows.
   __device__ Rounds(const Common& k, const PieceArguments& p, std::uint32_t step, const std::uint32_t* rows_begin, Phase phase,
                     std::uint32_t most_rows, std::uint32_t parts, RoundRows& rows)
-      : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), parts_(parts), rows_(rows) {}
+      : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), parts_(parts), rows_(rows),
+        keeps_(phase == Phase::CombineSend) {}
 
   // Hears how many rounds there are. begin: the first one that is wanted. False: something failed.
   __device__ bool open(std::uint32_t begin, std::uint32_t end) {
@@ -149,9 +160,11 @@ class Rounds {
     for (std::uint32_t i = 0; i < kSourcesOfLane; ++i) {
       const std::uint32_t source = threadIdx.x % 32 + 32 * i;
       std::uint32_t rounds = 0;
-      if (is_there(source) && load_piece(k_.peers[k_.c.rank] + k_.heap.rows_at(k_.c, set_of(k_.c, step_), source)).y == 0) {
+      if (is_there(source) && keeps_) {
+        rounds = *kept_rounds(p_, source);
+      } else if (is_there(source) && load_piece(k_.peers[k_.c.rank] + k_.heap.rows_at(k_.c, set_of(k_.c, step_), source)).y == 0) {
         uint4 piece;
-        good = load_round(source, 0, piece) && good;
+        good = await_round_begin(k_, p_, phase_, step_, source, 0, piece) && good;
         rounds = good ? piece.y : 0;
         if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
       }
@@ -210,10 +223,16 @@ class Rounds {
   static constexpr std::uint32_t kSourcesOfLane = kMaxPeers / 32;
 
   __device__ bool is_there(std::uint32_t source) const { return source < k_.c.world && (k_.dead >> source & 1) == 0; }
-  __device__ bool load_round(std::uint32_t source, std::uint32_t round, uint4& piece) const {
-    const char* const place = k_.peers[k_.c.rank] + k_.heap.round_at(k_.c, set_of(k_.c, step_), source, p_.most, round);
-    piece = load_piece(place);
-    return is_tagged(k_, piece, step_) || await_tagged(k_, place, phase_, step_, source, piece);
+  // Rows of the source's earlier rounds.
+  __device__ bool load_begin(std::uint32_t source, std::uint32_t round, std::uint32_t& begin) const {
+    if (keeps_) {
+      begin = kept_rounds(p_, source)[1 + round];
+      return true;
+    }
+    uint4 piece;
+    const bool good = await_round_begin(k_, p_, phase_, step_, source, round, piece);
+    begin = piece.x;
+    return good;
   }
   __device__ bool refuse(std::uint32_t source, std::uint32_t expected, std::uint32_t seen) const {
     fail(k_, {AbortReason::Protocol, phase_, k_.c.rank, source, step_}, expected, seen);
@@ -235,16 +254,9 @@ class Rounds {
           n = round == 0 ? rows : 0;
           if (n > k_.heap.slot_rows) good = refuse(source, k_.heap.slot_rows, n);
         } else if (round < of_source_[i]) {
-          uint4 piece = make_uint4(0, 0, 0, 0);
           std::uint32_t end = rows;
-          if (round != 0) {
-            good = load_round(source, round, piece);
-            first = piece.x;
-          }
-          if (good && round + 1 < of_source_[i]) {
-            good = load_round(source, round + 1, piece);
-            end = piece.x;
-          }
+          if (round != 0) good = load_begin(source, round, first);
+          if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
           n = end - first;
           if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
           if (!good) n = 0;
@@ -273,6 +285,7 @@ class Rounds {
   const Phase phase_;
   const std::uint32_t most_rows_, parts_;
   RoundRows& rows_;
+  const bool keeps_;  // a combine: peers may be in the set's next step already
   std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: their blocks are whole
   std::uint64_t in_pieces_ = 0;  // sources, a bit each
   std::uint32_t all_ = 1, end_ = 0;
