@@ -67,7 +67,7 @@ class DeviceDispatched(Dispatched):
     plan: DevicePlan
     step = -1
     inputs: tuple[Any, ...] = ()
-    """In pieces: the receive half reads them, whose kernel may end when this is long gone from Python's view of it."""
+    """In pieces: the receive half reads them, too. Kept as long as the handle, since a kernel may still do so when its launch has returned."""
 
     def __init__(
         self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, addresses: tuple[int, int], tokens: int

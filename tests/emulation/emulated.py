@@ -179,6 +179,15 @@ def in_pieces(me: Any, module: str, whole: int, name: str, case: Case, *args: An
         setattr(_core, "Config", fresh)  # noqa: B010
 
 
+def _opens(me: Any, case: Case) -> str:
+    return str(rank_cases.raised(lambda: rank_cases.open_all_to_all(me, case))["message"])
+
+
+def refused_pieces(me: Any, module: str, whole: int, case: Case) -> str:
+    """What opening it says."""
+    return str(in_pieces(me, module, whole, "emulated:_opens", case))
+
+
 def by_bulk(me: Any, module: str, case: Case) -> list[int]:
     """How many of a case's dispatches and combines must have gone by bulk copies on this rank: they have."""
     use(module)
