@@ -32,7 +32,7 @@ import sass
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "machine_code"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
-SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many")
+SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many", "dispatch_many_pieces", "combine_many_pieces")
 
 # ---- the rules ----
 

@@ -194,8 +194,9 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
     if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
     return 0;
   }
+  const auto before = static_cast<std::uint32_t>(here.open_steps());
   const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
-  here.open(launch.buffer, step, a.recv);
+  here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
   return step;
 }
 

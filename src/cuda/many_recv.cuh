@@ -14,9 +14,15 @@ inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
+// In pieces: of the run that is being received, how much further its rows lie in the block than in the slot, and its round.
+struct ReceivedRound {
+  std::uint32_t shift = 0, round = 0;
+};
+struct NoRound {};
+
 // kPieces: of rounds.
 template <bool kHooks, bool kPieces = false>
-class ManyReceiver {
+class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
   __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
@@ -59,8 +65,8 @@ class ManyReceiver {
     Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
-      shift_ = run.first - run.slot_row;
-      round_ = run.round;
+      this->shift = run.first - run.slot_row;
+      this->round = run.round;
       if (run.rows == 0)
         good = true;
       else if (!run.in_pieces && s_.showing[run.source] != 0)
@@ -74,11 +80,16 @@ class ManyReceiver {
   }
 
  private:
-  // Of a row of a source's block: which of the slot's.
-  __device__ std::uint32_t slot_row(std::uint32_t number) const { return kPieces ? number - shift_ : number; }
+  // Of a row of a source's block: which of the slot's. Asked in pieces alone: the machine code of the others is as it was without.
+  __device__ std::uint32_t slot_row(std::uint32_t number) const {
+    if constexpr (kPieces)
+      return number - this->shift;
+    else
+      return number;
+  }
   __device__ bool has_come(const char* word, std::uint32_t source) const {
     if constexpr (kPieces)
-      return row_has_come(k_, word, Phase::DispatchRecv, step_, source, round_);
+      return row_has_come(k_, word, Phase::DispatchRecv, step_, source, this->round);
     else
       return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
   }
@@ -110,7 +121,7 @@ class ManyReceiver {
 
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
-    char* const rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(slot_row(first));
+    char* const rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(kPieces ? slot_row(first) : first);
     {
       const Spends waits(k_, Span::AwaitingRow);
       const bool good = lane >= n || has_come(rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
@@ -188,7 +199,7 @@ class ManyReceiver {
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
     if (kHooks) last_ = r.place;
-    if (slot_row(number) < k_.showing_rows) make_blank_again(row, part, begin, bytes);
+    if ((kPieces ? slot_row(number) : number) < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
   }
@@ -219,7 +230,6 @@ class ManyReceiver {
   std::uint32_t parities_;
   std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
   const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
-  std::uint32_t shift_ = 0, round_ = 0;  // kPieces: of the run that is being received
 };
 
 }  // namespace pplx::cuda

@@ -49,15 +49,16 @@ struct UntoldRows {
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
-  // Of all but the last `but` tokens: they have been stored, and their stores awaited. word: of each row.
-  __device__ void tell(const Common& k, std::uint32_t step, std::uint64_t word, std::uint32_t but) {
+  // Of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
+  template <typename Word>
+  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, const Word& word) {
     __syncwarp();
     fence_system();
 #pragma unroll
     for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
       linger(k, std::uint64_t{step} << 32 | i);
-      store_relaxed(row[i] + k.dispatch.arrival_at, word);
+      store_relaxed(row[i] + k.dispatch.arrival_at, word(step));
     }
     if (but != 0) add_first(tokens - 1);
     tokens = but;
@@ -114,7 +115,7 @@ class ManySender {
       if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
     }
     bulk_await_stored<0>();
-    untold_.tell(k_, plan_.step, word(), 0);
+    tell(0);
   }
   // Each of its barriers has had an odd number of turns: a bit each.
   __device__ std::uint32_t parities() const {
@@ -158,11 +159,13 @@ class ManySender {
     return true;
   }
 
-  __device__ std::uint64_t word() const {
-    if constexpr (kPieces)
-      return word_of_round(k_, plan_.step, round_);
-    else
-      return arrival_word(k_.generation, plan_.step);
+  __device__ void tell(std::uint32_t but) {
+    untold_.tell(k_, plan_.step, but, [this](std::uint32_t step) {
+      if constexpr (kPieces)
+        return word_of_round(k_, step, round_);
+      else
+        return arrival_word(k_.generation, step);
+    });
   }
 
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
@@ -172,7 +175,7 @@ class ManySender {
     if (round == round_) return;
     if (untold_.tokens != 0) {
       bulk_await_stored<0>();
-      untold_.tell(k_, plan_.step, word(), 0);
+      tell(0);
     }
     round_ = round;
     const Spends waits(k_, Span::AwaitingPlan);
@@ -223,7 +226,7 @@ class ManySender {
     if (untold_.tokens <= together_) return;
     const Spends tells(k_, Span::Telling);
     await_earlier_tokens();
-    untold_.tell(k_, plan_.step, word(), 1);
+    tell(1);
   }
 
   // A token's row that stays here, and the lanes whose places get a copy of it.

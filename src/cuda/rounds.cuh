@@ -34,14 +34,15 @@ __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, s
 
 // ---- waits ----
 
-// Like ask() in words.cuh. The peer that has not read waits for somebody itself, whom it should blame first.
+// Like ask() in words.cuh. Some wait longer: a peer that has not read waits for somebody itself, whom it should blame first, and what this rank
+// is to send or to read itself waits for a peer.
 static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint32_t turn, std::uint64_t first, std::uint64_t begun, Phase phase,
                                                      std::uint32_t step, std::uint32_t peer, std::uint64_t expected) {
   const bool ask_host = (turn & 255) == 255;
   if (stopped(k, ask_host)) return Verdict::Failed;
   if (ask_host && said_goodbye(k, peer)) return Verdict::Left;
-  const std::uint64_t limit =
-      k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + ((expected & kToBeRead) != 0 ? kPassedOnNs : 0);
+  const std::uint32_t longer = peer == k.c.rank ? 2 : (expected & kToBeRead) != 0 ? 1 : 0;
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + longer * kPassedOnNs;
   const std::uint64_t now = nanoseconds();
   const bool late = now - begun > limit;
   if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - first < kBusyNs) return Verdict::Busy;

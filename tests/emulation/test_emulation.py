@@ -513,10 +513,10 @@ def test_pieces_and_whole_steps_in_turn(layout: str) -> None:
         crew.run("emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_pieces_among_replays(in_flight: int) -> None:
+def test_pieces_among_replays() -> None:
+    """With one step open: those draw their order for each of several."""
     with Crew(2) as crew:
-        case = replace(small_case(seed(), 2, in_flight), max_tokens=20)
+        case = replace(small_case(seed(), 2, 1), max_tokens=20)
         crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
 
 
@@ -535,8 +535,8 @@ def test_a_rank_that_does_not_come_for_its_pieces(phase: str) -> None:
     with Crew(2) as crew:
         _, r = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=60)
         assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] == phase, r
-        assert "waited for piece 2 of the " in r["message"] and "block of rank 0" in r["message"], r
-        assert r["expected"] == "piece 2", r
+        found = re.search(r"waited for (piece [2-9]) of the (dispatch|combine) block of rank 0", r["message"])
+        assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
 
 
 def test_pieces_after_a_reset(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from harness import Crew, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
-from rank_cases import Case, random_case
+from rank_cases import Case, in_pieces, random_case
 from run_cuda import build_module, nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +67,12 @@ def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int) -
     with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": "1"}) as crew:
         case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
         assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS
+
+
+@pytest.mark.parametrize(("routing", "tokens"), [("uniform", 1200), ("sparse", 900), ("to_one", 700)])
+def test_pieces(crew: Crew, routing: str, tokens: int) -> None:
+    case = Case(seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=tokens, routing=routing, crowd="uneven", steps=12)
+    crew.run("gpu_cases:exchange", in_pieces(case, on_gpu=True), timeout=300)
 
 
 def test_soak_of_replicas(crew: Crew) -> None:

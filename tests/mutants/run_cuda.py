@@ -42,6 +42,8 @@ READY = "src/cuda/ready.cuh"
 MANY_RECV = "src/cuda/many_recv.cuh"
 MANY_SEND = "src/cuda/many_send.cuh"
 MANY_COMBINE = "src/cuda/many_combine.cuh"
+ROUNDS = "src/cuda/rounds.cuh"
+ROUND_PLAN = "src/cuda/round_plan.cuh"
 
 MUTANTS = [
     Mutant(
@@ -313,6 +315,41 @@ MUTANTS = [
         "kFresh ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512)",
         "load_input(row + begin + j * 512)",
         "a cache that nobody invalidates answers with what expert_out had before",
+    ),
+    Mutant(
+        "nobody waits until a round is read",
+        ROUNDS,
+        "return round < kPlaces || says_round(",
+        "return true || says_round(",
+        "a round overwrites the one two before it, which a slow peer still reads",
+    ),
+    Mutant(
+        "a round without rows is told of at once",
+        ROUNDS,
+        "(round < kPlaces ? kRoundBefore : 0)",
+        "kRoundBefore",
+        "peers hear that a later round was read, and overwrite the earlier one in its place",
+    ),
+    Mutant(
+        "the round of a row is not looked at",
+        ROUNDS,
+        "return exactly ? rounds == round + 1 : rounds > round;",
+        "return exactly ? rounds != 0 : rounds > round;",
+        "what the round before it left in its place is taken for this one's",
+    ),
+    Mutant(
+        "a round goes to the other's place",
+        ROUND_PLAN,
+        "std::int64_t{round % kPlaces * p_.tokens}",
+        "std::int64_t{(round + 1) % kPlaces * p_.tokens}",
+        "rows are waited for where they never come",
+    ),
+    Mutant(
+        "sums are held back while a peer is waited for",
+        MANY_COMBINE,
+        "      tell();\n      good = threadIdx.x % 32 != 0 || await_room(",
+        "      good = threadIdx.x % 32 != 0 || await_room(",
+        "the peer waits for them before it can have read what this rank waits for",
     ),
 ]
 
