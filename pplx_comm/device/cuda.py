@@ -67,7 +67,7 @@ class DeviceDispatched(Dispatched):
     plan: DevicePlan
     step = -1
     inputs: tuple[Any, ...] = ()
-    """In pieces: the receive half reads them, too. Kept as long as the handle, since a kernel may still do so when its launch has returned."""
+    """In pieces: the receive half reads them, too. Kept as long as the handle: its kernel may still do so when the call returns."""
 
     def __init__(
         self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, addresses: tuple[int, int], tokens: int

@@ -510,7 +510,9 @@ def test_pieces_and_whole_steps_in_turn(layout: str) -> None:
     with Crew(2) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
         tokens_of = [80, 3, 3, 41, 16, 17, 1, 1, *[40, 5] * 3]
-        crew.run("emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120)
+        crew.run(
+            "emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120
+        )
 
 
 def test_pieces_among_replays() -> None:
