@@ -81,6 +81,15 @@ BOUNDS: dict[str, Sizes] = {
     "combine_many_kernel<BFloat16, false>": Sizes(165888, 168, 176, 44, 56),
     "combine_many_kernel<BFloat16, true>": Sizes(129024, 168, 192, 116, 156),
     "combine_many_ready_kernel<BFloat16>": Sizes(146432, 168, 176, 32, 28),
+    "dispatch_many_pieces_kernel<Quantised<2> >": Sizes(301056, 128, 304, 106, 116),
+    "dispatch_many_pieces_kernel<Quantised<4> >": Sizes(295936, 128, 304, 102, 112),
+    "dispatch_many_pieces_kernel<AsIs>": Sizes(280576, 128, 304, 118, 128),
+    "combine_many_pieces_kernel<Float32, false>": Sizes(104448, 134, 160, 0, 0),
+    "combine_many_pieces_kernel<Float32, true>": Sizes(75776, 136, 112, 0, 0),
+    "combine_many_pieces_kernel<Float16, false>": Sizes(112640, 168, 160, 0, 0),
+    "combine_many_pieces_kernel<Float16, true>": Sizes(83968, 168, 112, 0, 0),
+    "combine_many_pieces_kernel<BFloat16, false>": Sizes(112640, 168, 160, 0, 0),
+    "combine_many_pieces_kernel<BFloat16, true>": Sizes(83968, 168, 112, 0, 0),
 }
 
 
