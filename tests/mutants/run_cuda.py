@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "words of rows before their tiles",
         MANY_SEND,
-        "    await_earlier_tokens();\n    untold_.tell(k_, plan_.step, 1);\n",
-        "    untold_.tell(k_, plan_.step, 0);\n",
+        "    await_earlier_tokens();\n    tell(1);\n",
+        "    tell(0);\n",
         "bulk stores are no thread's: no fence waits for them",
     ),
     Mutant(
