@@ -25,6 +25,7 @@ __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, 
 __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
   const std::uint32_t peer = threadIdx.x;
   const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
+  come_late(k, step);
   const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
   if (threadIdx.x == 0) s.may_send = good;
   __syncthreads();

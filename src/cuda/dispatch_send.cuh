@@ -124,6 +124,7 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   }
   if (!kPlain && k.remote != 0) {
     bool good = true;
+    come_late(k, step);
     for (std::uint32_t peer = lane; peer < k.c.world; peer += 32)
       if (is_remote(k, peer) && (k.dead >> peer & 1) == 0) good = may_write(k, step, Op::Dispatch, peer) && good;
     good = __all_sync(~0u, good);

@@ -108,7 +108,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
     const std::int32_t id = valid_id<kPlain>(a, known ? early.of_pass(number) : pass.load<kPlain>(a, begin, to));
     const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
     // The first lane of a token that wants a rank counts the row.
-    const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone - lane : rank << 16 | pass.token);
+    const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone : rank << 16 | pass.token);  // takes longer the more keys differ
     if (id < 0) continue;
     if ((same & ((1u << lane) - 1)) == 0) atomicAdd(&s.rows_before[rank], 1u);
     atomicAdd(experts + id, 1u);
@@ -138,7 +138,8 @@ struct PlannedToken {
     ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
     if constexpr (!kPlain)
       if (k.c.world > 32) ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
-    index = __popc(__match_any_sync(~0u, id < 0 ? kNone - lane : static_cast<std::uint32_t>(id)) & ((1u << lane) - 1));
+    const std::uint32_t same = __match_any_sync(~0u, static_cast<std::uint32_t>(id));  // takes longer the more keys differ
+    index = id < 0 ? 0 : __popc(same & ((1u << lane) - 1));
   }
   __device__ bool wanted_by(std::uint32_t rank) const { return (ranks >> rank & 1) != 0; }
   // Which of the ranks that want it this one is.

@@ -48,15 +48,22 @@ __device__ inline std::uint64_t* seen_to_leave(const Common& k, std::uint32_t st
   return &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
 }
 
-// Whether the peer's block of that set may be written. No: something failed, and the proxy may still read it.
+// Whether the last block of that set is known to have left.
+__device__ inline bool is_seen_to_leave(const Common& k, std::uint64_t last, std::uint32_t step, Op op, std::uint32_t peer) {
+  return has_left(*seen_to_leave(k, step, op, peer), last);
+}
+
+// Whether the peer's block of this step may be written. No: something failed, and the proxy may still read the last one. A thread block
+// that begins late may find this step's announced: others have asked before they wrote it.
 __device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
-  return has_left(*seen_to_leave(k, step, op, peer), *announced(k, step, op, peer));
+  const std::uint64_t last = load_relaxed(announced(k, step, op, peer));
+  return last == arrival_word(k.generation, step) || is_seen_to_leave(k, last, step, op, peer);
 }
 
 // Waits until the last block of that set has left.
 __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  if (may_write(k, step, op, peer)) return;
   const std::uint64_t last = *announced(k, step, op, peer);
+  if (is_seen_to_leave(k, last, step, op, peer)) return;
   if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer))
     *seen_to_leave(k, step, op, peer) = last;
 }

@@ -35,6 +35,7 @@ DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
 COMBINE_RECV = "src/cuda/combine_recv.cuh"
 SLICES = "src/cuda/slices.cuh"
 CLOSED = "src/cuda/closed.cuh"
+REMOTE = "src/cuda/remote.cuh"
 COMBINE = "src/cuda/combine_kernel.cuh"
 EXCHANGE = "src/cuda/exchange.cpp"
 HOOKS = "src/cuda/hooks.cuh"
@@ -250,6 +251,13 @@ MUTANTS = [
         "return !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);",
         "return true;",
         "a step is written over one that is still open",
+    ),
+    Mutant(
+        "this step's block is taken for the last one's",
+        REMOTE,
+        "last == arrival_word(k.generation, step) || is_seen_to_leave",
+        "is_seen_to_leave",
+        "a thread block that begins late sends nothing, and the step never ends",
     ),
     Mutant(
         "a step is closed too early",
