@@ -187,7 +187,7 @@ class Arguments:
 
     def _check_pieces(self, config: _core.Config) -> None:
         """What device='cuda' does not do with blocks in pieces."""
-        refused = ("replicas", self.replicas != 1), ("hooks", self.hooks), ("transport='proxy'", self.transport == "proxy")
+        refused = ("replicas", self.replicas != 1), ("hooks", self.hooks)
         for what, wanted in refused:
             if wanted:
                 raise Error(

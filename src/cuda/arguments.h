@@ -167,9 +167,18 @@ constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std:
 
 // How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
 // device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
-enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv };
-inline constexpr std::uint32_t kClaims = 4;
+enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineRooms };
+inline constexpr std::uint32_t kClaims = 5;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
+
+// What an AllToAll in pieces keeps of peers of other nodes (remote_rounds.cuh): device memory, by set, op and peer. Words as pieces_word().
+enum class RemoteWord : std::uint32_t { Told, Landed, Room };
+inline constexpr std::uint32_t kRemoteWords = 3;
+struct RemoteRounds {
+  std::uint64_t* words = nullptr;  // [kRemoteWords][in_flight][kPieceOps][world]
+  std::uint32_t* stored = nullptr;  // [in_flight][kPieceOps][kPlaces][world]: of the round in that place, what is there to go
+};
+constexpr std::uint64_t remote_rounds_words(const Config& c) { return std::uint64_t{c.in_flight} * kPieceOps * c.world; }
 
 // Of an AllToAll in pieces: protocol/pieces.h.
 struct PieceArguments {
@@ -181,6 +190,7 @@ struct PieceArguments {
   std::uint32_t* begin_rows = nullptr;  // [most][world], of the plan: rows of earlier rounds
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
   std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
+  RemoteRounds remote;  // none where all peers are of this node
 };
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.

@@ -52,6 +52,9 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if (a.recv) begin_to_close(k, step);
   if constexpr (kPieces) {
     if (in_rounds && blockIdx.x == 0 && threadIdx.x < 32) forget_rounds(k, a.pieces, step, Op::Dispatch);
+    if (!kPlain && in_rounds && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 &&
+        claim(k, a.pieces, step, Claim::CombineRooms) == 0)
+      pass_on_rooms(a, step);
     if (in_rounds && !a.release) send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
   }
   if (a.send && (!in_rounds || a.release)) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
     if (counts_rows()) count_rows(a, step, s.receive);
     if (kPieces && counts_rows()) hear_of_rounds(a, step, s.receive);
     if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
-    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches(a, step);
+    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches<kPieces>(a, step);
     if constexpr (kPieces)
       receive_in_pieces<kPlain>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
     else

@@ -1,4 +1,4 @@
-// dispatch() of many tokens in pieces, inside a node: one launch, or one per half. The receive half sends what the send half must wait for.
+// dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "kernels.h"
 #include "many_kernel.cuh"
 #include "round_plan.cuh"
@@ -8,6 +8,9 @@ namespace {
 
 using RoundShared = ManyKernelShared<RoundPlan>;
 
+// One warp more than inside a node: it passes on what the proxy says.
+inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
+
 static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that receives has room for what it knows of a round");
 
 // Returns what ManySender::parities() does.
@@ -16,7 +19,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
                                             char* planner_memory) {
   const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
   if (is_planner()) {
-    if (a.pieces.begins) claim_set(a, s.plan);
+    if (a.pieces.begins) claim_set<true>(a, s.plan);
     if (a.pieces.begins && !s.plan.taken) return 0;
     const Spends plans(a.common, Span::Planning);
     RoundPlanner(a, s.plan, sums, planner_memory).plan();
@@ -27,7 +30,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
   if (a.pieces.begins && !s.plan.taken) return 0;
   const Spends spends(a.common, Span::Counting);
   for (std::uint32_t c = warp * gridDim.x + blockIdx.x; a.ids != nullptr && c < a.chunks; c += kWorkers * gridDim.x)
-    if (take_chunk(a, s.plan.step, c)) count_chunk(a, s.plan.step, c, memory, false);
+    if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
   __syncwarp();
   fence_shared_copies();  // where chunks were counted, tiles come
   ManySender<Mode, false, RoundPlan> sender(a, s.plan, s.receive, experts, nullptr, warp, senders, memory, s.loaded[warp]);
@@ -36,7 +39,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
 }
 
 template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
+__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(RoundShared, s);
   const Common& k = a.common;
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_pieces_kernel(c
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare<Mode>(a, s);
-  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (!a.pieces.begins && !find_open_step(a, step)) return;
@@ -64,6 +67,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_pieces_kernel(c
       hear_of_rounds(a, step, s.receive);
     }
     if (warp == kWorkers + 2) place_rows<true, false>(a, step, s.receive, experts);
+    if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
       ManyReceiver<false, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
@@ -102,7 +106,7 @@ cudaError_t load_dispatch_many_pieces(const Config& c) {
 cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
   const Config& c = arguments.common.c;
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyPiecesThreads), parameters, ManyMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

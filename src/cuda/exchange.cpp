@@ -285,8 +285,8 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 // Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
 // rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
 void Exchange::make_chunk_counts() {
-  if (memory_.proxied) return;
   const Config& c = common_.c;
+  if (memory_.proxied && !common_.heap.in_pieces) return;
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
@@ -330,7 +330,6 @@ void Exchange::check_pieces() const {
   const Config& c = common_.c;
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
   const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
-  if (memory_.proxied) refuse("where some rank reaches another one through the proxy");
   if (c.replicas > 1) refuse("with replicas");
   if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
   int shared = 0;
@@ -343,13 +342,20 @@ void Exchange::check_pieces() const {
 void Exchange::make_round_counts() {
   check(load_dispatch_pieces(common_.c), "loading the kernels of dispatches in pieces");
   check(load_combine_pieces(common_.c), "loading the kernels of combines in pieces");
-  check(cudaMalloc(reinterpret_cast<void**>(&round_counts_), std::size_t{4} * common_.c.in_flight * round_counts(most_rounds(common_.c))), "cudaMalloc of the counts of rounds");
+  const Config& c = common_.c;
+  const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
+  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = memory_.proxied ? 4 * kPlaces * words : 0;
+  round_bytes_ = memory_.proxied ? told + stored : counts;
+  char* memory = nullptr;
+  check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
+  round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
+  if (memory_.proxied) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
   forget_round_counts();
 }
 
 void Exchange::forget_round_counts() {
   if (round_counts_ == nullptr) return;
-  check(cudaMemsetAsync(round_counts_, 0, std::size_t{4} * common_.c.in_flight * round_counts(most_rounds(common_.c)), own_stream_), "cudaMemsetAsync");
+  check(cudaMemsetAsync(round_counts_, 0, round_bytes_, own_stream_), "cudaMemsetAsync");
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 

@@ -112,7 +112,9 @@ class Exchange {
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
-  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts; none where blocks are whole
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
+  std::uint64_t round_bytes_ = 0;
+  RemoteRounds remote_rounds_;
   std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
   std::map<const char*, ExpertOutputs> sums_sent_;
   Control* controls_ = nullptr;  // by generation, in turn

@@ -90,6 +90,7 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   p.tokens = tokens_of_round(common_.c);
   p.most = most_rounds(common_.c);
   p.counts = round_counts_;
+  p.remote = remote_rounds_;
   point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
   point(p.kept, launch.buffer, layout_.rounds);
   return p;

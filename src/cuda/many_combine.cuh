@@ -156,9 +156,14 @@ class ManyCombiner {
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
-      if (run.rows == 0) continue;
+      const bool header = !kPlain && run.is_header;
+      if (header ? !has_header(p, run) : run.rows == 0) continue;
       good = make_room(run);
-      if (good) send_run_of_round(run);
+      if (!good) continue;
+      if (header)
+        send_header_of_round(a_, step_, run, s_);
+      else
+        send_run_of_round(run);
     }
     tell();
   }
@@ -228,12 +233,12 @@ class ManyCombiner {
 
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
   __device__ bool make_room(const RoundRun& run) {
-    if (run.round < kPlaces) return true;
-    bool good = threadIdx.x % 32 != 0 || has_room(k_, step_, Op::Combine, run.source, run.round);
+    const PieceArguments& p = a_.pieces;
+    if (run.round < kPlaces) return kPlain || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
+    const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
     if (!all_of_warp(good)) {
       tell();
-      good = threadIdx.x % 32 != 0 || await_room(k_, Phase::CombineSend, step_, Op::Combine, run.source, run.round);
-      if (!all_of_warp(good)) return false;
+      if (!await_room_for_sums(k_, p, step_, run.source, run.round)) return false;
     }
     fence_copies();
     return true;
@@ -241,7 +246,9 @@ class ManyCombiner {
 
   __device__ void send_run_of_round(const RoundRun& run) {
     word_ = word_of_round(k_, step_, run.round);
-    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces);
+    const bool remote = !kPlain && is_remote(k_, run.source);
+    piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
+    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
   }
 
   __device__ void send_run(const RowRun& run) {
@@ -250,7 +257,8 @@ class ManyCombiner {
 
   // first: of the slot's rows.
   __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
-    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
+    char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
+    if constexpr (kPieces && !kPlain) rows += piece_at_;
     Places places;
     places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
@@ -270,6 +278,7 @@ class ManyCombiner {
     told_ = rows;
     to_tell_ = run.rows;
     if (kPieces) told_word_ = word_;
+    if (kPieces && !kPlain) told_source_ = run.source;
   }
 
   // Nothing is added to the row's only input, and its weight is 1.
@@ -353,6 +362,13 @@ class ManyCombiner {
     __syncwarp();
   }
   __device__ void raise_words() {
+    if constexpr (kPieces && !kPlain)
+      if (is_remote(k_, told_source_)) {
+        const std::uint32_t round = static_cast<std::uint32_t>(told_word_ >> 32 & 0xffffu) - 1;
+        fence_system();
+        count_sums_of_round(k_, a_.pieces, step_, told_source_, round, s_.rows_begin[told_source_ + 1] - s_.rows_begin[told_source_], to_tell_);
+        return;
+      }
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
     fence_system();
@@ -372,12 +388,23 @@ class ManyCombiner {
     char* row = nullptr;
     if (entry != kNone) {
       const std::uint32_t before = a_.pieces.begin_rows[round * k_.c.world + rank];
-      slot_row = round % kPlaces * a_.pieces.tokens + (entry & 0xfffffu) - before;
-      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(slot_row);
+      const std::uint32_t nth = (entry & 0xfffffu) - before;
+      slot_row = round % kPlaces * a_.pieces.tokens + nth;
+      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
+      if (!kPlain && is_remote(k_, rank)) {
+        row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
+        slot_row = kNone;  // nor is it made blank again
+      } else {
+        row += k_.combine.row_at(slot_row);
+      }
     }
     {
       const Spends waits(k_, Span::AwaitingSums);
-      const bool good = entry == kNone || row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
+      bool good = true;
+      if (!kPlain && entry != kNone && is_remote(k_, rank))
+        good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
+      else if (entry != kNone)
+        good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
       if (!all_of_warp(good)) return false;
     }
     note(k_, Stage::Came);
@@ -493,6 +520,8 @@ class ManyCombiner {
   char* told_ = nullptr;  // rows of a run whose source has yet to be told
   std::uint32_t to_tell_ = 0;
   std::uint64_t word_ = 0, told_word_ = 0;  // kPieces: of the rows of a run, and of those
+  std::uint32_t told_source_ = 0;
+  std::uint64_t piece_at_ = 0;  // in what the proxy sends
 };
 
 }  // namespace pplx::cuda

@@ -14,9 +14,10 @@ inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
-// In pieces: of the run that is being received, how much further its rows lie in the block than in the slot, and its round.
+// In pieces: of the run that is being received, how much further its rows lie in the block than in the slot, its round, and where it begins.
 struct ReceivedRound {
   std::uint32_t shift = 0, round = 0;
+  char* rows = nullptr;
 };
 struct NoRound {};
 
@@ -65,11 +66,13 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
     Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
-      this->shift = run.first - run.slot_row;
+      const bool remote = run.rows != 0 && is_remote(k_, run.source);
+      this->shift = run.first - (remote ? kNeverBlank : run.slot_row);
       this->round = run.round;
+      if (run.rows != 0) this->rows = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
       if (run.rows == 0)
         good = true;
-      else if (!run.in_pieces && s_.showing[run.source] != 0)
+      else if (!remote && !run.in_pieces && s_.showing[run.source] != 0)
         good = run.part != 0 || receive_showing(run.source, run.first, run.rows);
       else
         good = receive_run(run.source, run.first, run.rows, run.part);
@@ -80,6 +83,8 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
   }
 
  private:
+  static constexpr std::uint32_t kNeverBlank = 1u << 31;  // a slot's row that none of few tokens is
+
   // Of a row of a source's block: which of the slot's. Asked in pieces alone: the machine code of the others is as it was without.
   __device__ std::uint32_t slot_row(std::uint32_t number) const {
     if constexpr (kPieces)
@@ -89,7 +94,7 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
   }
   __device__ bool has_come(const char* word, std::uint32_t source) const {
     if constexpr (kPieces)
-      return row_has_come(k_, word, Phase::DispatchRecv, step_, source, this->round);
+      return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, this->round);
     else
       return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
   }
@@ -121,7 +126,11 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
 
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
-    char* const rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(kPieces ? slot_row(first) : first);
+    char* rows = nullptr;
+    if constexpr (kPieces)
+      rows = this->rows;
+    else
+      rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(first);
     {
       const Spends waits(k_, Span::AwaitingRow);
       const bool good = lane >= n || has_come(rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);

@@ -160,12 +160,15 @@ class ManySender {
   }
 
   __device__ void tell(std::uint32_t but) {
+    const std::uint32_t tokens = untold_.tokens - but;
     untold_.tell(k_, plan_.step, but, [this](std::uint32_t step) {
       if constexpr (kPieces)
         return word_of_round(k_, step, round_);
       else
         return arrival_word(k_.generation, step);
     });
+    if constexpr (kPieces)
+      if (tokens != 0 && has_room_ && remote_peers(k_) != 0) count_tokens_of_round(a_, plan_.step, round_, tokens);
   }
 
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
@@ -181,7 +184,7 @@ class ManySender {
     const Spends waits(k_, Span::AwaitingPlan);
     bool good = has_room_;
     for (std::uint32_t i = threadIdx.x % 32; has_room_ && i < k_.living; i += 32)
-      good = await_room(k_, Phase::DispatchSend, plan_.step, Op::Dispatch, k_.order[i], round) && good;
+      good = await_room(k_, a_.pieces, Phase::DispatchSend, plan_.step, Op::Dispatch, k_.order[i], round) && good;
     has_room_ = all_of_warp(good);
     fence_copies();
   }
@@ -220,7 +223,10 @@ class ManySender {
       if (a_.scales != nullptr) write_scales(own, row, rows, mine);
       if (mine.is) place_words(a_, mine.row);
       if (!kPieces && a_.ids != nullptr) keep(own, t, entry);
-      untold_.add(row);
+      if constexpr (kPieces)
+        untold_.add(row != nullptr && is_remote(k_, entry >> 20) ? nullptr : row);  // the proxy is told of the round
+      else
+        untold_.add(row);
       ++sent_;
     }
     if (untold_.tokens <= together_) return;

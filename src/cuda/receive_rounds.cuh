@@ -13,8 +13,10 @@ __device__ inline bool receive_part_of_round(const DispatchArguments& a, std::ui
   ArrivedRow r;
   r.source = run.source;
   r.at = s.rows_begin[run.source] + run.first + nth;
-  ArrivedPart arrived(k, own_slot(k, set_of(k.c, step), Op::Dispatch, run.source) + k.dispatch.row_at(slot_row), part);
-  const bool good = threadIdx.x % 32 != 0 || row_has_come(k, arrived.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, run.source, run.round);
+  const bool remote = is_remote(k, run.source);
+  char* const rows = rows_of_run(k, Op::Dispatch, k.dispatch, run, own_slot(k, set_of(k.c, step), Op::Dispatch, run.source));
+  ArrivedPart arrived(k, rows + std::uint64_t{nth} * k.dispatch.row_bytes, part);
+  const bool good = threadIdx.x % 32 != 0 || remote || row_has_come(k, arrived.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, run.source, run.round);
   if (!all_of_warp(good)) return false;
   arrived.load(k, arrived.wanted);
   note(k, Stage::RowThere);
@@ -22,7 +24,7 @@ __device__ inline bool receive_part_of_round(const DispatchArguments& a, std::ui
   if (!s.placed_all || !read_route(a, step, arrived.route, e, r)) return false;
   place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);
   if (part == 0) place_words(a, r);
-  if (slot_row < k.showing_rows) arrived.make_places_blank(k);
+  if (!remote && slot_row < k.showing_rows) arrived.make_places_blank(k);
   note(k, Stage::RowPlaced);
   return true;
 }

@@ -20,6 +20,7 @@ __device__ inline void tell_round(const DispatchArguments& a, std::uint32_t step
   const std::uint32_t rounds = (a.own + a.pieces.tokens - 1) / a.pieces.tokens;
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t peer = k.order[i];
+    if (is_remote(k, peer)) continue;  // the headers of its pieces say so
     linger(k, begin[peer]);
     store_tagged(k, k.peers[peer] + k.heap.round_at(k.c, set_of(k.c, step), k.c.rank, a.pieces.most, round), step, begin[peer], rounds, round);
   }
@@ -59,7 +60,7 @@ class RoundPlanner {
       if (p_.begins && number_ == 0) begin_step();
       __syncwarp();
       if (lane == 0) turns_arrive(s_.planned + n % 2);
-      if (n == 0 && a_.ids != nullptr) count_all(a_, s_.step, memory_);
+      if (n == 0 && a_.ids != nullptr) count_all<true>(a_, s_.step, memory_);
       if (ends) break;
       next();
     }
@@ -87,7 +88,7 @@ class RoundPlanner {
       take_set(k_, s_.step);
     }
     if (a_.ids != nullptr) return;
-    send_all_counts(a_, s_.step);
+    send_all_counts<true>(a_, s_.step);
     for (std::uint32_t round = 0; round * p_.tokens < a_.own; ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
   }
 
@@ -103,8 +104,10 @@ class RoundPlanner {
     if (threadIdx.x % 32 == 0) s_.round[turn] = round;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) {
       if ((k_.dead >> peer & 1) != 0) continue;
-      const std::int64_t row = std::int64_t{round % kPlaces * p_.tokens} - s_.begin[peer];
-      s_.rows_at[turn][peer] = block_for(k_, set_of(k_.c, s_.step), Op::Dispatch, peer) + k_.dispatch.row_at(0) + row * k_.dispatch.row_bytes;
+      const bool remote = is_remote(k_, peer);
+      const std::int64_t row = std::int64_t{remote ? 0 : round % kPlaces * p_.tokens} - s_.begin[peer];
+      char* const block = remote ? piece_for(k_, s_.step, Op::Dispatch, peer, round) : block_for(k_, set_of(k_.c, s_.step), Op::Dispatch, peer);
+      s_.rows_at[turn][peer] = block + k_.dispatch.row_at(0) + row * k_.dispatch.row_bytes;
     }
     __syncwarp();
   }
@@ -121,7 +124,7 @@ class RoundPlanner {
   __device__ void enter(std::uint32_t round) {
     if (round == round_) return;
     const std::uint32_t first = round * p_.chunks;
-    sum_chunks(a_, s_.step, summed_, first, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, first, 1, sums_, memory_);
     summed_ = first;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) {
       s_.begin[peer] = sums_[k_.c.num_experts + peer];
@@ -138,7 +141,7 @@ class RoundPlanner {
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
     loaded.load(a_, chunk);
-    sum_chunks(a_, s_.step, summed_, number_, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, number_, 1, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
     ChunkMarks marks(k_, memory_);

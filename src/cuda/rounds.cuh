@@ -5,8 +5,9 @@
 // all that it has stored before.
 #pragma once
 
-#include "runs.cuh"
 #include "arrivals.cuh"
+#include "remote_rounds.cuh"
+#include "runs.cuh"
 
 namespace pplx::cuda {
 
@@ -35,13 +36,13 @@ __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, s
 // ---- waits ----
 
 // Like ask() in words.cuh. Some wait longer: a peer that has not read waits for somebody itself, whom it should blame first, and what this rank
-// is to send or to read itself waits for a peer.
+// is to send or to read itself waits for a peer. So does whoever passes words on, whom nobody may wait for. passed_on: the word is one that
+// such a warp writes, which hears of a goodbye behind it.
 static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint32_t turn, std::uint64_t first, std::uint64_t begun, Phase phase,
-                                                     std::uint32_t step, std::uint32_t peer, std::uint64_t expected) {
+                                                     std::uint32_t step, std::uint32_t peer, std::uint64_t expected, bool passed_on, std::uint32_t longer) {
   const bool ask_host = (turn & 255) == 255;
   if (stopped(k, ask_host)) return Verdict::Failed;
-  if (ask_host && said_goodbye(k, peer)) return Verdict::Left;
-  const std::uint32_t longer = peer == k.c.rank ? 2 : (expected & kToBeRead) != 0 ? 1 : 0;
+  if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + longer * kPassedOnNs;
   const std::uint64_t now = nanoseconds();
   const bool late = now - begun > limit;
@@ -51,24 +52,31 @@ static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint3
   return Verdict::Failed;
 }
 
+inline constexpr std::uint32_t kPassersWait = 3;  // as `longer` above
+
 // Whether so many rounds have been counted there, or just this one was.
 __device__ inline bool says_round(const Common& k, const void* word, std::uint32_t step, std::uint32_t round, bool exactly) {
   const std::uint32_t rounds = pieces_in(load_acquire(word), k.generation, step);
   return exactly ? rounds == round + 1 : rounds > round;
 }
 
-// For one thread. to_be_read: the peer says how far it has read; else this is the word of a row. False: something failed.
+// What a word says of a round: a row of it is here, all of a peer's is, or the peer has read.
+enum class Says { Row, Landed, Read };
+
+// For one thread. False: something failed.
 static __device__ __noinline__ bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                                std::uint32_t round, bool to_be_read) {
-  const std::uint64_t expected = kRound | (to_be_read ? kToBeRead : 0) | round;
+                                                std::uint32_t round, Says what) {
+  const bool exactly = what == Says::Row;
+  const std::uint64_t expected = kRound | (what == Says::Read ? kToBeRead : 0) | round;
+  const std::uint32_t longer = peer == k.c.rank ? 2 : what == Says::Read ? 1 : 0;
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
-  for (std::uint32_t i = 1; !says_round(k, word, step, round, !to_be_read); ++i) {
+  for (std::uint32_t i = 1; !says_round(k, word, step, round, exactly); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask_for_round(k, i / 256, first, begun, phase, step, peer, expected);
+    const Verdict verdict = ask_for_round(k, i / 256, first, begun, phase, step, peer, expected, is_remote(k, peer), longer);
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
-    if (verdict != Verdict::Left || says_round(k, word, step, round, !to_be_read)) continue;
+    if (verdict != Verdict::Left || says_round(k, word, step, round, exactly)) continue;
     fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, expected, 0);
     return false;
   }
@@ -76,35 +84,55 @@ static __device__ __noinline__ bool await_round(const Common& k, const void* wor
 }
 
 __device__ inline bool row_has_come(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round) {
-  const bool good = says_round(k, word, step, round, true) || await_round(k, word, phase, step, peer, round, false);
+  const bool good = says_round(k, word, step, round, true) || await_round(k, word, phase, step, peer, round, Says::Row);
   linger(k, step);
   return good;
 }
 
-__device__ inline const char* read_word(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
+// For one thread: until a remote peer's piece is here, whose rows have no words.
+__device__ inline bool piece_has_come(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
+                                      std::uint32_t round) {
+  const std::uint64_t* const word = remote_word(k, p, RemoteWord::Landed, step, op, peer);
+  const bool good = says_round(k, word, step, round, false) || await_round(k, word, phase, step, peer, round, Says::Landed);
+  linger(k, std::uint64_t{round} << 32 | step);
+  return good;
+}
+
+// Where it stands what a peer has read. Of a remote one, also what has left.
+__device__ inline const void* read_word(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
+  if (is_remote(k, peer)) return remote_word(k, p, RemoteWord::Room, step, op, peer);
   return k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
 }
 // Whether a peer has read what lay where this round is to go.
-__device__ inline bool has_room(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  return round < kPlaces || says_round(k, read_word(k, step, op, peer, round), step, round - kPlaces, false);
+__device__ inline bool has_room(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
+  return round < kPlaces || says_round(k, read_word(k, p, step, op, peer, round), step, round - kPlaces, false);
 }
-__device__ inline bool await_room(const Common& k, Phase phase, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  const bool good = has_room(k, step, op, peer, round) ||
-                    await_round(k, read_word(k, step, op, peer, round), phase, step, peer, round - kPlaces, true);
+__device__ inline bool await_room(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
+                                  std::uint32_t round) {
+  const bool good = has_room(k, p, step, op, peer, round) ||
+                    await_round(k, read_word(k, p, step, op, peer, round), phase, step, peer, round - kPlaces, Says::Read);
   linger(k, std::uint64_t{round} << 32 | peer);
   return good;
 }
 
-// What makes a round's count complete: all of its units, of which the first one knows how many there are, and the round before it in the same
-// places. Without that a round that has no rows would be told of too early.
-inline constexpr std::uint32_t kAllUnits = 1u << 29, kRoundBefore = 1u << 30;
+// A remote peer hears by its proxy; it is told of nothing that it does not wait for, nor of a piece that it has yet to send: this rank may be
+// done with a round in which it gets no row from there. all: rounds of this rank.
+__device__ inline void give_credit(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
+                                   std::uint32_t all) {
+  const std::uint32_t pieces = op == Op::Dispatch ? __ldcg(kept_rounds(p, peer)) : all;
+  if (round + kPlaces >= pieces) return;
+  if (op == Op::Combine && !piece_has_come(k, p, Phase::CombineRecv, step, op, peer, round)) return;
+  const std::uint64_t index = k.heap.credit_index(k.c, set_of(k.c, step), op, peer);
+  publish(k, mailbox_entry(k.heap, k.host, index).mail, word_of_round(k, step, round));
+}
 
-// For a warp that has done one of a round's units. all: rounds of the step.
+// For a warp that has done one of a round's units, of which the first one knows how many there are. Rounds are told of in order. all: rounds of
+// the step.
 __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t round, std::uint32_t units,
                                    bool first, std::uint32_t all) {
   std::uint32_t more = 1;
-  if (first) more += kAllUnits - units + (round < kPlaces ? kRoundBefore : 0);
-  for (; round + kPlaces < all; round += kPlaces, more = kRoundBefore) {  // nobody comes after the last ones
+  if (first) more += kAllParts - units + (round == 0 ? kRoundBefore : 0);
+  for (; round + kPlaces < all; ++round, more = kRoundBefore) {  // nobody comes after the last ones
     __syncwarp();
     linger(k, std::uint64_t{round} << 32 | step);
     std::uint32_t before = 0;
@@ -112,10 +140,13 @@ __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std
       before = count_in_order(counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round, more);
     before = __shfl_sync(~0u, before, 0);
     __syncwarp();
-    if (before + more != kAllUnits + kRoundBefore) return;
+    if (before + more != kAllParts + kRoundBefore) return;
     for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
       const std::uint32_t peer = k.order[i];
-      publish(k, k.peers[peer] + k.heap.read_at(k.c, set_of(k.c, step), op, round, k.c.rank), word_of_round(k, step, round));
+      if (is_remote(k, peer))
+        give_credit(k, p, step, op, peer, round, all);
+      else
+        publish(k, k.peers[peer] + k.heap.read_at(k.c, set_of(k.c, step), op, round, k.c.rank), word_of_round(k, step, round));
     }
   }
 }
@@ -135,15 +166,20 @@ __device__ inline bool await_round_begin(const Common& k, const PieceArguments& 
   piece = load_piece(place);
   return is_tagged(k, piece, step) || await_tagged(k, place, phase, step, source, piece);
 }
-// What the handle of a dispatch keeps of it: how many rounds there are, or 0; then the rows before each.
-__device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }
-
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
   std::uint32_t slot_row, part;
   bool in_pieces;
   bool is_first;  // unit of its round
+  bool is_header;  // of what goes back to `source`, a remote peer; no rows
 };
+
+// Where the run's rows begin, of which `block` has the first round: this rank's slot, or what the proxy sends. A piece that the proxy carries has its
+// own header in front.
+__device__ inline char* rows_of_run(const Common& k, Op op, const BlockLayout& layout, const RoundRun& run, char* block) {
+  if (run.in_pieces && is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
+  return block + layout.row_at(run.slot_row);
+}
 
 class Rounds {
  public:
@@ -151,7 +187,7 @@ class Rounds {
   __device__ Rounds(const Common& k, const PieceArguments& p, std::uint32_t step, const std::uint32_t* rows_begin, Phase phase,
                     std::uint32_t most_rows, std::uint32_t parts, RoundRows& rows)
       : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), parts_(parts), rows_(rows),
-        keeps_(phase == Phase::CombineSend) {}
+        keeps_(phase == Phase::CombineSend), headers_(phase == Phase::CombineSend ? remote_peers(k) : 0) {}
 
   // Hears how many rounds there are. begin: the first one that is wanted. False: something failed.
   __device__ bool open(std::uint32_t begin, std::uint32_t end) {
@@ -163,6 +199,9 @@ class Rounds {
       std::uint32_t rounds = 0;
       if (is_there(source) && keeps_) {
         rounds = *kept_rounds(p_, source);
+      } else if (is_there(source) && is_remote(k_, source)) {
+        good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, 0) && good;
+        rounds = good ? __ldcg(kept_rounds(p_, source)) : 0;
       } else if (is_there(source) && load_piece(k_.peers[k_.c.rank] + k_.heap.rows_at(k_.c, set_of(k_.c, step_), source)).y == 0) {
         uint4 piece;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, piece) && good;
@@ -203,20 +242,23 @@ class Rounds {
         failed_ = true;
         return false;
       }
-      units_ = max(1u, RowRuns(k_, rows_.begin, k_.living, most_rows_).all() * parts_);
+      units_ = max(1u, headers_ + RowRuns(k_, rows_.begin, k_.living, most_rows_).all() * parts_);
     }
     n -= base_;
     run.round = round_;
-    run.part = n % parts_;
     run.is_first = n == 0;
+    run.is_header = n < headers_;
     run.rows = 0;
-    if (rows_.begin[k_.c.world] == 0) return true;
+    if (run.is_header) run.source = k_.order[n];
+    if (run.is_header || rows_.begin[k_.c.world] == 0) return true;
+    n -= headers_;
+    run.part = n % parts_;
     const RowRun of = RowRuns(k_, rows_.begin, k_.living, most_rows_).at(n / parts_);
     run.source = of.source;
     run.first = rows_.first[of.source] + of.first;
     run.rows = of.rows;
     run.in_pieces = (in_pieces_ >> of.source & 1) != 0;
-    run.slot_row = run.in_pieces ? round_ % kPlaces * p_.tokens + of.first : run.first;
+    run.slot_row = !run.in_pieces ? run.first : of.first + (is_remote(k_, of.source) ? 0 : round_ % kPlaces * p_.tokens);
     return true;
   }
 
@@ -226,8 +268,8 @@ class Rounds {
   __device__ bool is_there(std::uint32_t source) const { return source < k_.c.world && (k_.dead >> source & 1) == 0; }
   // Rows of the source's earlier rounds.
   __device__ bool load_begin(std::uint32_t source, std::uint32_t round, std::uint32_t& begin) const {
-    if (keeps_) {
-      begin = kept_rounds(p_, source)[1 + round];
+    if (keeps_ || is_remote(k_, source)) {
+      begin = __ldcg(kept_rounds(p_, source) + 1 + round);
       return true;
     }
     uint4 piece;
@@ -251,12 +293,13 @@ class Rounds {
       std::uint32_t first = 0, n = 0;
       if (is_there(source)) {
         const std::uint32_t rows = rows_begin_[source + 1] - rows_begin_[source];
+        if (!keeps_ && is_remote(k_, source) && round < of_source_[i]) good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, round);
         if (of_source_[i] == 0) {
           n = round == 0 ? rows : 0;
           if (n > k_.heap.slot_rows) good = refuse(source, k_.heap.slot_rows, n);
         } else if (round < of_source_[i]) {
           std::uint32_t end = rows;
-          if (round != 0) good = load_begin(source, round, first);
+          if (good && round != 0) good = load_begin(source, round, first);
           if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
           n = end - first;
           if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
@@ -287,6 +330,7 @@ class Rounds {
   const std::uint32_t most_rows_, parts_;
   RoundRows& rows_;
   const bool keeps_;  // a combine: peers may be in the set's next step already
+  const std::uint32_t headers_;  // units of a round that come before its rows
   std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: their blocks are whole
   std::uint64_t in_pieces_ = 0;  // sources, a bit each
   std::uint32_t all_ = 1, end_ = 0;

@@ -24,6 +24,7 @@ __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t 
   forget_rounds(k, a.pieces, step, Op::Combine);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t source = k.order[i];
+    if (is_remote(k, source)) continue;  // who passes on what it says keeps it
     std::uint32_t* const kept = kept_rounds(a.pieces, source);
     std::uint32_t rounds = s.showing[source] == 0 ? 1 : 0;
     for (std::uint32_t round = 0; round < rounds; ++round) {

@@ -3,7 +3,7 @@
 //
 //   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] ||
-//   mailbox | credits | outgoing | sent | left | send areas
+//   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
 // outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them.
@@ -44,7 +44,7 @@ struct Heap {
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
-  std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]
+  std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]; on GPUs once more, of the rows in pieces
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
   std::uint64_t send_bytes[kOps] = {};  // of one set
   std::uint64_t shared_bytes = 0;       // of the part that peers write into
@@ -61,6 +61,10 @@ struct Heap {
   // Of the words that count pieces: `words` is one of pieces, consumed and left.
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
+  }
+  // On a GPU: two numbers of 32 bits, how many rows the piece in either place has.
+  constexpr std::uint64_t rows_in_pieces_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return count_at(c, left, c.in_flight + set, op, peer);
   }
   // Of a GPU's word that says which rounds a peer has read.
   constexpr std::uint64_t read_at(const Config& c, std::uint32_t set, Op op, std::uint32_t round, std::uint32_t peer) const {
@@ -149,7 +153,7 @@ constexpr Heap heap_of(const Config& c) {
   h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);
   h.sent = h.outgoing + align_up(words, 64);
   h.left = h.sent + align_up(words, 64);
-  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world : 0), page);
+  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * (c.on_gpu ? 2 : 1) * c.in_flight * kPieceOps * c.world : 0), page);
   // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
   // return every row of every remote peer.
   const std::uint64_t most = max_rows_of_block(c);

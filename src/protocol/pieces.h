@@ -15,7 +15,7 @@
 //
 // A word of another step or another generation counts no pieces, so none of them is ever reset.
 //
-// GPUs that map each other cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
+// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
 // peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank that has more than a step of few has; a token sends a peer one
 // row at most, so S rows are room enough. A rank that sends whole blocks, as in a step of few, sends them in round 0.
 //
@@ -29,6 +29,9 @@
 //
 // All ranks pass the rounds in order, whatever their tokens, so nobody waits in a circle: the earliest round that is not read yet waits for
 // nothing but itself.
+//
+// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
+// src/cuda/remote_rounds.cuh.
 #pragma once
 
 #include "block.h"
