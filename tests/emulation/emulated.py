@@ -162,21 +162,35 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     return getattr(importlib.import_module(where), function)(me, *args, **options)
 
 
-def in_pieces(me: Any, module: str, whole: int, name: str, case: Case, *args: Any, **options: Any) -> Any:
-    """A case in pieces, of which only steps of `whole` tokens a rank are never cut."""
-    use(module)
+@contextlib.contextmanager
+def _whole(tokens: int) -> Iterator[None]:
+    """Only steps of so many tokens a rank are never cut."""
     fresh = _core.Config
 
     def small() -> _core.Config:
         config = fresh()
-        config.whole_tokens = whole
+        config.whole_tokens = tokens
         return config
 
     setattr(_core, "Config", small)  # noqa: B010
     try:
-        return call(me, module, name, rank_cases.in_pieces(case, on_gpu=True), *args, **options)
+        yield
     finally:
         setattr(_core, "Config", fresh)  # noqa: B010
+
+
+def in_pieces(me: Any, module: str, whole: int, name: str, case: Case, *args: Any, **options: Any) -> Any:
+    """A case in pieces, of which only steps of `whole` tokens a rank are never cut."""
+    use(module)
+    with _whole(whole):
+        return call(me, module, name, rank_cases.in_pieces(case, on_gpu=True), *args, **options)
+
+
+def all_in_pieces(me: Any, module: str, whole: int, name: str, cases: list[Case], *args: Any) -> Any:
+    """The same for several cases at once."""
+    use(module)
+    with _whole(whole):
+        return call(me, module, name, [rank_cases.in_pieces(case, on_gpu=True) for case in cases], *args)
 
 
 def _opens(me: Any, case: Case) -> str:

@@ -487,53 +487,95 @@ def test_pieces(world: int) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("room", [1, 2])
-def test_pieces_with_one_resident_thread_block(room: int) -> None:
-    """It claims the rounds in their order, whoever else was to have them."""
-    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
-        for number in range(3):
-            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(100 + number, 2), timeout=120)
+@pytest.mark.parametrize(("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "proxy:shm")])
+def test_pieces_between_nodes(world: int, transport: str) -> None:
+    """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
+    with Crew(world) as crew:
+        for number in range(6):
+            case = replace(piece_case(300 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
 
 @pytest.mark.timeout(900)
-def test_pieces_of_ranks_with_few() -> None:
+@pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
+def test_pieces_in_a_chaos(world: int, transport: str) -> None:
+    with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(4):
+            case = replace(piece_case(400 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_that_leave_late() -> None:
+    """A peer has read a piece, and given its credit, before the network says that it has left."""
+    with Crew(2, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,delay_us=1000000"}) as crew:
+        case = Case(seed(), 2, num_experts=4, top_k=2, hidden=32, max_tokens=30, transport="proxy:tcp", steps=3)
+        crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_in_gpu_memory() -> None:
+    """Threads of one process, whose blocks a copy engine carries."""
+    cases = [replace(piece_case(500 + number, 2), transport="copy") for number in range(4)]
+    with Crew(1) as crew:
+        crew.run("emulated:all_in_pieces", module(), 4, "placement_cases:random_shapes", cases, "", timeout=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("room", [1, 2])
+def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
+    """It claims the rounds in their order, whoever else was to have them."""
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
+        for number in range(3):
+            case = replace(piece_case(100 + number, 2), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_pieces_of_ranks_with_few(transport: str) -> None:
     """Those take part in the rounds of others by the kernels of steps of few; steps of few alone come in between."""
     with Crew(3) as crew:
         for number, whole in enumerate((16, 24)):
             case = replace(piece_case(200 + number, 3), max_tokens=60, crowd="uneven", num_experts=6, routing="uniform", steps=6)
+            case = replace(case, transport=transport)
             crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)
 
 
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
-def test_pieces_and_whole_steps_in_turn(layout: str) -> None:
+def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
     """As on the CPU device, in the same memory."""
     with Crew(2) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        case = replace(case, transport=transport)
         tokens_of = [80, 3, 3, 41, 16, 17, 1, 1, *[40, 5] * 3]
         crew.run(
             "emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120
         )
 
 
-def test_pieces_among_replays() -> None:
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_pieces_among_replays(transport: str) -> None:
     """With one step open: those draw their order for each of several."""
     with Crew(2) as crew:
-        case = replace(small_case(seed(), 2, 1), max_tokens=20)
+        case = replace(small_case(seed(), 2, 1), max_tokens=20, transport=transport)
         crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
 
 
-def test_pieces_in_order() -> None:
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_pieces_in_order(transport: str) -> None:
     with Crew(2) as crew:
-        case = Case(1, 2, max_tokens=30, in_flight=2)
+        case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)
         for first, second in crew.run("emulated:in_pieces", module(), 4, "pieces_cases:out_of_order", case):
             assert "dispatch_recv: step 2 before step 1" in first and "received in order" in first, first
             assert "combine_recv: step 2 before step 1" in second and "slot_bytes" in second, second
 
 
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
-def test_a_rank_that_does_not_come_for_its_pieces(phase: str) -> None:
+def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) -> None:
     """The other says who, where, and which piece it waits for; then both reset and go on."""
-    case = Case(2, 2, max_tokens=30, num_experts=2)
+    case = Case(2, 2, max_tokens=30, num_experts=2, transport=transport)
     with Crew(2) as crew:
         _, r = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=60)
         assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] == phase, r
@@ -541,9 +583,10 @@ def test_a_rank_that_does_not_come_for_its_pieces(phase: str) -> None:
         assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
 
 
-def test_pieces_after_a_reset(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_pieces_after_a_reset(tmp_path: Path, transport: str) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
-    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2)
+    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4) as crew:
         crew.start("emulated:in_pieces", module(), 4, "failure_cases:reset_after", case, [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
@@ -552,7 +595,5 @@ def test_pieces_after_a_reset(tmp_path: Path) -> None:
 
 def test_what_pieces_do_not_do() -> None:
     with Crew(2) as crew:
-        for change, word in (({"transport": "proxy:tcp"}, "transport='proxy'"), ({"replicas": 2}, "replicas")):
-            case = replace(Case(1, 2, max_tokens=40), **change)
-            for said in crew.run("emulated:refused_pieces", module(), 4, case):
-                assert "does not take blocks in pieces" in said and word in said and "Give it at least" in said, said
+        for said in crew.run("emulated:refused_pieces", module(), 4, Case(1, 2, max_tokens=40, replicas=2)):
+            assert "does not take blocks in pieces" in said and "replicas" in said and "Give it at least" in said, said

@@ -1,4 +1,5 @@
-"""Blocks in pieces on GPUs that map each other: as on the CPU device, to the last bit, for long, in graphs, and when a rank dies.
+"""Blocks in pieces on GPUs: as on the CPU device, to the last bit, for long, in graphs, and when a rank dies. Ranks map each other, or reach
+each other through the proxy: all of them, or those of other nodes, of two ranks each.
 
 python -m pytest tests/gpu/test_pieces.py
 """
@@ -20,6 +21,8 @@ GPUS = torch.cuda.device_count()
 BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
 APART = [n for n in (1, 2, 4, 8) if n <= GPUS] or [1]
+REMOTE = ["proxy:tcp", "proxy:shm", *(["mixed:tcp"] if max(APART) > 2 else [])]
+CARRIERS = ["mapped", *(REMOTE if max(APART) > 1 else [])]
 
 
 def pieces(case: Case) -> Case:
@@ -52,39 +55,55 @@ def test_random_shapes(world: int) -> None:
             crew.run("gpu_cases:exchange", random_large(number, world), timeout=300)
 
 
+@pytest.mark.skipif(GPUS < 2, reason="one GPU")
+@pytest.mark.parametrize("transport", REMOTE)
+def test_random_shapes_between_nodes(transport: str) -> None:
+    world = max(APART)
+    with Crew(world) as crew:
+        for number in range(12):
+            crew.run("gpu_cases:exchange", replace(random_large(100 + number, world), transport=transport), timeout=300)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 @pytest.mark.parametrize("wire", WIRES)
-def test_as_on_the_cpu(wire: str, layout: str) -> None:
+def test_as_on_the_cpu(wire: str, layout: str, transport: str) -> None:
     """Steps of few tokens in between, of which none is cut."""
     with Crew(max(APART)) as crew:
         tokens_of = [4096, 128, 3000, 1, 257, 256, 900]
-        case = large(max(APART), wire, layout)
+        case = replace(large(max(APART), wire, layout), transport=transport)
         crew.run("gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=300)
 
 
+@pytest.mark.parametrize("transport", CARRIERS)
 @pytest.mark.parametrize("num_sms", [1, 8])
-def test_few_multiprocessors(num_sms: int) -> None:
+def test_few_multiprocessors(num_sms: int, transport: str) -> None:
     with Crew(max(APART)) as crew:
-        crew.run("gpu_cases:both_devices", large(max(APART)), 3, num_sms=num_sms, timeout=300)
+        case = replace(large(max(APART)), transport=transport)
+        crew.run("gpu_cases:both_devices", case, 3, num_sms=num_sms, timeout=300)
 
 
-def test_soak() -> None:
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_soak(transport: str) -> None:
     with Crew(max(APART)) as crew:
-        crew.run("gpu_cases:both_devices", large(max(APART), tokens=2048), 100, timeout=600)
+        case = replace(large(max(APART), tokens=2048), transport=transport)
+        crew.run("gpu_cases:both_devices", case, 100, timeout=600)
 
 
-def test_among_replays() -> None:
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_among_replays(transport: str) -> None:
     with Crew(max(APART)) as crew:
-        case = pieces(replace(small_case(seed(), max(APART), 1), max_tokens=900))
+        case = pieces(replace(small_case(seed(), max(APART), 1), max_tokens=900, transport=transport))
         crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=300)
 
 
 @pytest.mark.skipif(GPUS < 2, reason="one GPU")
+@pytest.mark.parametrize("transport", CARRIERS)
 @pytest.mark.parametrize("place", ["after_dispatch_send", "after_dispatch", "after_combine_send"])
-def test_death(place: str, tmp_path: Path) -> None:
+def test_death(place: str, transport: str, tmp_path: Path) -> None:
     world = max(APART)
     with Crew(world) as crew:
-        case = pieces(Case(21, world, max_tokens=1500, hidden=64, crowd="full"))
+        case = pieces(Case(21, world, max_tokens=1500, hidden=64, crowd="full", transport=transport))
         crew.start("gpu_cases:on_gpu", "failure_cases:survive", case, 1, place, str(tmp_path / "died"))
         left = [rank for rank in range(world) if rank != 1]
         check_survivors(crew.collect(60, left), 1, float((tmp_path / "died").read_text()))
