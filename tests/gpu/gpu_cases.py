@@ -24,7 +24,7 @@ import rank_cases
 import torch
 import training_cases
 from carried import Carried
-from cases import DTYPES, Case
+from cases import DTYPES, Case, bits
 from rank_cases import Runner
 from reference import same_bits
 
@@ -246,7 +246,7 @@ def both_devices(
             flat_out = torch.full((rows.numel(), case.hidden), float("nan"), dtype=dtype)
             flat_out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
             out = flat_out.view(*rows, case.hidden)
-            tail = rank_cases._bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
+            tail = bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
             if step % 2 == 0:  # without tails another kernel runs
                 same = same_bits(cpu.combine(out, c), gpu.combine(out.to(device), d).cpu())
             else:

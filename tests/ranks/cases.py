@@ -166,7 +166,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> t
     return x.to(dtype)
 
 
-def _bits(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
+def bits(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31, shape, generator=g).to(torch.int32).view(torch.float32)
 
 
@@ -216,7 +216,7 @@ def make_steps(case: Case) -> list[Step]:
             given_out=accumulate or r.random() < 0.5,
             plan_of=plan_of,
             # Every bit pattern: what rides is bits, not numbers.
-            tails=_alike(case, [_bits((n, case.top_k), g) for n in counts]) if r.random() < 0.3 else None,
+            tails=_alike(case, [bits((n, case.top_k), g) for n in counts]) if r.random() < 0.3 else None,
         )
         step.how = [r.choice(["whole", "halves", "async", "other_thread"]) for _ in counts]
         step.strided = [r.random() < 0.4 for _ in counts]
