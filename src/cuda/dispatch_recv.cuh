@@ -299,6 +299,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, kPieces && h.pieces == 0 ? k.showing_rows : 0, 0);
       if constexpr (kPieces) {
         pass_on(k, step, Signal::Dispatch, peer);
+        store_release_here(parts_word(k, k.peers[k.c.rank], step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));
         store_release_here(remote_word(k, a.pieces, RemoteWord::Landed, step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));
       }
     }
