@@ -270,7 +270,7 @@ def all_in_pieces(me: Any, module: str, whole: int, name: str, cases: list[Case]
 
 
 def _opens(me: Any, case: Case) -> str:
-    return str(rank_cases.raised(lambda: rank_cases.open_all_to_all(me, case))["message"])
+    return str(outcomes.raised(lambda: rank_cases.open_all_to_all(me, case))["message"])
 
 
 def refused_pieces(me: Any, module: str, whole: int, case: Case) -> str:
