@@ -311,6 +311,12 @@ class Config:
         With so many slot_bytes all blocks are whole.
         """
     @property
+    def whole_tokens(self) -> int:
+        ...
+    @whole_tokens.setter
+    def whole_tokens(self, arg0: int) -> None:
+        ...
+    @property
     def world(self) -> int:
         ...
     @world.setter

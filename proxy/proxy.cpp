@@ -239,17 +239,22 @@ bool Proxy::begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail)
   Sender& sender = object.senders[word];
   if (!object.out[word].begun || sender.step != mail.step) sender = {mail.step};
   const std::uint32_t piece = sender.begun, from = piece * rows;
-  if (mail.rows <= from) return false;
+  if (mail.rows <= (c.on_gpu ? piece : from)) return false;
   ++sender.begun;
   job.index = word + object.words * (piece % kPlaces);
   Outgoing& out = object.out[job.index];
+  if (piece >= kPlaces && out.unsent != 0 && object.o.on_failure) {
+    const std::string what = "piece " + std::to_string(piece) + " lies where piece " + std::to_string(piece - kPlaces) + " has yet to leave";
+    object.o.on_failure({job.peer, job.op, mail.step, what});
+  }
   const std::uint64_t place = object.heap.piece_at(job.op, piece);
   out.begun = true;
   out.step = mail.step;
   out.piece = piece;
   out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + place;
   out.target = object.heap.slot_at(c, set_of(c, mail.step), job.op, c.rank) + place;
-  out.bytes = object.layout[std::uint32_t(job.op)].bytes(std::min(rows, mail.rows - from));
+  const std::uint32_t its_rows = c.on_gpu ? rows_of_piece(object.heap, c, object.o.memory, mail.step, job.op, job.peer, piece) : mail.rows - from;
+  out.bytes = object.layout[std::uint32_t(job.op)].bytes(std::min(rows, its_rows));
   begin_shards(out);
   if (piece == 0 && job.op == Op::Dispatch) ++awaited_;
   return true;

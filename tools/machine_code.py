@@ -32,7 +32,7 @@ import sass
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "machine_code"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
-SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many")
+SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many", "dispatch_many_pieces", "combine_many_pieces")
 
 # ---- the rules ----
 
@@ -81,6 +81,15 @@ BOUNDS: dict[str, Sizes] = {
     "combine_many_kernel<BFloat16, false>": Sizes(166912, 168, 144, 0, 0),
     "combine_many_kernel<BFloat16, true>": Sizes(129024, 168, 192, 116, 156),
     "combine_many_ready_kernel<BFloat16>": Sizes(148480, 168, 176, 32, 28),
+    "dispatch_many_pieces_kernel<Quantised<2> >": Sizes(360448, 128, 320, 56, 56),
+    "dispatch_many_pieces_kernel<Quantised<4> >": Sizes(354304, 128, 320, 56, 56),
+    "dispatch_many_pieces_kernel<AsIs>": Sizes(339968, 128, 320, 92, 80),
+    "combine_many_pieces_kernel<Float32, false>": Sizes(139264, 140, 208, 0, 0),
+    "combine_many_pieces_kernel<Float32, true>": Sizes(77824, 139, 112, 0, 0),
+    "combine_many_pieces_kernel<Float16, false>": Sizes(146432, 168, 208, 0, 0),
+    "combine_many_pieces_kernel<Float16, true>": Sizes(86016, 168, 112, 0, 0),
+    "combine_many_pieces_kernel<BFloat16, false>": Sizes(146432, 168, 208, 0, 0),
+    "combine_many_pieces_kernel<BFloat16, true>": Sizes(86016, 168, 112, 0, 0),
 }
 
 

@@ -65,6 +65,8 @@ class DeviceDispatched(Dispatched):
 
     plan: DevicePlan
     step = -1
+    inputs: tuple[Any, ...] = ()
+    """In pieces: the receive half reads them, too. Kept as long as the handle: its kernel may still do so when the call returns."""
 
     def __init__(
         self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, addresses: tuple[int, int], tokens: int
@@ -119,6 +121,7 @@ class Cuda:
         self._tokens: type[_cuda.Tokens] = module.Tokens
         self._expert_outputs: type[_cuda.ExpertOutputs] = module.ExpertOutputs
         self._index = session.device.index
+        self._in_pieces: bool = config.in_pieces
         self._padded = isinstance(session.layout, Padded)
         self._compact = isinstance(session.layout, Compact)
         self._y_stride = session.hidden * session.dtype.itemsize
@@ -218,6 +221,8 @@ class Cuda:
             d.received = True
         else:
             d.receiving = threading.Lock()  # wanted soon
+            if self._in_pieces:
+                d.inputs = x, weights, x_scale
         if self._hooks is not None and not apart:
             d.hooks = self._cleared_hooks()
             launch = self._hooked_launch(halves, d)
@@ -393,7 +398,6 @@ class Cuda:
             y_stride = self._y_stride
         else:
             y, y_stride = self._out(out, accumulate, tokens)
-        d.used = True
         outputs = self._expert_outputs(
             expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
             weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
@@ -401,9 +405,12 @@ class Cuda:
             ready=0 if ready is None else ready.data_ptr(), ready_value=ready_value,
         )  # fmt: skip
         self.core.combine(self._launch(halves, d), outputs, self._result(tokens, y, y_stride, accumulate, tail_out))
+        d.used = True
         if not halves & _core.RECV:
             c = DeviceCombining(d, out, accumulate, tail_out)
             c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
+            if self._in_pieces:
+                c.inputs = expert_out, weights, tail
             return c
         if y is not out:
             out.copy_(y[:, : self._hidden])
@@ -446,8 +453,8 @@ class Cuda:
     def release(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("release", d)
-        d.used = True
         self.core.release(self._launch(_core.BOTH, d), d.tokens)
+        d.used = True
 
     # ---- as tensors, for torch_ops -----------------------------------------------------------------------------------
 
@@ -482,3 +489,5 @@ class DeviceCombining(Combining):
     y: torch.Tensor  # what the kernels write: out, or rows that start where they want them
     y_stride: int
     uses_weights: bool
+    inputs: tuple[Any, ...] = ()
+    """As of a dispatch."""

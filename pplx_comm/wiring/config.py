@@ -56,10 +56,11 @@ def make_config(
     replicas: int = 1,
     slot_bytes: int | None = None,
     first_step: int = 1,
+    on_gpu: bool = False,
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
     c = _core.Config()
-    c.world, c.rank = world_size, rank
+    c.world, c.rank, c.on_gpu = world_size, rank, on_gpu
     c.num_experts = integer("num_experts", num_experts, 1, 1 << 20)
     c.top_k = integer("top_k", top_k, 1, 16)
     c.hidden = integer("hidden", hidden, 1, 1 << 20)
@@ -173,15 +174,12 @@ class Arguments:
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
-                first_step=self.first_step,
+                first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
             if where.type == "cuda" and self.transport != "nvshmem":
                 config.part_bytes = min(settings.part_bytes, (1 << 32) - 1)
             if where.type == "cuda" and config.in_pieces:
-                raise Error(
-                    f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces yet. Give it at least "
-                    f"{config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
-                )
+                self._check_pieces(config)
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
@@ -191,6 +189,16 @@ class Arguments:
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
             symmetric_memory=self.symmetric_memory,
         )  # fmt: skip
+
+    def _check_pieces(self, config: _core.Config) -> None:
+        """What device='cuda' does not do with blocks in pieces."""
+        refused = ("replicas", self.replicas != 1), ("hooks", self.hooks), ("transport='nvshmem'", self.transport == "nvshmem")
+        for what, wanted in refused:
+            if wanted:
+                raise Error(
+                    f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces with {what}. Give it at least "
+                    f"{config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
+                )
 
     def _device(self) -> torch.device:
         where = torch.device("cpu" if self.device is None else self.device)

@@ -88,6 +88,9 @@ inline constexpr std::uint64_t kTokens = 1ull << 62;
 // The same for rows of combine(ready=) that nobody wrote: `expected` has their block, `seen` how far its word was.
 inline constexpr std::uint64_t kUnwritten = 1ull << 61;
 
+// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends it.
+inline constexpr std::uint64_t kRound = 1ull << 60, kToBeRead = 1ull << 59;
+
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
 struct Divider {
   std::uint64_t magic = 0;
@@ -158,7 +161,8 @@ struct PlanView {
 };
 constexpr std::uint64_t plan_rows_at(const Config& c) { return 4 * align_up(c.num_experts, 4); }
 constexpr std::uint64_t plan_digest_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
-constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_digest_at(c) + (c.replicas > 1 ? 16 : 0); }
+constexpr std::uint64_t plan_rounds_at(const Config& c) { return plan_digest_at(c) + (c.replicas > 1 ? 16 : 0); }
+constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_rounds_at(c) + 4 * align_up(std::uint64_t{most_rounds(c)} * c.world, 4); }
 constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
   return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
@@ -177,9 +181,37 @@ struct ChunkCounts {
 // Choices by expert, then rows by rank, in pieces of sixteen bytes.
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
+// How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
+// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
+enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineRooms };
+inline constexpr std::uint32_t kClaims = 5;
+constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
+
+// What an AllToAll in pieces keeps of peers of other nodes (remote_rounds.cuh): device memory, by set, op and peer. Words as pieces_word().
+enum class RemoteWord : std::uint32_t { Told, Landed, Room };
+inline constexpr std::uint32_t kRemoteWords = 3;
+struct RemoteRounds {
+  std::uint64_t* words = nullptr;  // [kRemoteWords][in_flight][kPieceOps][world]
+  std::uint32_t* stored = nullptr;  // [in_flight][kPieceOps][kPlaces][world]: of the round in that place, what is there to go
+};
+constexpr std::uint64_t remote_rounds_words(const Config& c) { return std::uint64_t{c.in_flight} * kPieceOps * c.world; }
+
+// Of an AllToAll in pieces: protocol/pieces.h.
+struct PieceArguments {
+  std::uint32_t tokens = 0;  // of a round, of each rank
+  std::uint32_t most = 0;  // rounds
+  std::uint32_t begin = 0, end = kNone;  // rounds that this launch sends
+  bool begins = true;  // the step, or its combine: plans and tells counts, or sends headers and weights
+  std::uint32_t chunks = 0, end_chunk = 0;  // dispatch: of a round; how many are sent, by this launch and the one before it
+  std::uint32_t* begin_rows = nullptr;  // [most][world], of the plan: rows of earlier rounds
+  std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
+  std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
+  RemoteRounds remote;  // none where all peers are of this node
+};
+
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
 struct ReceivedView {
-  std::uint32_t* step = nullptr;
+  std::uint32_t* step = nullptr;  // in an AllToAll in pieces whether any block came so, behind it
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
   std::uint32_t* choices = nullptr;  // [rows]: a bit per k, as in the route
@@ -228,6 +260,7 @@ struct DispatchArguments {
   std::uint32_t tokens_per_chunk = 0, chunks = 0;
   ChunkCounts chunk_counts;
   DispatchHooks hooks;
+  PieceArguments pieces;
 };
 
 // A wait for the rows of some experts, from `first` on.
@@ -295,6 +328,7 @@ struct CombineArguments {
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
   ReadyRows ready;
+  PieceArguments pieces;
 };
 
 // Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.

@@ -1,35 +1,9 @@
 // combine() of many tokens inside a node: one launch, or one per half.
 #include "kernels.h"
-#include "many_combine.cuh"
+#include "many_combine_kernel.cuh"
 
 namespace pplx::cuda {
 namespace {
-
-inline constexpr std::uint32_t kCombineManyThreads = 32 * (kCombiners + 1);
-
-struct CombineManyShared {
-  CombineShared combine;
-  std::uint64_t loaded[kCombiners][kSumTiles];  // turns
-};
-
-// By one warp: this block's share, and headers that nobody has sent yet. Behind the words of those who send weights.
-__device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
-  for (std::uint32_t begin = 0; begin < k.living; begin += 32) {
-    const bool mine = begin + lane < k.living && take_share(k, Op::Weights, kMaxPeers + begin + lane, step);
-    for (std::uint32_t bits = __ballot_sync(~0u, mine); bits != 0; bits &= bits - 1)
-      send_combine_header<true>(a, step, k.order[begin + __ffs(static_cast<int>(bits)) - 1], s, 0);
-  }
-}
-
-__device__ inline void receive_all_headers(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  for (std::uint32_t i = threadIdx.x % 32 * gridDim.x + blockIdx.x; i < k.living; i += 32 * gridDim.x) receive_header(a, step, k.order[i]);
-  __syncwarp();
-}
 
 // kReady: rows are read when the caller's kernel says that they are written.
 template <typename T, bool kPlain, bool kReady>
@@ -90,12 +64,10 @@ Kernel kernel_of(Dtype dtype, bool plain, bool ready) {
   return nullptr;
 }
 
-constexpr std::uint32_t kBytes = kCombiners * kCombinerBytes;
-
 }  // namespace
 
 bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
-  return c.replicas == 1 && c.remote_peers == 0 && kBytes + sizeof(CombineManyShared) <= shared_bytes;
+  return c.replicas == 1 && (c.remote_peers == 0 || in_pieces(c)) && kCombineManyBytes + sizeof(CombineManyShared) <= shared_bytes;
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {
@@ -103,7 +75,7 @@ cudaError_t load_combine_many(const Config& c, bool ready) {
     const void* const function = reinterpret_cast<const void*>(kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes));
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kCombineManyBytes));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -112,7 +84,7 @@ cudaError_t load_combine_many(const Config& c, bool ready) {
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
   const Kernel kernel = kernel_of(arguments.common.c.dtype, is_plain(arguments), arguments.ready.words != nullptr);
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kCombineManyThreads), parameters, kBytes, stream);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kCombineManyThreads), parameters, kCombineManyBytes, stream);
 }
 
 }  // namespace pplx::cuda

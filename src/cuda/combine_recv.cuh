@@ -60,15 +60,12 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
 }
 
 // The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
-// rank. False: they will not come.
+// rank.
 template <bool kGives>
-__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
-                                 const char* row, std::uint32_t rank) {
+__device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n, const char* row,
+                                 std::uint32_t rank) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  const bool good =
-      lane >= n || is_remote(k, rank) || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
-  if (!all_of_warp(good)) return false;
   const std::int32_t id = lane < k.c.top_k ? a.plan.ids[std::uint64_t{own} * k.c.top_k + lane] : -1;
   const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
   std::uint32_t value = 0;
@@ -79,6 +76,17 @@ __device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, 
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
   if (kGives) give_tail(k, step, own, value);
+}
+
+// Waits for the words behind them. False: they will not come.
+template <bool kGives>
+__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
+                                 const char* row, std::uint32_t rank) {
+  const Common& k = a.common;
+  const bool good = threadIdx.x % 32 >= n || is_remote(k, rank) ||
+                    wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
+  if (!all_of_warp(good)) return false;
+  take_tail<kGives>(a, step, own, n, row, rank);
   return true;
 }
 

@@ -4,6 +4,7 @@
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "kernels.h"
+#include "receive_rounds.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -11,6 +12,9 @@ namespace {
 struct DispatchShared {
   SendShared send;
   ReceiveShared receive;
+};
+struct DispatchPiecesShared : DispatchShared {
+  RoundRows rounds[kDispatchWarps];
 };
 
 // A receive half: its step, if that is open. All threads or none.
@@ -25,11 +29,12 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
 }
 
 // kPlain: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
-// can do all. kHooks: the caller's kernels hear of what has come.
-template <typename Mode, bool kPlain, bool kHooks>
+// can do all. kHooks: the caller's kernels hear of what has come. kPieces: what this rank sends is whole, but peers' blocks may come in pieces.
+template <typename Mode, bool kPlain, bool kHooks, bool kPieces = false>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
+  using Shared = std::conditional_t<kPieces, DispatchPiecesShared, DispatchShared>;
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
-  PPLX_SHARED(DispatchShared, s);
+  PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::DispatchBegins);
@@ -60,9 +65,13 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   if (a.recv) {
     const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
     if (counts_rows()) count_rows(a, step, s.receive);
+    if (kPieces && counts_rows()) hear_of_rounds(a, step, s.receive);
     if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
-    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches(a, step);
-    receive_dispatch<kPlain, kHooks>(a, step, s.receive, experts);
+    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches<kPieces>(a, step);
+    if constexpr (kPieces)
+      receive_in_pieces<kPlain>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
+    else
+      receive_dispatch<kPlain, kHooks>(a, step, s.receive, experts);
     if (kHooks) raise_after_failure(a);
   }
   note(k, Stage::DispatchEnds);

@@ -1,62 +1,11 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include "kernels.h"
-#include "many_recv.cuh"
-#include "many_send.cuh"
+#include "many_kernel.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
-
-struct ManyShared {
-  ManyPlan plan;
-  ReceiveShared receive;
-  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
-  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
-  bool last;  // thread block to leave
-};
-
-// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what each worker has.
-struct ManyMemory {
-  std::uint32_t counts, places, workers, bytes;  // where each begins; sums come first
-
-  constexpr explicit ManyMemory(const Config& c)
-      : counts(4 * chunk_columns(c)),
-        places(counts + counting_bytes(c)),
-        workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
-        bytes(workers + kWorkers * kWorkerBytes) {}
-};
-
-// A receive half: its step, if that is open. All threads or none.
-__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
-  const std::uint64_t closed = load_closed(a.common);
-  step = *a.received.step;
-  const bool refused = is_not_open(a.common, step, closed);
-  if (!__syncthreads_or(refused)) return true;
-  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
-  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
-  return false;
-}
-
-template <typename Mode>
-__device__ inline void prepare(const DispatchArguments& a, ManyShared& s) {
-  const std::uint32_t warp = threadIdx.x / 32;
-  if (threadIdx.x == 0) {
-    s.plan.claimed.close();
-    s.receive.rows_known.close();
-    s.receive.placed.close();
-    s.receive.next = 0;
-  }
-  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
-  if (threadIdx.x % 32 == 0 && is_worker())
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
-  if (threadIdx.x % 32 == 0 && is_planner())
-    for (std::uint32_t i = 0; i < 2; ++i) {
-      turns_init(s.plan.known + i, 1);
-      turns_init(s.plan.planned + i, 1);
-      turns_init(s.plan.used + i, sending_workers<Mode>(a));
-    }
-}
+using ManyShared = ManyKernelShared<ManyPlan>;
 
 // The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
 struct FirstChunk {
@@ -188,7 +137,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
-  return c.replicas == 1 && c.remote_peers == 0 && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
+  return c.replicas == 1 && (c.remote_peers == 0 || in_pieces(c)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
          16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 

@@ -30,6 +30,12 @@ Control retired_control() {
   return control;
 }
 
+// That are counted together: no more of a step than these.
+std::uint32_t most_chunks(const Config& c) {
+  const std::uint32_t least = most_rounds(c) == 0 ? kLeastTokensOfChunk : std::min(kLeastTokensOfChunk, tokens_of_round(c));
+  return ceil_div(c.max_tokens, least);
+}
+
 // How rows are cut, for kernels.
 void measure_rows(Common& k) {
   const Config& c = k.c;
@@ -68,7 +74,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
     : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens != 0 ? many_tokens : kManyTokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
-  if (in_pieces(config)) throw Misuse("device='cuda' does not take blocks in pieces yet: slot_bytes is too small for max_tokens_per_rank");
+  if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   const OnDevice on(device_);
@@ -119,6 +125,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
   most_sms_ = wanted_sms_ = sms_;
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
+  if (common_.heap.in_pieces) check_pieces();
   check(load_kernels(config), "loading the kernels");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)
@@ -129,6 +136,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.control = controls_ + common_.generation % kControls;
   write_control(common_.generation, fresh_control(config));
   make_chunk_counts();
+  if (common_.heap.in_pieces) make_round_counts();
   check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *common_.report = Report{};
@@ -143,6 +151,9 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
 
 void Exchange::use_hooks() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (common_.heap.in_pieces)
+    throw Misuse("device='cuda' has no hooks where blocks go in pieces: leave out hooks=, or give slot_bytes at least " +
+                 std::to_string(bytes_of_slots(common_.c, common_.most_rows)));
   const OnDevice on(device_);
   const Config& c = common_.c;
   check(load_hooks(), "loading the kernels of hooks");
@@ -184,6 +195,7 @@ Exchange::~Exchange() {
   host_.reset();
   cudaFree(controls_);
   cudaFree(chunk_memory_);
+  cudaFree(round_counts_);
 #ifdef PPLX_CARRIER
   cudaFree(common_.puts);
 #endif
@@ -253,6 +265,9 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
         "cudaMemcpyAsync");
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
+  forget_round_counts();
+  tokens_sent_.clear();
+  sums_sent_.clear();
   if (host_) host_->reset(generation);
   listen();
   common_.generation = generation;
@@ -292,16 +307,22 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 // Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
 // rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
 void Exchange::make_chunk_counts() {
-  if (memory_.across()) return;
   const Config& c = common_.c;
+  if (memory_.across() && !common_.heap.in_pieces) return;
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
-  if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
-  check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
-  check(load_combine_many(c, false), "loading the kernels of large combines");
-  common_.word_rows = many_tokens_;
-  const std::uint64_t columns = chunk_columns(c), chunks = ceil_div(c.max_tokens, kLeastTokensOfChunk);
+  if (common_.heap.in_pieces) {
+    check(load_dispatch_many_pieces(c), "loading the kernels of large dispatches");
+    check(load_combine_many_pieces(c), "loading the kernels of large combines");
+    common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
+  } else {
+    if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
+    check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
+    check(load_combine_many(c, false), "loading the kernels of large combines");
+    common_.word_rows = many_tokens_;
+  }
+  const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
   check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
@@ -321,8 +342,42 @@ void Exchange::forget_chunk_counts() {
   const Config& c = common_.c;
   check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
   // No step that is near has this number.
-  const std::vector<std::uint32_t> taken(ceil_div(c.max_tokens, kLeastTokensOfChunk), c.first_step - 1);
+  const std::vector<std::uint32_t> taken(most_chunks(c), c.first_step - 1);
   check(cudaMemcpyAsync(chunk_counts_.taken, taken.data(), 4 * taken.size(), cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
+// What blocks in pieces need of the GPU and of the configuration.
+void Exchange::check_pieces() const {
+  const Config& c = common_.c;
+  const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
+  const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
+  if (c.replicas > 1) refuse("with replicas");
+  if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
+  int shared = 0;
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
+  const auto bytes = static_cast<std::uint32_t>(shared);
+  if (!can_dispatch_many_pieces(c, bytes) || !can_combine_many_pieces(c, bytes))
+    refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
+}
+
+void Exchange::make_round_counts() {
+  check(load_dispatch_pieces(common_.c), "loading the kernels of dispatches in pieces");
+  check(load_combine_pieces(common_.c), "loading the kernels of combines in pieces");
+  const Config& c = common_.c;
+  const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
+  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = memory_.proxied ? 4 * kPlaces * words : 0;
+  round_bytes_ = memory_.proxied ? told + stored : counts;
+  char* memory = nullptr;
+  check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
+  round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
+  if (memory_.proxied) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
+  forget_round_counts();
+}
+
+void Exchange::forget_round_counts() {
+  if (round_counts_ == nullptr) return;
+  check(cudaMemsetAsync(round_counts_, 0, round_bytes_, own_stream_), "cudaMemsetAsync");
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
@@ -344,8 +399,14 @@ void Exchange::raise_failure() {
   if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
   const bool unwritten = a.origin == config().rank && a.peer == a.origin && a.reason == AbortReason::Timeout && (expected & kUnwritten) != 0;
   if (unwritten) message = unwritten_text(a, mine, theirs, config().layout == LayoutKind::Padded);
+  const bool of_round = a.origin == config().rank && (expected & kRound) != 0 && (expected & (kFlags | kTokens | kUnwritten)) == 0 &&
+                        (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed);
+  if (of_round) message += ": it waited for " + round_text(a, mine, (expected & kToBeRead) != 0);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
-  if (!unwritten && a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
+  if (of_round) {
+    failure.expected = "piece " + std::to_string(mine);
+    failure.seen = "not all of it";
+  } else if (!unwritten && a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);
     failure.seen = word_text(common_.report->seen);
   }

@@ -3,8 +3,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "../host/first_failure.h"
@@ -112,6 +114,16 @@ class Exchange {
   void make_chunk_counts();
   void forget_chunk_counts();
   bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
+  // In pieces: what a send half was given, its receive half sends the rest of.
+  void check_pieces() const;
+  void make_round_counts();
+  void forget_round_counts();
+  void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
+  Tokens inputs_of(const Launch& launch, const Tokens& tokens);
+  ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
+  PieceArguments pieces_of(const Launch& launch) const;
+  void cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const;
+  void cut(CombineArguments& a, const Launch& launch) const;
 
   const int device_;
   Memory memory_;
@@ -127,6 +139,11 @@ class Exchange {
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
+  std::uint64_t round_bytes_ = 0;
+  RemoteRounds remote_rounds_;
+  std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
+  std::map<const char*, ExpertOutputs> sums_sent_;
   Control* controls_ = nullptr;  // by generation, in turn
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;

@@ -53,10 +53,74 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 bool Exchange::sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const {
   if (tokens.count < common_.word_rows) return false;
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
-  return fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x));
+  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
+  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors of many tokens must begin at multiples of 16 bytes");
+  return false;
 }
 
-std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
+// A receive half waits for the same one of all ranks, so they come to them in the same order.
+void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
+  if (!early) return;
+  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
+               ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
+}
+
+Tokens Exchange::inputs_of(const Launch& launch, const Tokens& tokens) {
+  if (launch.halves == kSend) tokens_sent_[launch.buffer] = tokens;
+  if (launch.halves != kRecv) return tokens;
+  const auto sent = tokens_sent_.find(launch.buffer);
+  if (sent == tokens_sent_.end()) throw Misuse("dispatch_recv: no dispatch_send of this handle is open");
+  const Tokens inputs = sent->second;
+  tokens_sent_.erase(sent);
+  return inputs;
+}
+
+ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& outputs) {
+  if (launch.halves == kSend) sums_sent_[launch.buffer] = outputs;
+  if (launch.halves != kRecv) return outputs;
+  const auto sent = sums_sent_.find(launch.buffer);
+  if (sent == sums_sent_.end()) throw Misuse("combine_recv: no combine_send of this handle is open");
+  const ExpertOutputs inputs = sent->second;
+  sums_sent_.erase(sent);
+  return inputs;
+}
+
+PieceArguments Exchange::pieces_of(const Launch& launch) const {
+  PieceArguments p;
+  p.tokens = tokens_of_round(common_.c);
+  p.most = most_rounds(common_.c);
+  p.counts = round_counts_;
+  p.remote = remote_rounds_;
+  point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
+  point(p.kept, launch.buffer, layout_.rounds);
+  return p;
+}
+
+// A send half may wait for nobody, so it sends the rounds that have room from the start.
+void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
+  PieceArguments& p = a.pieces;
+  p = pieces_of(launch);
+  if (!by_bulk) return;
+  while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
+  a.chunks = ceil_div(a.own, a.tokens_per_chunk);
+  p.chunks = p.tokens / a.tokens_per_chunk;
+  p.begins = a.send;
+  p.begin = a.send ? 0 : kPlaces;
+  p.end_chunk = a.recv ? a.chunks : std::min(a.chunks, kPlaces * p.chunks);
+  if (a.send) return;
+  a.ids = nullptr;  // the plan is there
+  a.send = p.begin * p.chunks < a.chunks;
+}
+
+void Exchange::cut(CombineArguments& a, const Launch& launch) const {
+  PieceArguments& p = a.pieces;
+  p = pieces_of(launch);
+  p.begins = a.send;
+  p.begin = a.send ? 0 : kPlaces;
+  if (!a.recv) p.end = kPlaces;
+}
+
+std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   const OnDevice on(device_);
@@ -64,6 +128,11 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   Launches::Sequence& here = launches_.on(stream);
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
+  const bool pieces = common_.heap.in_pieces;
+  if (pieces && launch.hooks != nullptr) throw Misuse("dispatch: device='cuda' has no hooks where blocks go in pieces");
+  if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
+  if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
+  const Tokens tokens = pieces ? inputs_of(launch, given) : given;
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
     sms_ = wanted_sms_;
@@ -115,14 +184,21 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
+  if (pieces) cut(a, launch, by_bulk);
   here.follow(stream, a.send);
-  if (a.send) here.after_received(stream);
-  const auto launched = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
+  if ((launch.halves & kSend) != 0) here.after_received(stream);
+  const auto whole = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
+  const auto launched = !pieces ? whole : by_bulk ? launch_dispatch_many_pieces : launch_dispatch_pieces;
   check(launched(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
-  if (!a.send) return 0;
-  here.open(launch.buffer);
-  return here.eager() ? steps_.open() : steps_.next();
+  if ((launch.halves & kSend) == 0) {
+    if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
+    return 0;
+  }
+  const auto before = static_cast<std::uint32_t>(here.open_steps());
+  const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
+  here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
+  return step;
 }
 
 void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
@@ -144,12 +220,16 @@ void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uin
   check(launch_await_experts(a, launch.stream), "launching the wait for experts");
 }
 
-void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
+void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const Result& result) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   const cudaStream_t stream = launch.stream;
   Launches::Sequence& here = launches_.on(stream);
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
+  const bool pieces = common_.heap.in_pieces;
+  if (pieces && given.ready != nullptr) throw Misuse("combine: device='cuda' takes no ready= where blocks go in pieces");
+  if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
+  const ExpertOutputs outputs = pieces ? inputs_of(launch, given) : given;
   CombineArguments a;
   a.common = common_;
   a.expert_out = outputs.expert_out;
@@ -179,9 +259,11 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const bool by_bulk = !a.release && a.own >= common_.word_rows, waits = a.ready.words != nullptr;
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv;
+  a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv && !pieces;
+  if (pieces) cut(a, launch);
   here.follow(stream, a.send);
-  const auto launched = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
+  const auto whole = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
+  const auto launched = !pieces ? whole : by_bulk ? launch_combine_many_pieces : launch_combine_pieces;
   check(launched(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);

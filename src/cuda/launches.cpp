@@ -57,11 +57,38 @@ void Launches::Sequence::after_received(cudaStream_t stream) {
   received_.clear();
 }
 
-bool Launches::Sequence::has(const char* buffer) const { return std::find(open_.begin(), open_.end(), buffer) != open_.end(); }
+std::vector<Launches::Sequence::Open>::const_iterator Launches::Sequence::find(const char* buffer) const {
+  return std::find_if(open_.begin(), open_.end(), [&](const Open& open) { return open.buffer == buffer; });
+}
+
+bool Launches::Sequence::has(const char* buffer) const { return find(buffer) != open_.end(); }
+
+void Launches::Sequence::receive(const char* buffer) {
+  const auto known = find(buffer);
+  if (known != open_.end()) open_[static_cast<std::size_t>(known - open_.begin())].received = true;
+}
 
 void Launches::Sequence::close(const char* buffer) {
-  const auto known = std::find(open_.begin(), open_.end(), buffer);
+  const auto known = find(buffer);
   open_.erase(known == open_.end() ? open_.begin() : known);
+}
+
+template <typename Waits>
+std::optional<Launches::Sequence::Early> Launches::Sequence::early(const char* buffer, const Waits& waits) const {
+  const auto known = find(buffer), before = std::find_if(open_.begin(), known, waits);
+  if (known == open_.end() || before == known) return {};
+  return Early{known->step, before->step};
+}
+std::optional<Launches::Sequence::Early> Launches::Sequence::receives_early(const char* buffer) const {
+  return early(buffer, [](const Open& open) { return !open.received; });
+}
+std::optional<Launches::Sequence::Early> Launches::Sequence::opens_early(std::uint32_t step) const {
+  const auto before = std::find_if(open_.begin(), open_.end(), [](const Open& open) { return !open.received; });
+  if (before == open_.end()) return {};
+  return Early{step, before->step};
+}
+std::optional<Launches::Sequence::Early> Launches::Sequence::sums_early(const char* buffer) const {
+  return early(buffer, [](const Open&) { return true; });
 }
 
 Launches::Sequence& Launches::on(cudaStream_t stream) {

@@ -4,8 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace pplx::cuda {
@@ -29,8 +31,16 @@ class Launches {
     // lets the peers write there again. Of which step each has the memory is not known here, so a dispatch waits for all.
     void note_received(cudaStream_t stream);
     void after_received(cudaStream_t stream);
-    void open(const char* buffer) { open_.push_back(buffer); }
+    void open(const char* buffer, std::uint32_t step, bool received) { open_.push_back({buffer, step, received}); }
+    void receive(const char* buffer);
     void close(const char* buffer);
+    // In pieces steps are received in their order, and so combined. The number of this one, and that of one before it that is not.
+    struct Early {
+      std::uint32_t step, before;
+    };
+    std::optional<Early> receives_early(const char* buffer) const;
+    std::optional<Early> opens_early(std::uint32_t step) const;   // and is received at once
+    std::optional<Early> sums_early(const char* buffer) const;
     bool has(const char* buffer) const;
 
    private:
@@ -47,10 +57,18 @@ class Launches {
       cudaStream_t stream = nullptr;
       std::unique_ptr<Event> done;
     };
+    struct Open {
+      const char* buffer;
+      std::uint32_t step;
+      bool received;
+    };
     static void record(std::unique_ptr<Event>& event, cudaStream_t stream);
+    std::vector<Open>::const_iterator find(const char* buffer) const;
+    template <typename Waits>
+    std::optional<Early> early(const char* buffer, const Waits& waits) const;
 
     unsigned long long capture_;           // its id; 0: eager
-    std::vector<const char*> open_;        // buffers of dispatches that are not combined
+    std::vector<Open> open_;               // dispatches that are not combined
     std::vector<cudaStream_t> streams_;    // the one of the last send at the end
     bool sent_any_ = false;
     std::unique_ptr<Event> sent_;          // the last send that is waited for

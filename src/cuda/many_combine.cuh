@@ -7,7 +7,7 @@
 #include "combine_recv.cuh"
 #include "many_plan.cuh"
 #include "ready.cuh"
-#include "runs.cuh"
+#include "send_rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -112,7 +112,8 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
 }
 
 // kPlain: no tails, and no weights of combine's own. kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kPlain, bool kReady>
+// kPieces: in rounds. All rows of those who send in pieces have words.
+template <typename T, bool kPlain, bool kReady, bool kPieces = false>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -145,6 +146,36 @@ class ManyCombiner {
     for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
       for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
     tell();
+  }
+
+  // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
+  __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
+    const Spends all(k_, Span::SendingSums);
+    const PieceArguments& p = a_.pieces;
+    if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
+    bool good = rounds.open(p.begin, p.end);
+    for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
+      const bool header = !kPlain && run.is_header;
+      if (header ? !has_header(p, run) : run.rows == 0) continue;
+      good = make_room(run);
+      if (!good) continue;
+      if (header)
+        send_header_of_round(a_, step_, run, s_);
+      else
+        send_run_of_round(run);
+    }
+    tell();
+  }
+
+  __device__ void receive_rounds() {
+    const Spends all(k_, Span::ReceivingSums);
+    const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
+    for (;;) {
+      const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
+      if (token >= a_.own || !receive_token_of_round(token, round)) return;
+      finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
+    }
   }
 
   __device__ void receive() {
@@ -200,9 +231,34 @@ class ManyCombiner {
     return true;
   }
 
+  // Peers read what has been told of alone, so nothing is left untold while this waits for them.
+  __device__ bool make_room(const RoundRun& run) {
+    const PieceArguments& p = a_.pieces;
+    if (run.round < kPlaces) return kPlain || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
+    const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
+    if (!all_of_warp(good)) {
+      tell();
+      if (!await_room_for_sums(k_, p, step_, run.source, run.round)) return false;
+    }
+    fence_copies();
+    return true;
+  }
+
+  __device__ void send_run_of_round(const RoundRun& run) {
+    word_ = word_of_round(k_, step_, run.round);
+    const bool remote = !kPlain && is_remote(k_, run.source);
+    piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
+    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
+  }
+
   __device__ void send_run(const RowRun& run) {
-    const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
-    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
+    send_rows(run, run.first, s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows);
+  }
+
+  // first: of the slot's rows.
+  __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
+    char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
+    if constexpr (kPieces && !kPlain) rows += piece_at_;
     Places places;
     places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
@@ -221,6 +277,8 @@ class ManyCombiner {
     tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
     told_ = rows;
     to_tell_ = run.rows;
+    if (kPieces) told_word_ = word_;
+    if (kPieces && !kPlain) told_source_ = run.source;
   }
 
   // Nothing is added to the row's only input, and its weight is 1.
@@ -304,14 +362,59 @@ class ManyCombiner {
     __syncwarp();
   }
   __device__ void raise_words() {
+    if constexpr (kPieces && !kPlain)
+      if (is_remote(k_, told_source_)) {
+        const std::uint32_t round = static_cast<std::uint32_t>(told_word_ >> 32 & 0xffffu) - 1;
+        fence_system();
+        count_sums_of_round(k_, a_.pieces, step_, told_source_, round, s_.rows_begin[told_source_ + 1] - s_.rows_begin[told_source_], to_tell_);
+        return;
+      }
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
     fence_system();
     linger(k_, step_);
-    store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
+    store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at,
+                  kPieces ? told_word_ : arrival_word(k_.generation, step_));
   }
 
   // ---- receive ----
+
+  // Of a step in pieces: every row has a word, this rank's own as well. False: something failed.
+  __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
+    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    std::uint32_t slot_row = 0;
+    char* row = nullptr;
+    if (entry != kNone) {
+      const std::uint32_t before = a_.pieces.begin_rows[round * k_.c.world + rank];
+      const std::uint32_t nth = (entry & 0xfffffu) - before;
+      slot_row = round % kPlaces * a_.pieces.tokens + nth;
+      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
+      if (!kPlain && is_remote(k_, rank)) {
+        row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
+        slot_row = kNone;  // nor is it made blank again
+      } else {
+        row += k_.combine.row_at(slot_row);
+      }
+    }
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      bool good = true;
+      if (!kPlain && entry != kNone && is_remote(k_, rank))
+        good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
+      else if (entry != kNone)
+        good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
+      if (!all_of_warp(good)) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    add_up(token, Inputs(), n, false, n, row);
+    if (__any_sync(~0u, entry != kNone && slot_row < k_.word_rows)) make_blank_again(row, slot_row);
+    note(k_, Stage::Added);
+    if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
+    return true;
+  }
 
   // False: something failed.
   __device__ bool receive_token(std::uint32_t token) {
@@ -416,6 +519,9 @@ class ManyCombiner {
   std::uint32_t stored_ = 0;  // tiles
   char* told_ = nullptr;  // rows of a run whose source has yet to be told
   std::uint32_t to_tell_ = 0;
+  std::uint64_t word_ = 0, told_word_ = 0;  // kPieces: of the rows of a run, and of those
+  std::uint32_t told_source_ = 0;
+  std::uint64_t piece_at_ = 0;  // in what the proxy sends
 };
 
 }  // namespace pplx::cuda

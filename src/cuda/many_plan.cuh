@@ -11,6 +11,7 @@
 #include "closed.cuh"
 #include "gate.cuh"
 #include "plan.cuh"
+#include "remote_rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -108,6 +109,8 @@ struct ChunkIds {
 // ---- counts of chunks ----
 
 // By one warp, when all is counted: peers hear how many rows and choices they get. The rows are none that show by themselves.
+// kRemote: some peers may be of other nodes.
+template <bool kRemote = false>
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
@@ -123,6 +126,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
       numbers[j] = planned ? a.plan.counts[first + e] : __ldcg(a.chunk_counts.totals + first + e);
       if (!planned) a.plan.counts[first + e] = numbers[j];
     }
+    if (kRemote && is_remote(k, peer)) continue;
     const PackedNumbers p = pack_numbers(numbers);
     linger(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
@@ -130,14 +134,16 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
     const std::uint32_t rows = planned ? a.plan.rows[peer] : __ldcg(a.chunk_counts.totals + k.c.num_experts + peer);
     if (!planned) a.plan.rows[peer] = rows;
-    if ((k.dead >> peer & 1) != 0) continue;
+    if ((k.dead >> peer & 1) != 0 || (kRemote && is_remote(k, peer))) continue;
     linger(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
   }
+  if constexpr (kRemote) begin_remote_blocks(a, step);
   note(k, Stage::Counted);
 }
 
 // By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
+template <bool kRemote = false>
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
@@ -173,7 +179,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   __syncwarp();
   std::uint32_t before = 0;
   if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
-  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts(a, step);
+  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kRemote>(a, step);
 }
 
 // Whether this warp is to count it.
@@ -184,6 +190,7 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
 }
 
 // By one warp: until the counts of chunks first, first + stride ... (32 of them at most, below end) are there.
+template <bool kRemote = false>
 __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                     std::uint32_t stride, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
@@ -199,7 +206,7 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       continue;
     }
     const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1) * stride;
-    if (take_chunk(a, step, chunk)) count_chunk(a, step, chunk, memory, false);
+    if (take_chunk(a, step, chunk)) count_chunk<kRemote>(a, step, chunk, memory, false);
   }
   __syncwarp();
 }
@@ -241,13 +248,14 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 }
 
 // By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
+template <bool kRemote = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                   std::uint32_t stride, std::uint32_t* sums, char* memory) {
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32 * stride) {
     {
       const Spends spends(a.common, Span::AwaitingChunks);
-      await_chunks(a, step, first, end, stride, memory);
+      await_chunks<kRemote>(a, step, first, end, stride, memory);
     }
     const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
     for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, stride, columns, begin, sums);
@@ -336,8 +344,9 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
 }
 
 // Workers of this block may wait for peers, and they for the counts of all chunks.
+template <bool kRemote = false>
 __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), 1, memory);
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kRemote>(a, step, first, min(first + 32, a.chunks), 1, memory);
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
@@ -409,6 +418,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   pass_step(k);
 }
 
+template <bool kRemote = false>
 __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -417,6 +427,7 @@ __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
     if (lane == 0) taken = may_take_later(k, s.step);
     taken = __shfl_sync(~0u, taken, 0);
   }
+  if constexpr (kRemote) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
   if (lane == 0) s.taken = taken;
   s.claimed.open();
 }

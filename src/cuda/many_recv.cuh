@@ -4,7 +4,7 @@
 
 #include "dispatch_recv.cuh"
 #include "many_plan.cuh"
-#include "runs.cuh"
+#include "rounds_heard.cuh"
 
 namespace pplx::cuda {
 
@@ -14,8 +14,16 @@ inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
-template <bool kHooks>
-class ManyReceiver {
+// In pieces: of the run that is being received, how much further its rows lie in the block than in the slot, its round, and where it begins.
+struct ReceivedRound {
+  std::uint32_t shift = 0, round = 0;
+  char* rows = nullptr;
+};
+struct NoRound {};
+
+// kPieces: of rounds.
+template <bool kHooks, bool kPieces = false>
+class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
   __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
@@ -50,7 +58,47 @@ class ManyReceiver {
     bulk_await_stored<0>();
   }
 
+  // rows: of this warp.
+  __device__ void receive_rounds(RoundRows& rows) {
+    s_.rows_known.wait();
+    if (!s_.good) return;
+    const Spends all(k_, Span::Receiving);
+    Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
+    bool good = rounds.open(0, kNone);
+    for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
+      const bool remote = run.rows != 0 && is_remote(k_, run.source);
+      this->shift = run.first - (remote ? kNeverBlank : run.slot_row);
+      this->round = run.round;
+      if (run.rows != 0) this->rows = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
+      if (run.rows == 0)
+        good = true;
+      else if (!remote && !run.in_pieces && s_.showing[run.source] != 0)
+        good = run.part != 0 || receive_showing(run.source, run.first, run.rows);
+      else
+        good = receive_run(run.source, run.first, run.rows, run.part);
+      if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
+    }
+    if (good && !rounds.failed()) clear_padding(a_, s_, e_);
+    bulk_await_stored<0>();
+  }
+
  private:
+  static constexpr std::uint32_t kNeverBlank = 1u << 31;  // a slot's row that none of few tokens is
+
+  // Of a row of a source's block: which of the slot's. Asked in pieces alone: the machine code of the others is as it was without.
+  __device__ std::uint32_t slot_row(std::uint32_t number) const {
+    if constexpr (kPieces)
+      return number - this->shift;
+    else
+      return number;
+  }
+  __device__ bool has_come(const char* word, std::uint32_t source) const {
+    if constexpr (kPieces)
+      return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, this->round);
+    else
+      return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
+  }
+
   __device__ bool receive_unit(const RowRuns& runs, std::uint32_t unit) {
     const std::uint32_t part = unit % parts_;
     const RowRun run = runs.at(unit / parts_);
@@ -78,11 +126,14 @@ class ManyReceiver {
 
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
-    char* const rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(first);
+    char* rows = nullptr;
+    if constexpr (kPieces)
+      rows = this->rows;
+    else
+      rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(first);
     {
       const Spends waits(k_, Span::AwaitingRow);
-      const bool good = lane >= n || wait<Match::Exact>(k_, rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at,
-                                                        Phase::DispatchRecv, step_, source);
+      const bool good = lane >= n || has_come(rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
       if (!all_of_warp(good)) return false;
     }
     note(k_, Stage::RowThere);
@@ -157,7 +208,7 @@ class ManyReceiver {
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
     if (kHooks) last_ = r.place;
-    if (number < k_.showing_rows) make_blank_again(row, part, begin, bytes);
+    if ((kPieces ? slot_row(number) : number) < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
   }

@@ -7,6 +7,7 @@
 #include "dispatch_send.cuh"
 #include "many_plan.cuh"
 #include "quantise.cuh"
+#include "rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -48,15 +49,16 @@ struct UntoldRows {
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
-  // Of all but the last `but` tokens: they have been stored, and their stores awaited.
-  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but) {
+  // Of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
+  template <typename Word>
+  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, const Word& word) {
     __syncwarp();
     fence_system();
 #pragma unroll
     for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
       linger(k, std::uint64_t{step} << 32 | i);
-      store_relaxed(row[i] + k.dispatch.arrival_at, arrival_word(k.generation, step));
+      store_relaxed(row[i] + k.dispatch.arrival_at, word(step));
     }
     if (but != 0) add_first(tokens - 1);
     tokens = but;
@@ -73,12 +75,15 @@ struct UntoldRows {
 };
 
 // A worker that sends.
-// kHooks: this rank's own rows go the way of all others, since who receives counts them.
-template <typename Mode, bool kHooks>
+// kHooks: this rank's own rows go the way of all others, since who receives counts them. Plan: ManyPlan, or RoundPlan where blocks go in
+// pieces, and then the own ones do so, too.
+template <typename Mode, bool kHooks, typename Plan = ManyPlan>
 class ManySender {
+  static constexpr bool kPieces = !std::is_same_v<Plan, ManyPlan>;
+
  public:
   // number: among the block's `senders`. memory: its own, kSenderBytes. receive, experts: of the launch, if it receives.
-  __device__ ManySender(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+  __device__ ManySender(const DispatchArguments& a, Plan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                         std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
         together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
@@ -102,13 +107,15 @@ class ManySender {
       }
       const PlannedChunk& chunk = plan_.chunks[n % 2];
       const std::uint32_t first = plan_.bounds[n % 2].first, tokens = plan_.bounds[n % 2].tokens;
+      if constexpr (kPieces)
+        if (tokens != 0) begin_chunk(n % 2);
       for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, first, token);
       __syncwarp();
       if (tokens == 0) break;
       if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
     }
     bulk_await_stored<0>();
-    untold_.tell(k_, plan_.step, 0);
+    tell(0);
   }
   // Each of its barriers has had an odd number of turns: a bit each.
   __device__ std::uint32_t parities() const {
@@ -152,6 +159,36 @@ class ManySender {
     return true;
   }
 
+  __device__ void tell(std::uint32_t but) {
+    const std::uint32_t tokens = untold_.tokens - but;
+    untold_.tell(k_, plan_.step, but, [this](std::uint32_t step) {
+      if constexpr (kPieces)
+        return word_of_round(k_, step, round_);
+      else
+        return arrival_word(k_.generation, step);
+    });
+    if constexpr (kPieces)
+      if (tokens != 0 && has_room_ && remote_peers(k_) != 0) count_tokens_of_round(a_, plan_.step, round_, tokens);
+  }
+
+  // Peers read what has been told of alone, so nothing is left untold while this waits for them.
+  __device__ void begin_chunk(std::uint32_t turn) {
+    rows_at_ = plan_.rows_at[turn];
+    const std::uint32_t round = plan_.round[turn];
+    if (round == round_) return;
+    if (untold_.tokens != 0) {
+      bulk_await_stored<0>();
+      tell(0);
+    }
+    round_ = round;
+    const Spends waits(k_, Span::AwaitingPlan);
+    bool good = has_room_;
+    for (std::uint32_t i = threadIdx.x % 32; has_room_ && i < k_.living; i += 32)
+      good = await_room(k_, a_.pieces, Phase::DispatchSend, plan_.step, Op::Dispatch, k_.order[i], round) && good;
+    has_room_ = all_of_warp(good);
+    fence_copies();
+  }
+
   // The nth of the chunk that begins with token `first`.
   __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
     const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
@@ -163,9 +200,10 @@ class ManySender {
       t.index = chunk.index[at];
       t.weight = chunk.weight[at];
       entry = chunk.row[at];
+      if (kPieces && !has_room_) entry = kNone;
     }
     t.rank = t.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(t.id));
-    const bool is_own = !kHooks && a_.recv && entry != kNone && entry >> 20 == k_.c.rank;
+    const bool is_own = !kHooks && !kPieces && a_.recv && entry != kNone && entry >> 20 == k_.c.rank;
     char* const row = entry == kNone || is_own ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
     const OwnRow mine = own_row(t, own, entry, __ballot_sync(~0u, is_own));
     for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
@@ -184,14 +222,17 @@ class ManySender {
       write_routes(own, t, entry, row, rows);
       if (a_.scales != nullptr) write_scales(own, row, rows, mine);
       if (mine.is) place_words(a_, mine.row);
-      if (a_.ids != nullptr) keep(own, t, entry);
-      untold_.add(row);
+      if (!kPieces && a_.ids != nullptr) keep(own, t, entry);
+      if constexpr (kPieces)
+        untold_.add(row != nullptr && is_remote(k_, entry >> 20) ? nullptr : row);  // the proxy is told of the round
+      else
+        untold_.add(row);
       ++sent_;
     }
     if (untold_.tokens <= together_) return;
     const Spends tells(k_, Span::Telling);
     await_earlier_tokens();
-    untold_.tell(k_, plan_.step, 1);
+    tell(1);
   }
 
   // A token's row that stays here, and the lanes whose places get a copy of it.
@@ -323,10 +364,10 @@ class ManySender {
 
   const DispatchArguments& a_;
   const Common& k_;
-  ManyPlan& plan_;
+  Plan& plan_;
   ReceiveShared& receive_;
   const Experts& experts_;
-  char* const* const rows_at_;  // where this rank's rows begin at each peer
+  char* const* rows_at_;  // where this rank's rows begin at each peer
   const std::uint32_t number_, senders_;
   char* const memory_;
   std::uint64_t* const loaded_;
@@ -337,6 +378,8 @@ class ManySender {
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
   bool knows_ = false;  // that chunk
   UntoldRows untold_;
+  std::uint32_t round_ = 0;
+  bool has_room_ = true;  // for that round; else something failed
 };
 
 }  // namespace pplx::cuda

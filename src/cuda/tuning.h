@@ -57,8 +57,8 @@ constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_
   return chunk;
 }
 
-// Rows of one source that a worker waits for together.
-inline constexpr std::uint32_t kRowsOfRun = 8;
+// Rows of one source that a worker waits for together; and those that a warp of a rank with few tokens claims together in a round.
+inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfRoundRun = 4;
 
 // Tokens, or rows of a combine, that a warp tells peers of with one fence: at most so many, and a fourth of what each sender has, so that
 // peers have something to receive from early on.

@@ -102,6 +102,13 @@ inline std::string unwritten_text(const Abort& a, std::uint32_t word, std::uint3
          std::to_string(seen) + ". The kernel that raises it did not run, or not to its end; timeout= allows more";
 }
 
+// What a rank waits for where blocks go in pieces.
+inline std::string round_text(const Abort& a, std::uint32_t piece, bool to_be_read) {
+  const bool combine = a.phase == Phase::CombineSend || a.phase == Phase::CombineRecv;
+  const std::string what = "piece " + std::to_string(piece) + " of the " + (combine ? "combine" : "dispatch") + " block";
+  return to_be_read ? rank_text(a.peer) + " to read " + what : what + " of " + rank_text(a.peer);
+}
+
 // Replicas must hold the same tokens, and these do not.
 struct TokensOf {
   std::uint32_t rank, tokens;

@@ -39,7 +39,9 @@ struct BlockHeader {
   std::uint64_t ids_digest = 0;
   std::uint32_t piece = 0;         // this one of so many: pieces.h
   std::uint32_t pieces = 1;
-  std::uint32_t reserved[6] = {};
+  std::uint32_t begin = 0;         // on GPUs in pieces: of the block's rows, the piece's first one
+  std::uint32_t end = 0;           // and the one behind its last
+  std::uint32_t reserved[4] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

@@ -1,13 +1,12 @@
 // The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
 // what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s] | recv[set][s] | back[set][d] |
+//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] ||
-//   mailbox | credits | outgoing | sent | left | send areas
+//   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
-// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, left) and mailbox.h (mailbox, credits,
-// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one
-// in parts has the first of these (parts.h).
+// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
+// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has the first of these (parts.h).
 #pragma once
 
 #include "parts.h"
@@ -31,7 +30,8 @@ struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
   std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
   std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
-  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare
+  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare,
+                                        // on GPUs in pieces [world][most_rounds]
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
@@ -44,7 +44,7 @@ struct Heap {
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
-  std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]
+  std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]; on GPUs once more, of the rows in pieces
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
   std::uint64_t send_bytes[kOps] = {};  // of one set
   std::uint64_t shared_bytes = 0;       // of the part that peers write into
@@ -61,6 +61,18 @@ struct Heap {
   // Of the words that count pieces: `words` is one of pieces, consumed and left.
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
+  }
+  // On a GPU: two numbers of 32 bits, how many rows the piece in either place has.
+  constexpr std::uint64_t rows_in_pieces_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
+    return count_at(c, left, c.in_flight + set, op, peer);
+  }
+  // Of a GPU's word that says which rounds a peer has read.
+  constexpr std::uint64_t read_at(const Config& c, std::uint32_t set, Op op, std::uint32_t round, std::uint32_t peer) const {
+    return count_at(c, round % kPlaces == 0 ? consumed : pieces, set, op, peer);
+  }
+  // most: most_rounds().
+  constexpr std::uint64_t round_at(const Config& c, std::uint32_t set, std::uint32_t source, std::uint32_t most, std::uint32_t round) const {
+    return counts_at(c, set, c.world) + kPieceBytes * (std::uint64_t{c.replicas > 1 ? c.world : 0} + std::uint64_t{source} * most + round);
   }
   // Of a credit among the mailbox's words.
   constexpr std::uint64_t credit_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
@@ -116,7 +128,7 @@ constexpr Heap heap_of(const Config& c) {
   }
   h.counts = at;
   h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
-  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * (c.replicas > 1 ? 2 : 1));
+  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
   at = align_up(at + h.counts_bytes * c.in_flight, page);
   h.in_pieces = in_pieces(c);
   h.in_parts = in_parts(c);
@@ -142,7 +154,7 @@ constexpr Heap heap_of(const Config& c) {
   h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);
   h.sent = h.outgoing + align_up(words, 64);
   h.left = h.sent + align_up(words, 64);
-  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world : 0), page);
+  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * (c.on_gpu ? 2 : 1) * c.in_flight * kPieceOps * c.world : 0), page);
   // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
   // return every row of every remote peer.
   const std::uint64_t most = max_rows_of_block(c);

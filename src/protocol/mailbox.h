@@ -3,7 +3,8 @@
 //
 //   mail      mailbox[set][op][peer]: set (1) | in pieces (1) | parts (4) | rows of the block (26) | step (32). Written by the device, read
 //             by the proxy. Of a block in parts: how many of them may go by now. The rows of one in pieces count over the whole step, in
-//             30 bits: all that may go by now.
+//             30 bits: all that may go by now. A GPU's pieces have as many rows as they happen to have, so in place of rows its mail counts
+//             pieces; rows_in_pieces[set][op][peer], written before it, has the rows of the piece in either place, until the next one there.
 //   outgoing  outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by
 //             the proxy after the mail.
 //   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
@@ -64,6 +65,16 @@ template <typename Atomics>
 PPLX_BOTH void announce(const MailboxEntry& entry, std::uint32_t generation, Mail mail, std::uint64_t& last) {
   last = arrival_word(generation, mail.step);
   Atomics::store_release(entry.mail, mail_word(mail));
+}
+
+// A GPU: the rows of a piece, before the mail that announces it.
+PPLX_BOTH inline void set_rows_of_piece(const Heap& heap, const Config& c, char* memory, std::uint32_t step, Op op, std::uint32_t peer,
+                                        std::uint32_t piece, std::uint32_t rows) {
+  reinterpret_cast<std::uint32_t*>(memory + heap.rows_in_pieces_at(c, set_of(c, step), op, peer))[piece % kPlaces] = rows;
+}
+inline std::uint32_t rows_of_piece(const Heap& heap, const Config& c, const char* memory, std::uint32_t step, Op op, std::uint32_t peer,
+                                   std::uint32_t piece) {
+  return reinterpret_cast<const std::uint32_t*>(memory + heap.rows_in_pieces_at(c, set_of(c, step), op, peer))[piece % kPlaces];
 }
 
 // Device: whether the block may be written again. Reached, not equal: a later one may have been announced, and have left.

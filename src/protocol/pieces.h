@@ -14,6 +14,24 @@
 //             for the place in the send area.
 //
 // A word of another step or another generation counts no pieces, so none of them is ever reset.
+//
+// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
+// peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank that has more than a step of few has; a token sends a peer one
+// row at most, so S rows are room enough. A rank that sends whole blocks, as in a step of few, sends them in round 0.
+//
+//   places    a slot has 2 * S rows behind one header. Rows of round k take those from (k mod 2) * S on, in their order, so a row of a slot has
+//             its parts where rows of whole blocks have them
+//   rows      each has an arrival word: pieces_word(), with round + 1 in place of a number of pieces. What a round left is no other's
+//   rounds    rounds[set][source][round], tagged pieces: how many of the source's rows come before that round, and in the first one how
+//             many rounds there are. A source whose rows show by themselves has none: its blocks are whole
+//   consumed  consumed[set][op][peer] for even rounds, pieces[set][op][peer] for odd ones: pieces_word() with how many rounds the peer has
+//             read, of this rank and of all others. Read before round k is sent to that peer; k - 1 is asked for
+//
+// All ranks pass the rounds in order, whatever their tokens, so nobody waits in a circle: the earliest round that is not read yet waits for
+// nothing but itself.
+//
+// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
+// src/cuda/remote_rounds.cuh.
 #pragma once
 
 #include "block.h"
@@ -75,6 +93,21 @@ constexpr std::uint64_t pieces_word(std::uint32_t generation, std::uint32_t step
 constexpr std::uint32_t pieces_in(std::uint64_t word, std::uint32_t generation, std::uint32_t step) {
   const bool current = word >> 48 == (generation & 0xffffu) && static_cast<std::uint32_t>(word) == step;
   return current ? static_cast<std::uint32_t>(word >> 32) & 0xffffu : 0;
+}
+
+// ---- on GPUs ----
+
+inline constexpr std::uint32_t kMostRounds = 4096;
+
+// Tokens of a round. Whole chunks of those that are counted together (src/cuda/tuning.h), where there is room for that.
+constexpr std::uint32_t tokens_of_round(const Config& c) {
+  const std::uint32_t rows = piece_rows_of(c);
+  return rows >= 32 ? rows - rows % 32 : rows >= 8 ? rows - rows % 8 : rows;
+}
+constexpr std::uint32_t rounds_of(const Config& c, std::uint32_t tokens) { return ceil_div(tokens, tokens_of_round(c)); }
+// Of any step of an AllToAll in pieces; 0: this is none, or not on a GPU.
+constexpr std::uint32_t most_rounds(const Config& c) {
+  return c.on_gpu && in_pieces(c) && tokens_of_round(c) != 0 ? rounds_of(c, max_rows_of_block(c)) : 0;
 }
 
 // Of the number of a piece three bits travel. `known`: how many leading pieces are known of; the answer is how far behind those the piece

@@ -25,9 +25,10 @@ import placement_cases
 import rank_cases
 import torch
 from cases import Case
+from cases import in_pieces as in_pieces_of
 
 import bench
-from pplx_comm import all_to_all
+from pplx_comm import _core, all_to_all
 from pplx_comm.device import cuda
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
@@ -235,6 +236,46 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
     use(module)
     where, _, function = name.partition(":")
     return getattr(importlib.import_module(where), function)(me, *args, **options)
+
+
+@contextlib.contextmanager
+def _whole(tokens: int) -> Iterator[None]:
+    """Only steps of so many tokens a rank are never cut."""
+    fresh = _core.Config
+
+    def small() -> _core.Config:
+        config = fresh()
+        config.whole_tokens = tokens
+        return config
+
+    setattr(_core, "Config", small)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(_core, "Config", fresh)  # noqa: B010
+
+
+def in_pieces(me: Any, module: str, whole: int, name: str, case: Case, *args: Any, **options: Any) -> Any:
+    """A case in pieces, of which only steps of `whole` tokens a rank are never cut."""
+    use(module)
+    with _whole(whole):
+        return call(me, module, name, in_pieces_of(case, on_gpu=True), *args, **options)
+
+
+def all_in_pieces(me: Any, module: str, whole: int, name: str, cases: list[Case], *args: Any) -> Any:
+    """The same for several cases at once."""
+    use(module)
+    with _whole(whole):
+        return call(me, module, name, [in_pieces_of(case, on_gpu=True) for case in cases], *args)
+
+
+def _opens(me: Any, case: Case) -> str:
+    return str(outcomes.raised(lambda: rank_cases.open_all_to_all(me, case))["message"])
+
+
+def refused_pieces(me: Any, module: str, whole: int, case: Case) -> str:
+    """What opening it says."""
+    return str(in_pieces(me, module, whole, "emulated:_opens", case))
 
 
 def by_bulk(me: Any, module: str, case: Case) -> list[int]:

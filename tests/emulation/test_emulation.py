@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import re
 import subprocess
 from collections.abc import Iterator
@@ -551,3 +552,142 @@ def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
     case = small_case(seed(), 2, in_flight, layout="padded")
     with Crew(2, BULK if bulk else {}) as crew:
         crew.run("emulated:call", module(), "hook_cases:replayed", case, 2, 10, timeout=120)
+
+
+# ---- blocks in pieces
+
+
+def piece_case(number: int, world: int) -> Case:
+    """Steps of several rounds, in which a rank may have few tokens and the others many. Printed by what runs it."""
+    r = random.Random(f"pieces {seed()} {number} {world}")
+    dtype = r.choice(["bfloat16", "float16", "float32"])
+    return Case(
+        seed() * 1000 + number, world, num_experts=r.choice([1, world, r.randint(1, 12)]), top_k=r.choice([1, 2, 3, 8]),
+        hidden=r.choice([16, 32, 48, 144, 272]), max_tokens=r.choice([9, 20, 33, 60]), dtype=dtype,
+        wire=r.choice(["native", "fp8", "fp8_ue8m0", "mxfp8"]), layout=r.choice(["ragged", "ragged", "padded", "compact"]),
+        align=r.choice([1, 8, 128]), zero_pad=r.random() < 0.5, in_flight=r.choice([1, 1, 2, 4]),
+        scale_layout=r.choice(["row", "tma"]), first_step=r.choice([1, 2**32 - 3]),
+        routing=r.choice(["uniform", "uniform", "zipf", "to_one", "repeats", "sparse", "local"]),
+        crowd=r.choice(["full", "uneven", "uneven", "one_has_none", "one_has_all"]), steps=r.choice([3, 6]),
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pieces(world: int) -> None:
+    with Crew(world) as crew:
+        for number in range(8):
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "proxy:shm")])
+def test_pieces_between_nodes(world: int, transport: str) -> None:
+    """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
+    with Crew(world) as crew:
+        for number in range(6):
+            case = replace(piece_case(300 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
+def test_pieces_in_a_chaos(world: int, transport: str) -> None:
+    with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(4):
+            case = replace(piece_case(400 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_that_leave_late() -> None:
+    """A peer has read a piece, and given its credit, before the network says that it has left."""
+    with Crew(2, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,delay_us=1000000"}) as crew:
+        case = Case(seed(), 2, num_experts=4, top_k=2, hidden=32, max_tokens=30, transport="proxy:tcp", steps=3)
+        crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_in_gpu_memory() -> None:
+    """Threads of one process, whose blocks a copy engine carries."""
+    cases = [replace(piece_case(500 + number, 2), transport="copy") for number in range(4)]
+    with Crew(1) as crew:
+        crew.run("emulated:all_in_pieces", module(), 4, "placement_cases:random_shapes", cases, "", timeout=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("room", [1, 2])
+def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
+    """It claims the rounds in their order, whoever else was to have them."""
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
+        for number in range(3):
+            case = replace(piece_case(100 + number, 2), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_pieces_of_ranks_with_few(transport: str) -> None:
+    """Those take part in the rounds of others by the kernels of steps of few; steps of few alone come in between."""
+    with Crew(3) as crew:
+        for number, whole in enumerate((16, 24)):
+            case = replace(piece_case(200 + number, 3), max_tokens=60, crowd="uneven", num_experts=6, routing="uniform", steps=6)
+            case = replace(case, transport=transport)
+            crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        case = replace(case, transport=transport)
+        tokens_of = [80, 3, 3, 41, 16, 17, 1, 1, *[40, 5] * 3]
+        crew.run(
+            "emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120
+        )
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_pieces_among_replays(transport: str) -> None:
+    """With one step open: those draw their order for each of several."""
+    with Crew(2) as crew:
+        case = replace(small_case(seed(), 2, 1), max_tokens=20, transport=transport)
+        crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_pieces_in_order(transport: str) -> None:
+    with Crew(2) as crew:
+        case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)
+        for first, second in crew.run("emulated:in_pieces", module(), 4, "pieces_cases:out_of_order", case):
+            assert "dispatch_recv: step 2 before step 1" in first and "received in order" in first, first
+            assert "combine_recv: step 2 before step 1" in second and "slot_bytes" in second, second
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
+def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) -> None:
+    """The other says who, where, and which piece it waits for; then both reset and go on."""
+    case = Case(2, 2, max_tokens=30, num_experts=2, transport=transport)
+    with Crew(2) as crew:
+        _, r = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=60)
+        assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] == phase, r
+        found = re.search(r"waited for (piece [2-9]) of the (dispatch|combine) block of rank 0", r["message"])
+        assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+def test_pieces_after_a_reset(tmp_path: Path, transport: str) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2, transport=transport)
+    with Crew(4) as crew:
+        crew.start("emulated:in_pieces", module(), 4, "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+
+
+def test_what_pieces_do_not_do() -> None:
+    with Crew(2) as crew:
+        for said in crew.run("emulated:refused_pieces", module(), 4, Case(1, 2, max_tokens=40, replicas=2)):
+            assert "does not take blocks in pieces" in said and "replicas" in said and "Give it at least" in said, said

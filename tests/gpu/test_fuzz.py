@@ -12,10 +12,11 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import Case, random_case
+from cases import Case, in_pieces, random_case
 from gpus import APART, GPUS
 from harness import Crew, seed
 from open_step_cases import NOT_OPEN, STILL_OPEN, small_case
@@ -66,6 +67,23 @@ def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int) -
     with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": "1"}) as crew:
         case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
         assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:shm", "proxy:tcp", "mixed:tcp"])
+@pytest.mark.parametrize(("routing", "tokens"), [("uniform", 1200), ("sparse", 900), ("to_one", 700)])
+def test_pieces(crew: Crew, routing: str, tokens: int, transport: str) -> None:
+    case = Case(seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=tokens, routing=routing, crowd="uneven", steps=12)
+    crew.run("gpu_cases:exchange", in_pieces(replace(case, transport=transport), on_gpu=True), timeout=300)
+
+
+@pytest.mark.parametrize("transport", ["proxy:tcp", "mixed:tcp"])
+def test_pieces_in_a_chaos(module: str, transport: str) -> None:
+    chaos = f"seed={seed()},delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
+    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_CHAOS": chaos}) as crew:
+        case = Case(
+            seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=900, crowd="uneven", steps=6, transport=transport
+        )
+        crew.run("gpu_cases:exchange", in_pieces(case, on_gpu=True), timeout=300)
 
 
 def test_soak_of_replicas(crew: Crew) -> None:

@@ -477,8 +477,8 @@ MUTANTS = [
     Mutant(
         "the last piece lacks a row",
         PROXY,
-        "bytes(std::min(rows, mail.rows - from));",
-        "bytes(std::min(rows, mail.rows - from - (piece > 0)));",
+        "bytes(std::min(rows, its_rows));",
+        "bytes(std::min(rows, its_rows - (piece > 0)));",
         "rows of an earlier piece are taken for the last ones",
     ),
     Mutant(

@@ -75,12 +75,12 @@ class Case:
         return f"Case({', '.join(f'{k}={v!r}' for k, v in asdict(self).items() if v != default[k])})"
 
 
-def in_pieces(case: Case) -> Case:
+def in_pieces(case: Case, on_gpu: bool = False) -> Case:
     """With the smallest slots that there are: blocks of more than 256 rows go in pieces of 128."""
     config = make_config(
         case.world_size, 0, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden, max_tokens_per_rank=case.max_tokens,
         dtype=DTYPES[case.dtype], wire=case.wire, layout=case.layout_object, in_flight=case.in_flight, scale_layout="row",
-        replicas=case.replicas,
+        replicas=case.replicas, on_gpu=on_gpu,
     )  # fmt: skip
     return replace(case, slot_bytes=int(config.least_slot_bytes))
 

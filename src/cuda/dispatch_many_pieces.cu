@@ -1,0 +1,112 @@
+// dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
+#include "kernels.h"
+#include "many_kernel.cuh"
+#include "round_plan.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+using RoundShared = ManyKernelShared<RoundPlan>;
+
+// One warp more than inside a node: it passes on what the proxy says.
+inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
+
+static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that receives has room for what it knows of a round");
+
+// Returns what ManySender::parities() does.
+template <typename Mode>
+__device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundShared& s, const Experts& experts, char* memory, std::uint32_t* sums,
+                                            char* planner_memory) {
+  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
+  if (is_planner()) {
+    if (a.pieces.begins) claim_set<true>(a, s.plan);
+    if (a.pieces.begins && !s.plan.taken) return 0;
+    const Spends plans(a.common, Span::Planning);
+    RoundPlanner(a, s.plan, sums, planner_memory).plan();
+    return 0;
+  }
+  if (!is_worker()) return 0;
+  if (a.pieces.begins) s.plan.claimed.wait();
+  if (a.pieces.begins && !s.plan.taken) return 0;
+  const Spends spends(a.common, Span::Counting);
+  for (std::uint32_t c = warp * gridDim.x + blockIdx.x; a.ids != nullptr && c < a.chunks; c += kWorkers * gridDim.x)
+    if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
+  __syncwarp();
+  fence_shared_copies();  // where chunks were counted, tiles come
+  ManySender<Mode, false, RoundPlan> sender(a, s.plan, s.receive, experts, nullptr, warp, senders, memory, s.loaded[warp]);
+  if (warp < senders) sender.send();
+  return sender.parities();
+}
+
+template <typename Mode>
+__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(RoundShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  Spends::begin();
+  const ManyMemory at(k.c);
+  char* const launched = reinterpret_cast<char*>(words);
+  const std::uint32_t warp = threadIdx.x / 32;
+  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
+  prepare<Mode>(a, s);
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
+  std::uint32_t step = 0, parities = 0;
+  if (!a.pieces.begins && !find_open_step(a, step)) return;
+  if (a.send) {
+    if (is_planner()) begin_round_plan(a, s.plan, step);
+    __syncthreads();
+    step = s.plan.step;
+    parities = send_rounds<Mode>(a, s, experts, memory, words, launched + at.counts);
+  }
+  if (a.recv) {
+    if (warp == kWorkers + 1) {
+      count_rows(a, step, s.receive);
+      hear_of_rounds(a, step, s.receive);
+    }
+    if (warp == kWorkers + 2) place_rows<true, false>(a, step, s.receive, experts);
+    if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
+    if (is_worker())
+      ManyReceiver<false, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
+          .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
+  }
+  if (a.send) leave_plan(a, s.last);
+  note(k, Stage::DispatchEnds);
+  Spends::end(k);
+  stamp(k, Op::Dispatch, step, begun);
+}
+
+using Kernel = void (*)(DispatchArguments);
+
+Kernel kernel_of(const Config& c, bool given_scales) {
+  if (given_scales || c.wire == Wire::Native) return dispatch_many_pieces_kernel<AsIs>;
+  return c.dtype == Dtype::Float32 ? dispatch_many_pieces_kernel<Quantised<4>> : dispatch_many_pieces_kernel<Quantised<2>>;
+}
+
+}  // namespace
+
+bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
+  return can_dispatch_many(c, shared_bytes) && ManyMemory(c).bytes + sizeof(RoundShared) <= shared_bytes;
+}
+
+cudaError_t load_dispatch_many_pieces(const Config& c) {
+  for (const bool given : {false, true}) {
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given));
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+    const int bytes = static_cast<int>(ManyMemory(c).bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
+  const Config& c = arguments.common.c;
+  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyPiecesThreads), parameters, ManyMemory(c).bytes, stream);
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,64 @@
+// What the kernels of a dispatch of many tokens have in common: their shared memory, and how they begin.
+#pragma once
+
+#include "many_recv.cuh"
+#include "many_send.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
+
+template <typename Plan>
+struct ManyKernelShared {
+  Plan plan;
+  ReceiveShared receive;
+  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer; not in pieces
+  bool last;  // thread block to leave
+};
+
+// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what each worker has.
+struct ManyMemory {
+  std::uint32_t counts, places, workers, bytes;  // where each begins; sums come first
+
+  constexpr explicit ManyMemory(const Config& c)
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
+        bytes(workers + kWorkers * kWorkerBytes) {}
+};
+
+// A receive half: its step, if that is open. All threads or none.
+__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
+  const std::uint64_t closed = load_closed(a.common);
+  step = *a.received.step;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (!__syncthreads_or(refused)) return true;
+  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
+  return false;
+}
+
+template <typename Mode, typename Plan>
+__device__ inline void prepare(const DispatchArguments& a, ManyKernelShared<Plan>& s) {
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (threadIdx.x == 0) {
+    s.plan.claimed.close();
+    s.receive.rows_known.close();
+    s.receive.placed.close();
+    s.receive.next = 0;
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x % 32 == 0 && is_worker())
+    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+  if (threadIdx.x % 32 == 0 && is_planner())
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      turns_init(s.plan.known + i, 1);
+      turns_init(s.plan.planned + i, 1);
+      turns_init(s.plan.used + i, sending_workers<Mode>(a));
+    }
+}
+
+}  // namespace
+}  // namespace pplx::cuda
