@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -117,20 +118,54 @@ class Precise:
         return products.dgrad(dh, self.gate_up, self.where, self.backend)
 
 
+class WeightCodes:
+    """e4m3 codes of both weights, of what they hold when a product first wants them. Across: see quantise_weights."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    @staticmethod
+    def known(gate_up: Codes, down: Codes) -> WeightCodes:
+        """Those of weights that do not change."""
+        codes = WeightCodes(gate_up[0], down[0])
+        codes.gate_up = codes.gate_up_across = gate_up
+        codes.down = codes.down_across = down
+        return codes
+
+    @cached_property
+    def gate_up(self) -> Codes:
+        return quantise_weights(self._gate_up)
+
+    @cached_property
+    def down(self) -> Codes:
+        return quantise_weights(self._down)
+
+    @cached_property
+    def gate_up_across(self) -> Codes:
+        return quantise_weights(self._gate_up, across=True)
+
+    @cached_property
+    def down_across(self) -> Codes:
+        return quantise_weights(self._down, across=True)
+
+
 @dataclass(frozen=True)
 class Quantised:
     """All four in e4m3, scaled from what the tensors hold now; results in the dtype of the layer."""
 
-    gate_up: Codes
-    down_weights: Codes
+    codes: WeightCodes
     where: Segments
     dtype: torch.dtype
     backend: str
     subnormal: torch.Tensor | None
 
-    @staticmethod
-    def weights(gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:
-        return quantise_weights(gate_up), quantise_weights(down)
+    @property
+    def gate_up(self) -> Codes:
+        return self.codes.gate_up
+
+    @property
+    def down_weights(self) -> Codes:
+        return self.codes.down
 
     def as_it_comes(self, rows: Rows) -> Codes | None:
         return None if rows.scale is None or rows.scale.dtype == torch.uint8 else (rows.x, rows.scale)
@@ -145,10 +180,10 @@ class Quantised:
         return self._product(self.activated(h), self.down_weights, False, out)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
-        return self._product(self._received(g, self.down_weights), self.down_weights, True)
+        return self._product(self._received(g, self.codes.down_across), self.codes.down_across, True)
 
     def back_through_up(self, dh: torch.Tensor) -> torch.Tensor:
-        return self._product(quantise(dh, self.where), self.gate_up, True)
+        return self._product(quantise(dh, self.where), self.codes.gate_up_across, True)
 
     def _received(self, rows: Rows, weights: Codes) -> Codes:
         return rows.codes(self.subnormal, products.takes_mx(weights, self.where, self.backend))

@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from pplx_comm.errors import Error
-from pplx_comm.moe.arithmetic import Codes, Quantised
+from pplx_comm.moe.arithmetic import Codes
 from pplx_comm.moe.placement import Placement
+from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.routed import Extras, Options, Pass, compute
 from pplx_comm.moe.sharding import local, own
 from pplx_comm.moe.swiglu import swiglu
@@ -71,7 +72,7 @@ class Experts(nn.Module):
         """Of weights that do not change: made once, and again if they were written to."""
         key = tuple((weight.data_ptr(), weight._version) for weight in (gate_up, down))
         if self._kept is None or self._kept[0] != key:
-            self._kept = key, Quantised.weights(gate_up, down)
+            self._kept = key, (quantise_weights(gate_up), quantise_weights(down))
         return self._kept[1]
 
 

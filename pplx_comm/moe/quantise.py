@@ -55,15 +55,19 @@ def quantise(x: torch.Tensor, where: torch.Tensor | Segments | None = None) -> t
     return _codes(values, scale[..., None]).flatten(-2)[..., : x.shape[-1]].contiguous(), scale
 
 
-def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """w: [experts, n, k]. e4m3 codes of the same shape, and float32 [experts, ceil(n / 128), ceil(k / 128)]."""
+def quantise_weights(w: torch.Tensor, across: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """w: [experts, n, k]. e4m3 codes of the same shape, and float32 [experts, ceil(n / 128), ceil(k / 128)].
+
+    across: in memory the codes lie as the transposed weights would, which is what a product with those reads.
+    """
     if usable(w.device):
-        return launch.quantise_weights(w)
+        return launch.quantise_weights(w, across)
     n, k = w.shape[-2:]
     values = _padded(w.float(), BLOCK, BLOCK).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     scale = power_of_two_scale(values.abs().amax((-3, -1)))
     codes = _codes(values, scale[..., :, None, :, None]).flatten(-4, -3).flatten(-2)
-    return codes[..., :n, :k].contiguous(), scale
+    codes = codes[..., :n, :k]
+    return (codes.mT.contiguous().mT if across else codes.contiguous()), scale
 
 
 def dequantise(

@@ -30,11 +30,12 @@ from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.moe import overlap as overlapping
-from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows
+from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows, WeightCodes
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
 from pplx_comm.moe.lanes import Lane, lane_of
 from pplx_comm.moe.overlap import NONE, OVERLAPS, SIGNALS
+from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_backward
@@ -307,7 +308,7 @@ def _computed_beside(
     """Received rows, and what the first product made of them. Combine is on its way, or was."""
     codes = extras.codes
     if one.options.quantised and codes is None:
-        codes = Quantised.weights(gate_up, down)
+        codes = quantise_weights(gate_up), quantise_weights(down)
 
     def make(experts: range, where: Segments) -> Arithmetic:
         some = slice(experts.start, experts.stop)
@@ -338,8 +339,8 @@ def _arithmetic(one: Pass, gate_up: torch.Tensor, down: torch.Tensor, where: Seg
     options, dtype = one.options, one.a2a.dtype
     if not options.quantised:
         return Precise(gate_up, down, where, dtype, options.backend)
-    codes = extras.codes or Quantised.weights(gate_up, down)
-    return Quantised(*codes, where, dtype, options.scaled_backend, extras.subnormal)
+    codes = WeightCodes(gate_up, down) if extras.codes is None else WeightCodes.known(*extras.codes)
+    return Quantised(codes, where, dtype, options.scaled_backend, extras.subnormal)
 
 
 def _weight_gradient(

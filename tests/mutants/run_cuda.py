@@ -175,7 +175,7 @@ MUTANTS = [
         "      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
         """      if (here) sums.add_row(strips.v[i], 1.0f);
       if (strips.row[i] != nullptr) {
-        for (int j = 0; j < kVectors; ++j)
+        for (int j = 0; j < kReceivedVectors; ++j)
           if (strips.has(j)) {
             make_blank(strips.row[i] + begin + j * 512);
             strips.v[i][j] = load_piece(strips.row[i] + begin + j * 512);

@@ -230,13 +230,23 @@ def mx(me: Any, seed: int) -> dict[str, bool]:
 def weights(me: Any, seed: int) -> dict[str, bool]:
     w = normal(seed, 3, 200, 320) * torch.tensor([1.0, 2.0**20, 2.0**-20])[:, None, None]
     w[0, 130, 5] = torch.nan
-    codes, scale = launch.quantise_weights(w)
+    codes, scale = launch.quantise_weights(w, False)
+    across, same_scale = launch.quantise_weights(w, True)
     interpret = os.environ.pop("TRITON_INTERPRET")
     wanted, wanted_scale = quantise.quantise_weights(w)
+    plainly_across = quantise.quantise_weights(w, across=True)[0]
     os.environ["TRITON_INTERPRET"] = interpret
     right = codes.view(torch.uint8)[0, 128:, :128] == 0x7F
     same_scales = torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
-    return {"scales": same_scales, "nan": bool(right.all()), "codes": same_codes(codes[1:].flatten(0, 1), wanted[1:].flatten(0, 1))}
+    return {
+        "scales": same_scales,
+        "nan": bool(right.all()),
+        "codes": same_codes(codes[1:].flatten(0, 1), wanted[1:].flatten(0, 1)),
+        "across": torch.equal(across.view(torch.uint8), codes.view(torch.uint8))
+        and torch.equal(same_scale.view(torch.int32), scale.view(torch.int32)),
+        "plainly across": torch.equal(plainly_across.view(torch.uint8), wanted.view(torch.uint8)),
+        "as they are read": across.mT.is_contiguous() and plainly_across.mT.is_contiguous(),
+    }
 
 
 def same_numbers(seen: torch.Tensor, wanted: torch.Tensor) -> bool:

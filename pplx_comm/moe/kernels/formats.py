@@ -28,8 +28,11 @@ def quantise_rows(
 
 
 @triton.jit
-def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr):
-    """w[experts, height, width] to e4m3 bytes, and a scale for each BLOCK x BLOCK. A program has one of those."""
+def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr, ACROSS: tl.constexpr):
+    """w[experts, height, width] to e4m3 bytes, and a scale for each BLOCK x BLOCK. A program has one of those.
+
+    ACROSS: codes are [experts, width, height].
+    """
     down, across = tl.cdiv(height, BLOCK), tl.cdiv(width, BLOCK)
     square = tl.program_id(0)
     expert, within = square // (down * across), square % (down * across)
@@ -39,7 +42,12 @@ def quantise_squares(w, codes, scales, height, width, BLOCK: tl.constexpr):
     values = tl.load(w + places, mask=inside, other=0.0).to(tl.float32)
     bad = tl.max(tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 1), 0) > 0
     scale = power_of_two(tl.max(tl.max(tl.abs(values), 1), 0), bad)
-    tl.store(codes + places, codes_of(values, scale, bad), mask=inside)
+    found = codes_of(values, scale, bad)
+    if ACROSS:
+        inside = (columns < width)[:, None] & (rows < height)[None, :]
+        tl.store(codes + (expert.to(tl.int64) * width + columns[:, None]) * height + rows[None, :], found.T, mask=inside)
+    else:
+        tl.store(codes + places, found, mask=inside)
     tl.store(scales + square, scale)
 
 

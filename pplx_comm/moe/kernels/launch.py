@@ -89,17 +89,17 @@ def quantise(x: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(E4M3), scales
 
 
-def quantise_weights(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_weights(w: torch.Tensor, across: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """See quantise.quantise_weights."""
     from pplx_comm.moe.kernels.formats import quantise_squares
 
     w = w.contiguous()
     experts, height, width = w.shape
     scales = w.new_empty(experts, -(-height // BLOCK), -(-width // BLOCK), dtype=torch.float32)
-    codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    codes = w.new_empty(*((experts, width, height) if across else w.shape), dtype=torch.uint8)
     if scales.numel():
-        quantise_squares[(scales.numel(),)](w, codes, scales, height, width, BLOCK=BLOCK, num_warps=8)
-    return codes.view(E4M3), scales
+        quantise_squares[(scales.numel(),)](w, codes, scales, height, width, BLOCK=BLOCK, ACROSS=across, num_warps=8)
+    return (codes.view(E4M3).mT if across else codes.view(E4M3)), scales
 
 
 def dequantise(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, s: Segments) -> torch.Tensor:
