@@ -97,7 +97,7 @@ class Operands:
         self.w = torch.randn(p.experts, p.width, p.inner, device=device, generator=g).mul_(p.inner**-0.5).bfloat16()
         if p.format == "fp8":
             self.codes = quantise(torch.nan_to_num(self.x), self.where)
-            self.weights = quantise_weights(self.w)
+            self.weights = quantise_weights(self.w, across=p.op == "dgrad")
 
     def _rows(self, width: int, g: torch.Generator) -> torch.Tensor:
         """NaN where no row is, but for what adds rows up, whose padding is zero."""
