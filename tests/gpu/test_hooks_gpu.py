@@ -1,6 +1,6 @@
 """Hooks on GPUs: a Triton kernel on a stream of its own spins on the words of a dispatch, and makes the rows that a combine waits for.
 
-One GPU for each rank. Never run so far: the emulation has run all but the Triton kernel.
+Ranks run at once: each on a GPU, or on its part of one (mps.py).
 """
 
 from __future__ import annotations
