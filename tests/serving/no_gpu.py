@@ -78,6 +78,14 @@ class _Stream:
         pass
 
 
+class _Event:
+    def record(self, _: Any) -> None:
+        pass
+
+    def wait(self, _: Any) -> None:
+        pass
+
+
 class _OnTheHost(TorchFunctionMode):
     """Tensors that are asked for on a GPU are the host's, and say that they are a GPU's where clipping gradients wants to hear that."""
 
@@ -98,10 +106,11 @@ def for_megatron() -> None:
     stream: Any = _Stream()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
-    cuda.Stream = _Stream
+    cuda.Stream, cuda.Event = _Stream, _Event
     cuda.current_stream = cuda.default_stream = lambda *_: stream
     cuda.stream = lambda _: nullcontext()
-    cuda.synchronize = lambda *_: None
+    cuda.synchronize = cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign,assignment]
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_, **__: torch.get_rng_state()
     _OnTheHost().__enter__()
     from megatron.core.transformer.moe import moe_utils, token_dispatcher

@@ -19,7 +19,7 @@ from loops import LAYERS, MICRO_BATCHES, STEPS
 
 SEED = int(os.environ.get("PPLX_SEED", "1"))
 MODEL = {"seed": SEED, "hidden": 128, "inner": 64, "experts": 8, "top_k": 3, "length": 32, "rate": 0.003}
-PLAIN = MODEL | {"precision": "bf16", "recompute": "", "sharded": False}
+PLAIN = MODEL | {"precision": "bf16", "recompute": "", "sharded": False, "overlapped": False}
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "torchtitan": {
         "plain": PLAIN,
@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "two experts a token": PLAIN | {"top_k": 2},
         "all recomputed": PLAIN | {"recompute": "all"},
         "optimizer sharded": PLAIN | {"sharded": True},
+        "overlapped": PLAIN | {"top_k": 2, "overlapped": True},
         "fp8": PLAIN | {"precision": "fp8"},
         "mxfp8": PLAIN | {"precision": "mxfp8"},
     },
