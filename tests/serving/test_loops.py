@@ -1,10 +1,14 @@
 """Whole training loops of torchtitan and of Megatron-Core over this library, on CPU tensors, beside the same over their own all-to-all.
 
-Both are written for GPUs: `no_gpu.py` has what of the device is replaced, and by what. Not run, because they cannot without one:
+Both are written for GPUs: `no_gpu.py` has what of the device is replaced, and by what. What cannot run without one, or here:
 
-- torchtitan 0.3.0 with `spmd_backend="spmd_types"`, its default: models/qwen3/parallelize.py hands fully_shard() meshes that only an FSDP
-  newer than torch 2.13's understands, on any device. Its flex attention has no backward pass on CPUs, its varlen attention is CUDA's.
-- Megatron-Core 0.16.1 with grouped GEMMs (transformer/moe/experts.py, GroupedMLP) and with FP8: both are Transformer Engine's.
+- torchtitan 0.3.0, spmd_backend="spmd_types", its default: models/qwen3/parallelize.py gives apply_fsdp_to_decoder() dp_mesh_dims and plain
+  parameters, which torch 2.13 refuses (FSDPParam._init_sharding_spec) on any device. "partial_dtensor" runs.
+- torchtitan's attention: models/common/config_utils.py has flex, which torch refuses to train on CPUs (flex_attention.py, "does not support
+  backward on CPU"), and varlen, which is cuDNN or Flash Attention. Its own ScaledDotProductAttention stands there.
+- FSDP's division of sums, which gloo has not (ReduceOp.PREMUL_SUM): set_force_sum_reduction_for_comms().
+- Megatron-Core 0.16.1, transformer/moe/experts.py: GroupedMLP asks for grouped_gemm, TEGroupedMLP for Transformer Engine, as does FP8. Its
+  SequentialMLP runs.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def test_the_same_as_their_own(results: dict[str, list[dict[str, Result]]], libr
 
     torchtitan's experts round what they get to bfloat16: where an input lies on an edge that is 4e-3, of few elements. Seen: gradients
     apart by 2e-4, losses by 4e-5. Megatron-Core's compute in float32: 2e-7 and 5e-8. Adam, which divides by the size of a gradient,
-    makes more of what is small. Of two outputs the order does not matter: the same bits.
+    makes more of what is small. Of two outputs the order does not matter: the same bits, in bfloat16, too.
     """
     losses, gradients = {"torchtitan": (5e-4, 2e-3), "megatron": (2e-6, 5e-6)}[library]
     if CASES[library][case]["top_k"] == 2:
