@@ -43,6 +43,7 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
         self.placement = Placement(config.num_moe_experts, ranks, self.ep_group.rank() * self.tp_size + self.tp_rank, self.tp_size)
         assert len(self.placement.experts) == num_local_experts
         self.top_k = self.placement.top_k(config.moe_router_topk)
+        self.overlapped = config.overlap_moe_expert_parallel_comm
         self.align = get_align_size_for_quantization(config) if config.fp8 or config.fp4 else 1
 
     def dispatch_preprocess(
@@ -54,16 +55,23 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
         dropped = chosen.values < 0
         weights = probs.gather(-1, chosen.indices).masked_fill(dropped, 0.0)
         self.ids, weights = self.placement.targets(chosen.indices.masked_fill(dropped, -1), weights)
-        return tokens.reshape(-1, tokens.shape[-1]), weights
+        tokens = tokens.reshape(-1, tokens.shape[-1])
+        # A schedule that overlaps frees what token_dispatch() was given, and the router needs the tokens again.
+        return tokens.clone() if self.overlapped else tokens, weights
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The send half of dispatch. Returns tickets for dispatch_postprocess(), which hold nothing."""
+        """The send half of dispatch. Returns tickets for dispatch_postprocess(), which hold nothing.
+
+        One for tokens and one for weights: a schedule that runs each part's backward pass by itself hands on a gradient of both.
+        """
         a2a = rows_by_expert(
             self.tp_ep_group, hidden_states, num_experts=self.placement.num_targets, top_k=self.top_k,
             most_tokens=self.max_tokens_per_rank, precision=self.precision, align=self.align,
         )  # fmt: skip
-        self.one = Exchange(a2a, weighted=False)
-        return self.one.send(hidden_states, self.ids, probs), probs
+        self.one = Exchange(a2a, weighted=False, together=not self.overlapped)
+        self.probs_dtype = probs.dtype
+        ticket = self.one.send(hidden_states, self.ids, probs)
+        return ticket, ticket
 
     def dispatch_postprocess(
         self, hidden_states: torch.Tensor, probs: torch.Tensor
@@ -72,10 +80,10 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
 
         The host waits for the counts, which Megatron-Core's experts take as numbers.
         """
-        rows, weights = self.one.receive(hidden_states)
+        rows, weights = self.one.receive(hidden_states + probs)
         offsets = self.one.where.where.to("cpu", torch.int64)
         used = int(offsets[-1])
-        return rows[:used], offsets.diff(), weights[:used].to(probs.dtype)
+        return rows[:used], offsets.diff(), weights[:used].to(self.probs_dtype)
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows stay as they are."""

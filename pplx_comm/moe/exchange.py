@@ -34,14 +34,16 @@ class Exchange:
     """After receive(): where each expert's rows are."""
     plan: Plan
 
-    def __init__(self, a2a: AllToAll, *, weighted: bool) -> None:
+    def __init__(self, a2a: AllToAll, *, weighted: bool, together: bool = True) -> None:
         """a2a: of layout Ragged, with zero_pad=True where experts' weights need gradients.
 
         weighted: whether combine applies the router's weights; otherwise experts do, or nobody.
+        together: one backward pass goes through all parts, or leaves out receive()'s. Otherwise each part has a pass of its own, as
+            schedules have it that put other work between them, and none is left out.
         """
         if not isinstance(a2a.layout, Ragged):
             raise Error(f"Exchange: rows must lie as Ragged lays them, not as {a2a.layout}")
-        self.a2a, self.weighted = a2a, weighted
+        self.a2a, self.weighted, self.together = a2a, weighted, together
         self.dispatched: Dispatched | None = None
         """The step that is open: forward that of the tokens, backward that of the gradients."""
         self.returning: Combining | Combined | None = None
@@ -154,7 +156,7 @@ class _SendBack(torch.autograd.Function):
             assert g.weights is not None
             one.d_weights = (d_out.float() * out.float()).sum(-1)
             d_out = (d_out.float() * g.weights[: len(d_out), None]).to(d_out.dtype)
-        if one.receiver is None or not torch._C._will_engine_execute_node(one.receiver):
+        if one.receiver is None or (one.together and not torch._C._will_engine_execute_node(one.receiver)):
             one.dispatched = None
             g.release()
         return d_out, None

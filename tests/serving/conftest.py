@@ -11,13 +11,16 @@ from pathlib import Path
 import pytest
 from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, TRAINING_PYTHON, Engines, Nest, engines, environment
 
+PYTHONS = {"test_sglang.py": SGLANG_PYTHON, "test_training.py": TRAINING_PYTHON, "test_loops.py": TRAINING_PYTHON}
+"""Of which environment a test is. Others: vLLM's."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         path = Path(item.path)
         if path.parent != HERE or path.name == "test_kernels_gpu.py":
             continue
-        if {"test_sglang.py": SGLANG_PYTHON, "test_training.py": TRAINING_PYTHON}.get(path.name, PYTHON) is None:
+        if PYTHONS.get(path.name, PYTHON) is None:
             item.add_marker(pytest.mark.skip(reason="`make check-serving` makes the environment that these need"))
 
 
