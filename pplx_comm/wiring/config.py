@@ -176,7 +176,7 @@ class Arguments:
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
                 first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
-            if where.type == "cuda" and self.transport != "nvshmem":
+            if where.type == "cuda":
                 config.part_bytes = min(settings.part_bytes, (1 << 32) - 1)
             if where.type == "cuda" and config.in_pieces:
                 self._check_pieces(config)
