@@ -96,6 +96,10 @@ struct Ours::World final : Ranks {
     double at;
     std::uint32_t peer, rows, parts;
   };
+  struct Posted {
+    double at;
+    Message message;
+  };
   struct Arrival {
     double at;
     std::uint32_t rows;
@@ -177,45 +181,55 @@ struct Ours::World final : Ranks {
         };
         if (shape.same_node(rank, peer))
           ranks[peer]->take(stored(n) + (peer == rank ? 0 : costs.mapped_us), n, true);
-        else if (costs.by_gpu)
-          post_by_gpu(here, rank, peer, n, stored(n) + costs.gpu_post_us);
         else
-          announce_parts(here, peer, n, stored);
+          for_each_part(here, n, [&](std::uint32_t part, std::uint32_t first, std::uint32_t rows_in) {
+            const double at = stored(rows_in);
+            if (costs.by_gpu)
+              post_by_gpu(here, peer, part, first, rows_in, at + costs.gpu_post_us);
+            else
+              here.mail.push_back({at + costs.mailbox_us, peer, n, part + 1});
+          });
         before += n;
       }
       here.sent = begin + send.fixed_us + all * send.row_us;
+      std::stable_sort(posts.begin(), posts.end(), [](const Posted& a, const Posted& b) { return a.at < b.at; });
+      for (const Posted& post : posts) simulation.post(post.at, post.message);
+      posts.clear();
       std::stable_sort(here.mail.begin(), here.mail.end(), [](const Mail& a, const Mail& b) { return a.at < b.at; });
       if (!here.mail.empty()) wake_for(here, here.mail.front().at);
     }
   }
 
-  // stored: when so many of its rows have been.
-  template <typename Stored>
-  void announce_parts(Rank& here, std::uint32_t peer, std::uint32_t n, const Stored& stored) {
+  // visit(part, before which row it begins, before which it ends), of a block of n rows; one that is whole is a part.
+  template <typename Visit>
+  void for_each_part(const Rank& here, std::uint32_t n, const Visit& visit) const {
     const PartSizes sizes = part_sizes(here.config, op);
     const std::uint32_t parts = here.heap.in_parts ? sizes.count(n) : 1;
-    for (std::uint32_t part = 0; part < parts; ++part) {
-      const std::uint32_t end = part + 1 == parts ? n : sizes.begin(part + 1);
-      here.mail.push_back({stored(end) + costs.mailbox_us, peer, n, part + 1});
-    }
+    for (std::uint32_t part = 0; part < parts; ++part)
+      visit(part, part == 0 ? 0 : sizes.begin(part), part + 1 == parts ? n : sizes.begin(part + 1));
   }
 
-  // A put with a signal. Whoever completes a block posts it, so nobody waits for another's post.
-  void post_by_gpu(Rank& here, std::uint32_t rank, std::uint32_t peer, std::uint32_t rows_out, double at) {
+  // A put with a signal, of the rows [first, end). Whoever completes a part posts it, so nobody waits for another's post.
+  void post_by_gpu(Rank& here, std::uint32_t peer, std::uint32_t part, std::uint32_t first, std::uint32_t end, double at) {
+    const BlockLayout layout = block_layout(config_of(shape, here.config.rank), op);
     Message message;
-    message.source = rank;
+    message.source = here.config.rank;
     message.target = peer;
     message.nic = peer % simulation.costs().nics;
-    message.bytes = block_layout(config_of(shape, rank), op).bytes(rows_out);
-    simulation.post(at, message);
-    here.fabric.last_post = at;
+    message.bytes = layout.bytes(end) - (part == 0 ? 0 : layout.row_at(first));
+    message.context = end - first;
+    posts.push_back({at, message});
+    here.fabric.last_post = std::max(here.fabric.last_post, at);
     ++writes_by_gpu;
     bytes_by_gpu += message.bytes;
   }
 
   void landed(double now, const Message& message) override {
     if (costs.by_gpu) {
-      ranks[message.target]->take(now + costs.signal_us, rows(op, message.source, message.target), true);
+      Rank& here = *ranks[message.target];
+      const std::uint32_t n = rows(op, message.source, message.target);
+      const std::uint32_t parts = here.heap.in_parts ? part_sizes(here.config, op).count(n) : 1;
+      here.take(now + costs.signal_us, static_cast<std::uint32_t>(message.context), ++here.parts[message.source] == parts);
       return;
     }
     Completion completion;
@@ -330,6 +344,7 @@ struct Ours::World final : Ranks {
   const OurCosts costs;
   Simulation simulation;
   std::vector<std::unique_ptr<Rank>> ranks;
+  std::vector<Posted> posts;   // of a rank's kernels, which post to the NIC in the order of these times
   Op op = Op::Dispatch;
   double begin = 0, end = 0;
   std::uint64_t arrived = 0, writes_by_gpu = 0, bytes_by_gpu = 0;

@@ -128,8 +128,7 @@ def ours(
         costs.gpu_post_us = gpu_post_us
     if block_us is not None:
         costs.block_us = block_us
-    if not by_gpu:
-        costs.part_bytes = (PART_BYTES if s.ranks <= PARTS_UP_TO else 0) if part_bytes is None else part_bytes
+    costs.part_bytes = (PART_BYTES if s.ranks <= PARTS_UP_TO else 0) if part_bytes is None else part_bytes
     dispatch, combine = _model.run_ours(s, f, costs, seed)
     return _predicted(dispatch, s, f), _predicted(combine, s, f)
 

@@ -189,7 +189,7 @@ def markdown(
         lines += ['**Posted by the GPU** (`transport="nvshmem"`), 128 tokens, dispatch / combine (sum), median rank:', ""]
         lines += by_gpus(gpus)
         lines += [
-            "No host is in the way: a put per peer when its block is complete, a signal in GPU memory when it has landed. Ours are",
+            "No host is in the way: a put when a part of a block is complete, a signal in GPU memory when it has landed. Ours are",
             "predicted, the published ones measured by their authors on hosts of theirs, so the ratio is no measurement.",
             "",
         ]

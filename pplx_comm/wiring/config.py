@@ -20,6 +20,9 @@ from pplx_comm.wiring.carriers import named_nics
 from pplx_comm.wiring.placement import PLACEMENTS
 from pplx_comm.wiring.request import Request
 
+_WHOLE = (1 << 32) - 1
+"""part_bytes of blocks that leave whole."""
+
 _DTYPES = {
     torch.bfloat16: _core.Dtype.BFLOAT16,
     torch.float16: _core.Dtype.FLOAT16,
@@ -176,8 +179,9 @@ class Arguments:
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
                 first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
-            if where.type == "cuda" and self.transport != "nvshmem":
-                config.part_bytes = min(settings.part_bytes, (1 << 32) - 1)
+            if where.type == "cuda":
+                whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
+                config.part_bytes = _WHOLE if whole else min(settings.part_bytes, _WHOLE)
             if where.type == "cuda" and config.in_pieces:
                 self._check_pieces(config)
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none

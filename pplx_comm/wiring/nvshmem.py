@@ -37,8 +37,11 @@ _OWN_BYTES = 64 << 20
 
 _PLACE = 4096
 
-_QUEUE = 640
-"""Requests of a peer's queue that have not been answered, of eight AllToAlls with eight steps in flight; and room."""
+MOST_IN_FLIGHT_WITH_PARTS = 2
+"""Steps: with more of them blocks go whole, since each part is a put."""
+_QUEUE = 880
+"""Requests of a peer's queue that have not been answered, of eight AllToAlls: 17 puts of three requests for each of two steps in
+flight, or 3 puts for each of eight; and room."""
 
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"

@@ -71,11 +71,11 @@ struct Report {
 };
 
 #ifdef PPLX_CARRIER
-// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, op and peer.
+// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, op, part and peer.
 struct PutCounts {
-  std::uint64_t base[kMaxInFlight][kOps][kMaxPeers];    // what this rank's signals said then
-  std::uint64_t turns[kMaxInFlight][kOps][kMaxPeers];   // that were heard of since
-  std::uint64_t posted[kMaxInFlight][kOps][kMaxPeers];  // puts for the peer
+  std::uint64_t base[kMaxInFlight][kOps][kMostParts][kMaxPeers];    // what this rank's signals said then
+  std::uint64_t turns[kMaxInFlight][kOps][kMostParts][kMaxPeers];   // that were heard of since
+  std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
 };
 #endif
 

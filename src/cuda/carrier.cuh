@@ -27,45 +27,66 @@ namespace pplx::cuda {
 
 inline constexpr bool kCarrier = true;
 
-__device__ inline char* signal_of(const Common& k, std::uint32_t step, Op op, std::uint32_t source) {
-  return k.blocks + signal_at(k.heap, k.c, set_of(k.c, step), op, source);
+__device__ inline char* signal_of(const Common& k, std::uint32_t step, Op op, std::uint32_t part, std::uint32_t source) {
+  return k.blocks + signal_at(k.heap, k.c, set_of(k.c, step), op, part, source);
 }
-__device__ inline std::uint64_t* of_signal(std::uint64_t (*counts)[kOps][kMaxPeers], const Common& k, std::uint32_t step, Op op,
-                                           std::uint32_t peer) {
-  return &counts[set_of(k.c, step)][static_cast<int>(op)][peer];
+__device__ inline std::uint64_t* of_signal(std::uint64_t (*counts)[kOps][kMostParts][kMaxPeers], const Common& k, std::uint32_t step, Op op,
+                                           std::uint32_t part, std::uint32_t peer) {
+  return &counts[set_of(k.c, step)][static_cast<int>(op)][part][peer];
 }
 __device__ inline std::uint32_t context_of(const Common& k, std::uint32_t step, Op op) {
   return set_of(k.c, step) * kOps + static_cast<std::uint32_t>(op);
 }
 
-// This rank's block for the peer, by one thread: one put, and one signal. What other threads stored of it, they released to this one.
-__device__ inline void put_block(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows) {
-  const BlockLayout& layout = op == Op::Dispatch ? k.dispatch : op == Op::Combine ? k.combine : k.weights;
+// The bytes [begin, end) of this rank's block for the peer are a part of it: one put, and one signal, by one thread. What other threads
+// stored of them, they released to this one.
+__device__ inline void put_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, std::uint64_t begin, std::uint64_t end) {
   const std::uint32_t set = set_of(k.c, step);
-  linger(k, std::uint64_t{step} << 32 | peer << 8 | static_cast<std::uint32_t>(op));
-  ++*of_signal(k.puts->posted, k, step, op, peer);
-  carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.slot_at(k.c, set, op, k.c.rank), block_for(k, set, op, peer),
-               layout.bytes(rows), signal_of(k, step, op, k.c.rank));
+  linger(k, std::uint64_t{step} << 32 | part << 16 | peer << 8 | static_cast<std::uint32_t>(op));
+  ++*of_signal(k.puts->posted, k, step, op, part, peer);
+  carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.slot_at(k.c, set, op, k.c.rank) + begin, block_for(k, set, op, peer) + begin,
+               end - begin, signal_of(k, step, op, part, k.c.rank));
   note(k, Stage::Told);
 }
 
-// Waits for the peer's block: for as many puts as there are turns of its set, since the generation began.
+// A turn of a part that was not heard of yet, and how far its signal counts then, since there are signals.
+struct AwaitedPut {
+  std::uint64_t* turns;
+  std::uint64_t turn, wanted;
+
+  __device__ AwaitedPut(const Common& k, std::uint32_t step, Op op, std::uint32_t part, std::uint32_t peer)
+      : turns(of_signal(k.puts->turns, k, step, op, part, peer)),
+        turn(op == Op::Weights || part != 0 ? *turns + 1 : turn_of(k.c, step, *turns)),
+        wanted(*of_signal(k.puts->base, k, step, op, part, peer) + turn) {}
+};
+
+__device__ inline void look_for_carrier_errors(const Common& k, std::uint32_t step, Phase phase, std::uint32_t peer) {
+  if (const std::uint64_t error = carrier::error(k))
+    fail(k, {AbortReason::Fabric, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), error);
+}
+
+// Waits for the first part of the peer's block: for as many puts as there are turns of its set, since the generation began.
 static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  const char* const word = signal_of(k, step, op, peer);
-  std::uint64_t* const turns = of_signal(k.puts->turns, k, step, op, peer);
-  const std::uint64_t turn = op == Op::Weights ? *turns + 1 : turn_of(k.c, step, *turns);
-  const std::uint64_t wanted = *of_signal(k.puts->base, k, step, op, peer) + turn;
+  const char* const word = signal_of(k, step, op, 0, peer);
+  const AwaitedPut put(k, step, op, 0, peer);
   // What has been seen is the peer's step before, as far as anybody can say.
   const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
-    if (carrier::reached(word, wanted)) return true;
-    if (const std::uint64_t error = carrier::error(k))
-      fail(k, {AbortReason::Fabric, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), error);
+    if (carrier::reached(word, put.wanted)) return true;
+    look_for_carrier_errors(k, step, phase, peer);
     return false;
   });
-  linger(k, wanted);
-  if (good) *turns = turn;
+  linger(k, put.wanted);
+  if (good) *put.turns = put.turn;
   return good;
+}
+
+// Whether a later part has landed. Then its turn is over.
+__device__ inline bool later_part_landed(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part) {
+  const AwaitedPut put(k, step, op, part, peer);
+  if (!carrier::reached(signal_of(k, step, op, part, peer), put.wanted)) return false;
+  *put.turns = put.turn;
+  return true;
 }
 
 // Once the peer has answered it: waits until the block may be written again.
@@ -77,8 +98,10 @@ __device__ inline bool wait_until_left(const Common& k, std::uint32_t step, Op o
 #else
 
 inline constexpr bool kCarrier = false;
-__device__ inline void put_block(const Common&, std::uint32_t, Op, std::uint32_t, std::uint32_t) {}
+__device__ inline void put_part(const Common&, std::uint32_t, Op, std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t) {}
 __device__ inline bool wait_for_put(const Common&, std::uint32_t, Op, Phase, std::uint32_t) { return false; }
+__device__ inline bool later_part_landed(const Common&, std::uint32_t, Op, std::uint32_t, std::uint32_t) { return false; }
+__device__ inline void look_for_carrier_errors(const Common&, std::uint32_t, Phase, std::uint32_t) {}
 __device__ inline bool wait_until_left(const Common&, std::uint32_t, Op, Phase, std::uint32_t) { return true; }
 
 #endif

@@ -149,7 +149,8 @@ class Exchange {
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;
   std::vector<std::uint64_t> read_signals() const;
-  std::size_t number_of(std::uint32_t set, std::uint32_t op, std::uint32_t source) const;
+  template <typename Visit>
+  void for_each_signal(const Visit& visit) const;   // visit(set, op, part, peer, number among those that were read)
 #endif
   FirstFailure first_;
   const ForkCheck fork_;

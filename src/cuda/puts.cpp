@@ -26,22 +26,27 @@ std::unique_ptr<PutCounts> Exchange::read_puts() const {
 // All of them, and the words between that nobody adds to, as they lie there.
 std::vector<std::uint64_t> Exchange::read_signals() const {
   const OnDevice on(device_);
-  std::vector<std::uint64_t> signals(std::size_t{config().in_flight} * kSignals * config().world);
+  std::vector<std::uint64_t> signals((common_.heap.counts - common_.heap.arrival) / sizeof(std::uint64_t));
   read_into(signals.data(), common_.blocks + common_.heap.arrival, signals.size() * sizeof signals[0], own_stream_);
   return signals;
 }
 
-// Of a signal among those.
-std::size_t Exchange::number_of(std::uint32_t set, std::uint32_t op, std::uint32_t source) const {
-  return (signal_at(common_.heap, config(), set, Op(op), source) - common_.heap.arrival) / sizeof(std::uint64_t);
+template <typename Visit>
+void Exchange::for_each_signal(const Visit& visit) const {
+  const Config& c = config();
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (std::uint32_t op = 0; op < kOps; ++op)
+      for (std::uint32_t part = 0; part < signals_of(common_.heap, Op(op)); ++part)
+        for (std::uint32_t peer = 0; peer < c.world; ++peer)
+          visit(set, op, part, peer, (signal_at(common_.heap, c, set, Op(op), part, peer) - common_.heap.arrival) / sizeof(std::uint64_t));
 }
 
 std::vector<std::uint64_t> Exchange::posted() const {
   const auto counts = read_puts();
   std::vector<std::uint64_t> by_peer(config().world);
-  for (std::uint32_t set = 0; set < config().in_flight; ++set)
-    for (std::uint32_t op = 0; op < kOps; ++op)
-      for (std::uint32_t peer = 0; peer < config().world; ++peer) by_peer[peer] += counts->posted[set][op][peer];
+  for_each_signal([&](std::uint32_t set, std::uint32_t op, std::uint32_t part, std::uint32_t peer, std::size_t) {
+    by_peer[peer] += counts->posted[set][op][part][peer];
+  });
   return by_peer;
 }
 
@@ -49,19 +54,18 @@ std::vector<std::uint64_t> Exchange::landed() const {
   const auto counts = read_puts();
   const std::vector<std::uint64_t> signals = read_signals();
   std::vector<std::uint64_t> by_source(config().world);
-  for (std::uint32_t set = 0; set < config().in_flight; ++set)
-    for (std::uint32_t op = 0; op < kOps; ++op)
-      for (std::uint32_t source = 0; source < config().world; ++source)
-        by_source[source] += signals[number_of(set, op, source)] - counts->base[set][op][source];
+  for_each_signal([&](std::uint32_t set, std::uint32_t op, std::uint32_t part, std::uint32_t source, std::size_t number) {
+    by_source[source] += signals[number] - counts->base[set][op][part][source];
+  });
   return by_source;
 }
 
 void Exchange::rebase() {
   const std::vector<std::uint64_t> signals = read_signals();
   const auto counts = std::make_unique<PutCounts>();
-  for (std::uint32_t set = 0; set < config().in_flight; ++set)
-    for (std::uint32_t op = 0; op < kOps; ++op)
-      for (std::uint32_t source = 0; source < config().world; ++source) counts->base[set][op][source] = signals[number_of(set, op, source)];
+  for_each_signal([&](std::uint32_t set, std::uint32_t op, std::uint32_t part, std::uint32_t source, std::size_t number) {
+    counts->base[set][op][part][source] = signals[number];
+  });
   const OnDevice on(device_);
   check(cudaMemcpyAsync(common_.puts, counts.get(), sizeof *counts, cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");

@@ -1,6 +1,6 @@
 // Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
 // which kernels write and read as they do a peer's. With a carrier that kernels drive (carrier.cuh) blocks lie in its memory, and who
-// would tell the proxy puts them.
+// would tell the proxy puts them: each part with a signal of its own, since nothing orders two puts.
 //
 //   sending     A block goes in parts (parts.h). Each warp (or thread block) that has stored rows of a part says so in the part's count,
 //               and the header, which knows how many rows there are, counts, too, and in the place of rows that the last part lacks.
@@ -77,19 +77,30 @@ __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, 
     *seen_to_leave(k, step, op, peer) = last;
 }
 
-// So many parts of the block are complete, and this thread knows it.
-__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t parts = 1) {
+__device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
+
+// By a carrier that kernels drive: the parts [first, end) of a block of so many rows.
+__device__ inline void put_parts(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t first, std::uint32_t end) {
+  const BlockLayout& layout = op == Op::Dispatch ? k.dispatch : op == Op::Combine ? k.combine : k.weights;
+  for (std::uint32_t part = first; part < end; ++part) {
+    const std::uint32_t before = op == Op::Weights || part == 0 ? 0 : parts_of(k, op).begin(part);
+    const std::uint32_t behind = op == Op::Weights ? rows : min(rows, parts_of(k, op).begin(part + 1));
+    put_part(k, step, op, peer, part, part == 0 ? 0 : layout.row_at(before), layout.bytes(behind));
+  }
+}
+
+// So many parts of the block are complete, and this thread knows it. told: of how many it was known.
+__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t told = 0,
+                                 std::uint32_t parts = 1) {
   if (kCarrier) {
     *announced(k, step, op, peer) = arrival_word(k.generation, step);
-    put_block(k, step, op, peer, rows);
+    put_parts(k, step, op, peer, rows, told, parts);
     return;
   }
   linger(k, rows + parts);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows, false, parts}, *announced(k, step, op, peer));
   note(k, Stage::Told);
 }
-
-__device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
 
 // How many rows a block has: known, or to be read once its header is there.
 struct RowsOfBlock {
@@ -111,7 +122,7 @@ static __device__ __noinline__ void complete_part(const Common& k, std::uint32_t
     const std::uint32_t complete = leading_parts(seen);
     if (complete > told) {
       const std::uint32_t all = rows.read();
-      hand_over(k, step, op, peer, all, complete);
+      hand_over(k, step, op, peer, all, told, complete);
       if (complete == parts_of(k, op).count(all)) {
         *word = 0;
         return;
@@ -212,19 +223,21 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
 // After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
 // warp stay together: none waits for another one's peer.
 static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
-  if (kCarrier) {
-    pass_on(k, step, signal_of(op), peer);
-    return;
-  }
-  const char* const word = parts_word(k, k.arrivals, step, op, peer);
+  const char* const word = kCarrier ? nullptr : parts_word(k, k.arrivals, step, op, peer);
   char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);
   std::uint32_t there = 0;
-  std::uint64_t seen = 0;
+  std::uint64_t seen = kCarrier ? arrival_word(k.generation, step - k.c.in_flight) : 0;
   keep_looking(k, word, phase, step, peer, seen, [&] {
-    const std::uint64_t now = load_acquire(word);
-    const std::uint32_t came = pieces_in(now, k.generation, step);
-    seen = last_whole(k, now, step);
+    std::uint32_t came = there;
+    if (kCarrier) {
+      while (came < all && (came == 0 || later_part_landed(k, step, op, peer, came))) ++came;
+      if (came < all) look_for_carrier_errors(k, step, phase, peer);
+    } else {
+      const std::uint64_t now = load_acquire(word);
+      came = pieces_in(now, k.generation, step);
+      seen = last_whole(k, now, step);
+    }
     if (came > there) {
       linger(k, came);
       store_release_here(here, pieces_word(k.generation, step, came));
@@ -236,7 +249,6 @@ static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t 
 
 // Waits for a row of a remote peer, as it was passed on. False: it will not come.
 static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
-  if (kCarrier) return wait<Match::Reached>(k, arrival(k, step, signal_of(op), peer), phase, step, peer);
   return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
 }
 

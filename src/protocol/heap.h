@@ -30,6 +30,7 @@ struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
   std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
   std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
+  std::uint64_t later_signals = 0;      // u64 [in_flight][kPieceOps][kMostParts - 1][world]: signals.h
   std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare,
                                         // on GPUs in pieces [world][most_rounds]
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
@@ -61,6 +62,10 @@ struct Heap {
   // Of the words that count pieces: `words` is one of pieces, consumed and left.
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
+  }
+  // Of a carrier that kernels drive: the signal of a part behind the first.
+  constexpr std::uint64_t later_signal_at(const Config& c, std::uint32_t set, Op op, std::uint32_t part, std::uint32_t peer) const {
+    return later_signals + kWordBytes * (((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * (kMostParts - 1) + part - 1) * c.world + peer);
   }
   // On a GPU: two numbers of 32 bits, how many rows the piece in either place has.
   constexpr std::uint64_t rows_in_pieces_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
@@ -124,7 +129,8 @@ constexpr Heap heap_of(const Config& c) {
     const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
     h.pieces = at;
     h.consumed = h.pieces + align_up(words, 64);
-    at = align_up(in_pieces(c) ? h.consumed + words : h.consumed, page);
+    h.later_signals = h.consumed;
+    at = align_up(in_pieces(c) ? h.consumed + words : h.later_signals + words * (kMostParts - 1), page);
   }
   h.counts = at;
   h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);

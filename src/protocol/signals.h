@@ -2,19 +2,21 @@
 // from one source, add to: it says how many have landed, and nothing about their order. It is never set back: whoever waits knows how
 // many there were when its generation began, and how many are to come.
 //
-//   Dispatch, Combine   one for each turn of the set: the whole block
+//   Dispatch, Combine   of part 0, which has the header, one for each turn of the set; of each later part (parts.h) one for each block
+//                       that has it
 //   Weights             one for each step in which combine was given weights
 //
-// They lie where a proxy's arrival words of that name do.
+// Those of part 0, and of weights, lie where a proxy's arrival words of that name do.
 #pragma once
 
 #include "heap.h"
 
 namespace pplx {
 
-constexpr std::uint64_t signal_at(const Heap& heap, const Config& c, std::uint32_t set, Op op, std::uint32_t source) {
-  return heap.arrival_at(c, set, signal_of(op), source);
+constexpr std::uint64_t signal_at(const Heap& heap, const Config& c, std::uint32_t set, Op op, std::uint32_t part, std::uint32_t source) {
+  return part == 0 ? heap.arrival_at(c, set, signal_of(op), source) : heap.later_signal_at(c, set, op, part, source);
 }
+constexpr std::uint32_t signals_of(const Heap& heap, Op op) { return heap.in_parts && op != Op::Weights ? kMostParts : 1; }
 
 // How often the set has been used, this step included. The step's number alone has the low bits of it; `known` is a turn of the set not
 // long ago, or not far ahead.

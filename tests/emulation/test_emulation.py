@@ -113,7 +113,7 @@ def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
 def test_random_shapes_by_kernels(transport: str, near: str) -> None:
     """near: peers whose memory is mapped; to the others blocks are put. Some of both in one job, too."""
     for world in (2, 4):
-        with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+        with Crew(world, {"PPLX_EMULATION_NEAR": near, **PARTS}) as crew:
             for number in range(5):
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
 

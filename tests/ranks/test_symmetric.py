@@ -177,7 +177,7 @@ def test_memory_that_is_mapped_in_part() -> None:
 def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "512")
     for error in on_ranks(World([0, 1]), one):
-        assert "NVSHMEM_QP_DEPTH=512" in str(error) and "640" in str(error), error
+        assert "NVSHMEM_QP_DEPTH=512" in str(error) and "880" in str(error), error
 
 
 def test_memory_is_taken_again_if_nothing_failed() -> None:

@@ -352,10 +352,10 @@ def test_blocks_that_gpus_post() -> None:
     s = predict.shape(16, 128)
     proxy, gpus, late = (
         predict.ours(CX7, s, **options)  # type: ignore[arg-type]
-        for options in ({"part_bytes": 0}, {"by_gpu": True}, {"by_gpu": True, "gpu_post_us": predict._OURS.gpu_post_us + 10})
+        for options in ({}, {"by_gpu": True}, {"by_gpu": True, "gpu_post_us": predict._OURS.gpu_post_us + 10})
     )
     for by_proxy, by_gpu, later in zip(proxy, gpus, late, strict=True):
-        assert (by_gpu.bytes_per_rank, by_gpu.writes_per_rank) == (by_proxy.bytes_per_rank, 8.0)
+        assert (by_gpu.bytes_per_rank, by_gpu.writes_per_rank) == (by_proxy.bytes_per_rank, by_proxy.writes_per_rank)
         assert by_gpu.host_us == 0 < by_proxy.host_us
         assert by_gpu.wire_us < by_gpu.median_us < by_proxy.median_us
         assert later.median_us == pytest.approx(by_gpu.median_us + 10, abs=0.5)
