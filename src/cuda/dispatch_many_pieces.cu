@@ -40,7 +40,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
 
 // kHooks: the caller's kernels hear of what has come.
 template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_many_pieces(const DispatchArguments& a) {
+__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(RoundShared, s);
   const Common& k = a.common;
@@ -83,20 +83,11 @@ __device__ __forceinline__ void run_dispatch_many_pieces(const DispatchArguments
   stamp(k, Op::Dispatch, step, begun);
 }
 
-template <typename Mode>
-__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many_pieces<Mode, false>(a);
-}
-template <typename Mode>
-__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_hooks_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many_pieces<Mode, true>(a);
-}
-
 using Kernel = void (*)(DispatchArguments);
 
 template <typename Mode>
 Kernel kernel_of(bool hooks) {
-  return hooks ? dispatch_many_pieces_hooks_kernel<Mode> : dispatch_many_pieces_kernel<Mode>;
+  return hooks ? dispatch_many_pieces_kernel<Mode, true> : dispatch_many_pieces_kernel<Mode, false>;
 }
 Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
   if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
