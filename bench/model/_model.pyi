@@ -38,6 +38,7 @@ class OurCosts:
     block_us: float
     word_us: float
     shard_bytes: int
+    part_bytes: int
     by_gpu: bool
     gpu_post_us: float
     signal_us: float

@@ -102,6 +102,7 @@ PYBIND11_MODULE(_model, m) {
       .def_readwrite("block_us", &OurCosts::block_us)
       .def_readwrite("word_us", &OurCosts::word_us)
       .def_readwrite("shard_bytes", &OurCosts::shard_bytes)
+      .def_readwrite("part_bytes", &OurCosts::part_bytes)
       .def_readwrite("by_gpu", &OurCosts::by_gpu)
       .def_readwrite("gpu_post_us", &OurCosts::gpu_post_us)
       .def_readwrite("signal_us", &OurCosts::signal_us);

@@ -94,7 +94,7 @@ class ModelFabric final : public Fabric {
 struct Ours::World final : Ranks {
   struct Mail {
     double at;
-    std::uint32_t peer, rows;
+    std::uint32_t peer, rows, parts;
   };
   struct Arrival {
     double at;
@@ -102,11 +102,16 @@ struct Ours::World final : Ranks {
   };
   struct Rank {
     Rank(World& world, std::uint32_t rank)
-        : config(config_of_words(world.shape, rank)),
+        : config(config_of_rank(world.shape, world.costs, rank)),
           heap(heap_of(config)),
           pages(heap.bytes),
           fabric(world.simulation, rank, world.simulation.costs().post_us + world.costs.block_us),
           proxy(fabric, world.costs.shard_bytes) {}
+
+    void take(double at, std::uint32_t rows, bool completes) {
+      arrivals.push_back({at, rows});
+      blocks += completes ? 1 : 0;
+    }
 
     Config config;
     Heap heap;
@@ -115,7 +120,9 @@ struct Ours::World final : Ranks {
     Proxy proxy;
     std::vector<Mail> mail;             // the kernel's announcements, in order
     std::size_t announced = 0;
-    std::vector<Arrival> arrivals;      // as the kernel sees them
+    std::vector<std::uint32_t> parts;   // by source: how many the kernel has heard of, of a block in parts
+    std::vector<Arrival> arrivals;      // as the kernel sees them: of blocks, or of their parts
+    std::uint32_t blocks = 0;           // that are there
     double sent = 0;                    // when the send kernel is done
     bool running = false;               // a wake is to come, and the thread is busy until then
     double busy_us = 0;
@@ -139,10 +146,11 @@ struct Ours::World final : Ranks {
     }
   }
 
-  // A heap where only the words matter: blocks of one row, so that 1,024 heaps fit. A block's size does not follow from a slot's.
-  static Config config_of_words(const Shape& shape, std::uint32_t rank) {
+  // A heap where only the words matter. Whole blocks, whose size does not follow from a slot's, are of one row: so 1,024 heaps fit.
+  static Config config_of_rank(const Shape& shape, const OurCosts& costs, std::uint32_t rank) {
     Config c = config_of(shape, rank);
-    c.max_tokens = 1;
+    c.part_bytes = costs.part_bytes;
+    if (c.part_bytes == 0) c.max_tokens = 1;
     return c;
   }
 
@@ -151,28 +159,44 @@ struct Ours::World final : Ranks {
   }
   std::uint64_t* word(Rank& rank, std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(rank.pages.data() + at); }
 
-  // The send kernels: blocks become ready one after the other, rank + 1 first, oneself last.
+  // The send kernels. A dispatch stores token after token, whoever wants it, so all blocks fill at one pace; a combine stores block after
+  // block, rank + 1's first, its own last.
   void start(Op op_, double begin_) {
     op = op_;
     begin = begin_;
     const KernelTime send = op == Op::Dispatch ? costs.dispatch_send : costs.combine_send;
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
       Rank& here = *ranks[rank];
-      double ready = begin + send.fixed_us;
+      std::uint64_t all = 0, before = 0;
+      for (std::uint32_t peer = 0; peer < shape.ranks; ++peer) all += rows(op, rank, peer);
       for (std::uint32_t i = 1; i <= shape.ranks; ++i) {
         const std::uint32_t peer = (rank + i) % shape.ranks, n = rows(op, rank, peer);
-        ready += n * send.row_us;
-        if (!shape.same_node(rank, peer)) {
-          if (costs.by_gpu)
-            post_by_gpu(here, rank, peer, n, ready + costs.gpu_post_us);
-          else
-            here.mail.push_back({ready + costs.mailbox_us, peer, n});
-        } else {
-          ranks[peer]->arrivals.push_back({ready + (peer == rank ? 0 : costs.mapped_us), n});
-        }
+        const auto stored = [&](std::uint32_t of_it) {
+          const double rows_before = op == Op::Combine ? before + of_it : n == 0 ? 0 : static_cast<double>(all) * of_it / n;
+          return begin + send.fixed_us + rows_before * send.row_us;
+        };
+        if (shape.same_node(rank, peer))
+          ranks[peer]->take(stored(n) + (peer == rank ? 0 : costs.mapped_us), n, true);
+        else if (costs.by_gpu)
+          post_by_gpu(here, rank, peer, n, stored(n) + costs.gpu_post_us);
+        else
+          announce_parts(here, peer, n, stored);
+        before += n;
       }
-      here.sent = ready;
+      here.sent = begin + send.fixed_us + all * send.row_us;
+      std::stable_sort(here.mail.begin(), here.mail.end(), [](const Mail& a, const Mail& b) { return a.at < b.at; });
       if (!here.mail.empty()) wake_for(here, here.mail.front().at);
+    }
+  }
+
+  // stored: when so many of its rows have been.
+  template <typename Stored>
+  void announce_parts(Rank& here, std::uint32_t peer, std::uint32_t n, const Stored& stored) {
+    const PartSizes sizes = part_sizes(here.config, op);
+    const std::uint32_t parts = here.heap.in_parts ? sizes.count(n) : 1;
+    for (std::uint32_t part = 0; part < parts; ++part) {
+      const std::uint32_t end = part + 1 == parts ? n : sizes.begin(part + 1);
+      here.mail.push_back({stored(end) + costs.mailbox_us, peer, n, part + 1});
     }
   }
 
@@ -191,7 +215,7 @@ struct Ours::World final : Ranks {
 
   void landed(double now, const Message& message) override {
     if (costs.by_gpu) {
-      ranks[message.target]->arrivals.push_back({now + costs.signal_us, rows(op, message.source, message.target)});
+      ranks[message.target]->take(now + costs.signal_us, rows(op, message.source, message.target), true);
       return;
     }
     Completion completion;
@@ -224,7 +248,7 @@ struct Ours::World final : Ranks {
     for (; here.announced < here.mail.size() && here.mail[here.announced].at <= now; ++here.announced) {
       const Mail& mail = here.mail[here.announced];
       std::uint64_t last = 0;   // as a block that is never written again
-      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1, {kStep, mail.rows}, last);
+      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1, {kStep, mail.rows, false, mail.parts}, last);
     }
     here.fabric.clock = now + scan_us(here);
     here.fabric.seen.clear();
@@ -238,12 +262,23 @@ struct Ours::World final : Ranks {
       wake_for(here, here.mail[here.announced].at);
   }
 
-  // The proxy raised a block's arrival word if this immediate was its last shard's.
+  // What the proxy has raised: a block's arrival word, if this immediate was its last shard's; or how many parts are there.
   void raise(Rank& here, const Immediate& immediate, double at) {
+    const std::uint32_t n = rows(immediate.op, immediate.source, here.config.rank);
+    if (here.heap.in_parts) {
+      const PartSizes sizes = part_sizes(here.config, immediate.op);
+      const std::uint64_t counted = *word(here, here.heap.count_at(here.config, here.heap.pieces, 0, immediate.op, immediate.source));
+      const std::uint32_t there = pieces_in(counted, 1, kStep), all = sizes.count(n);
+      for (std::uint32_t& known = here.parts[immediate.source]; known < there; ++known) {
+        const std::uint32_t end = known + 1 == all ? n : sizes.begin(known + 1);
+        here.take(at + costs.arrival_us, end - std::min(n, sizes.begin(known)), known + 1 == all);
+      }
+      return;
+    }
     std::uint64_t& raised = *word(here, here.heap.arrival_at(here.config, 0, signal_of(immediate.op), immediate.source));
     if (raised != arrival_word(1, kStep)) return;
     raised = 0;   // ours alone to read, so that a block counts once
-    here.arrivals.push_back({at + costs.arrival_us, rows(immediate.op, immediate.source, here.config.rank)});
+    here.take(at + costs.arrival_us, n, true);
   }
 
   // The same GPU receives rows as they come, once it has sent its own.
@@ -262,7 +297,9 @@ struct Ours::World final : Ranks {
     for (const std::unique_ptr<Rank>& rank : ranks) {
       rank->mail.clear();
       rank->arrivals.clear();
+      rank->blocks = 0;
       rank->announced = 0;
+      rank->parts.assign(shape.ranks, 0);
       rank->busy_us = 0;
       result.writes -= rank->proxy.stats().writes;
       result.again -= rank->proxy.stats().again;
@@ -277,7 +314,7 @@ struct Ours::World final : Ranks {
       result.again += rank->proxy.stats().again;
       result.bytes_posted += rank->proxy.stats().bytes;
       result.host_us = std::max(result.host_us, rank->busy_us);
-      arrived += rank->arrivals.size();
+      arrived += rank->blocks;
     }
     result.writes += writes_by_gpu;
     result.bytes_posted += bytes_by_gpu;

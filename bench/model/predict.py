@@ -16,6 +16,10 @@ DEFAULT_KERNELS = KERNELS["first-cut"]
 NOTHING: Mapping[str, float] = {}
 # Large messages are cut more coarsely, for speed: below these sizes nothing changes any more.
 CHUNK_BYTES, CHUNK_BYTES_MANY_TOKENS = 8192, 65536
+PART_BYTES = 65536
+"""PPLX_COMM_PART_BYTES."""
+PARTS_UP_TO = 256
+"""Ranks. Of more, what all proxies keep of parts does not fit one machine; blocks are small then, and most are one part."""
 
 
 def shape(ranks: int, tokens: int, experts: int | None = None) -> _model.Shape:
@@ -52,6 +56,7 @@ OUR_HOST = (
         "the same, no mail: 0.2 to 0.8 ns a word where mailboxes are cached, so this is the careful side",
     ),
     Parameter("shard_bytes", _OURS.shard_bytes, "bytes", "the proxy's default"),
+    Parameter("part_bytes", PART_BYTES, "bytes", "the default: a block leaves in parts, from so many bytes on; up to EP256"),
 )
 OUR_GPUS = (
     Parameter("gpu_post_us", _OURS.gpu_post_us, "us", "assumed: a release to the system, a work request, a doorbell across PCIe"),
@@ -113,6 +118,7 @@ def ours(
     block_us: float | None = None,
     by_gpu: bool = False,
     gpu_post_us: float | None = None,
+    part_bytes: int | None = None,
     changed: Mapping[str, float] = NOTHING,
 ) -> tuple[Predicted, Predicted]:
     costs, f = _model.OurCosts(), fabric_costs(fabric, s, changed)
@@ -122,6 +128,8 @@ def ours(
         costs.gpu_post_us = gpu_post_us
     if block_us is not None:
         costs.block_us = block_us
+    if not by_gpu:
+        costs.part_bytes = (PART_BYTES if s.ranks <= PARTS_UP_TO else 0) if part_bytes is None else part_bytes
     dispatch, combine = _model.run_ours(s, f, costs, seed)
     return _predicted(dispatch, s, f), _predicted(combine, s, f)
 
@@ -243,4 +251,5 @@ def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[
     yield both("NICs finish one message before the next", interleave=1)
     yield both("another routing", seed=seed + 1)
     yield Sensitivity("kernels as the bars ask", None, total(ours(fabric, s, seed=seed, kernels=KERNELS["bars"])))
+    yield Sensitivity("blocks leave whole", None, total(ours(fabric, s, seed=seed, part_bytes=0)))
     yield Sensitivity("the proxy takes 200 ns a block", None, total(ours(fabric, s, seed=seed, block_us=0.2)))

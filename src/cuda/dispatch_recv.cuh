@@ -252,18 +252,53 @@ __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step
   return end <= most && check_piece_header(k, h, Phase::DispatchRecv, step, source, piece, pieces, {begin, end});
 }
 
+// The counts of n remote peers' headers, as peers of the node write them. A look across PCIe takes a microsecond: several are asked for
+// at once, whoever they are of.
+__device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const std::uint8_t* group, std::uint32_t n) {
+  constexpr std::uint32_t kAtOnce = 4;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_pieces;
+  for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
+    uint4 counts[kAtOnce];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t i = first + 32 * j;
+      if (i >= n * vectors) continue;
+      const char* block = own_slot(k, set, Op::Dispatch, group[i / vectors]);
+      counts[j] = __ldcg(reinterpret_cast<const uint4*>(block + sizeof(BlockHeader)) + i % vectors);
+    }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t i = first + 32 * j;
+      if (i >= n * vectors) continue;
+      const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
+    }
+  }
+}
+
+// In pieces, after all first headers: the later ones, and what has room of those that this launch sends.
+__device__ inline void pass_on_later_pieces(const DispatchArguments& a, std::uint32_t step) {
+  const PieceArguments& p = a.pieces;
+  const std::uint32_t sent = a.send && p.chunks != 0 ? (a.own + p.tokens - 1) / p.tokens : 0;
+  const auto begin = [&](PassedPeer& of) {
+    of.landed = 1;
+    of.all_landed = kept_rounds(p, of.peer)[0];
+    of.all_room = rounds_to_be_free(p, sent);
+  };
+  const auto take = [&](std::uint32_t peer, std::uint32_t piece) { return keep_piece(a, step, peer, piece); };
+  pass_on_rounds(a.common, p, step, {Op::Dispatch, Phase::DispatchSend, Phase::DispatchRecv}, begin, take);
+}
+
 // A warp's part: what remote peers' headers say becomes pieces of counts, as a peer of the node writes them, and their arrival words come
-// to device memory. A look across PCIe takes a microsecond: 32 peers' headers and counts are asked for at once, whoever they are of.
-// kPieces: then the later pieces, too, and what has room of those that this launch sends.
+// to device memory: of 32 peers at once.
 template <bool kPieces = false>
 __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
-  constexpr std::uint32_t kAtOnce = 4;
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
   bool mine = false;
   if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
   if (!__any_sync(~0u, mine)) return;
-  const std::uint32_t peers = __popcll(k.remote & ~k.dead), vectors = k.expert_pieces;
+  const std::uint32_t peers = __popcll(k.remote & ~k.dead);
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
@@ -275,23 +310,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       h = load_piece_header(own_slot(k, set, Op::Dispatch, peer));
     else
       h = load_header(own_slot(k, set, Op::Dispatch, peer));
-    for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
-      uint4 counts[kAtOnce];
-#pragma unroll
-      for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-        const std::uint32_t i = first + 32 * j;
-        if (i >= n * vectors) continue;
-        const char* block = own_slot(k, set, Op::Dispatch, group[i / vectors]);
-        counts[j] = __ldcg(reinterpret_cast<const uint4*>(block + sizeof(BlockHeader)) + i % vectors);
-      }
-#pragma unroll
-      for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-        const std::uint32_t i = first + 32 * j;
-        if (i >= n * vectors) continue;
-        const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
-        store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
-      }
-    }
+    pass_on_counts(k, step, group, n);
     // Nobody does anything with counts before they know how many rows there are.
     bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if constexpr (kPieces) good = good && (lane >= n || keep_first_piece(a, step, h));
@@ -318,17 +337,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
       see_it_leave(k, step, Op::Combine, Phase::CombineSend, k.order[i]);
     see_it_leave(k, step, Op::Weights, Phase::Weights, k.order[i]);
   }
-  if constexpr (kPieces) {
-    const PieceArguments& p = a.pieces;
-    const std::uint32_t sent = a.send && p.chunks != 0 ? (a.own + p.tokens - 1) / p.tokens : 0;
-    const auto begin = [&](PassedPeer& of) {
-      of.landed = 1;
-      of.all_landed = kept_rounds(p, of.peer)[0];
-      of.all_room = rounds_to_be_free(p, sent);
-    };
-    const auto take = [&](std::uint32_t peer, std::uint32_t piece) { return keep_piece(a, step, peer, piece); };
-    pass_on_rounds(k, p, step, {Op::Dispatch, Phase::DispatchSend, Phase::DispatchRecv}, begin, take);
-  }
+  if constexpr (kPieces) pass_on_later_pieces(a, step);
 }
 
 // False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.

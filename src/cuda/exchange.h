@@ -113,6 +113,7 @@ class Exchange {
   void write_control(std::uint32_t generation, const Control& value);
   void make_chunk_counts();
   void forget_chunk_counts();
+  DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
   // In pieces: what a send half was given, its receive half sends the rest of.
   void check_pieces() const;

@@ -120,6 +120,43 @@ void Exchange::cut(CombineArguments& a, const Launch& launch) const {
   if (!a.recv) p.end = kPlaces;
 }
 
+DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const {
+  const Config& c = common_.c;
+  const BufferLayout& b = layout_;
+  DispatchArguments a;
+  a.common = common_;
+  a.x = tokens.x;
+  a.x_stride = tokens.stride;
+  a.scales = tokens.scales;
+  a.scale = tokens.scale;
+  a.ids = tokens.ids;
+  a.wide_ids = tokens.wide_ids;
+  a.send = (launch.halves & kSend) != 0;
+  a.recv = (launch.halves & kRecv) != 0;
+  a.tokens = tokens.count;
+  a.own = common_.slice.tokens(a.tokens);
+  a.weights = tokens.weights;
+  a.plan = plan_view(c, tokens.count, launch.plan);
+  a.received = received_view(b, launch.buffer);
+  point(a.out.x, launch.buffer, b.x);
+  point(a.out.scales, launch.buffer, b.scale);
+  a.out.scale = scale_strides(c);
+  point(a.out.counts, launch.buffer, b.counts);
+  point(a.out.offsets, launch.buffer, b.offsets);
+  point(a.out.weights, launch.buffer, b.weights);
+  point(a.out.src_rank, launch.buffer, b.src_rank);
+  point(a.out.src_token, launch.buffer, b.src_token);
+  point(a.out.topk_ids, launch.buffer, b.topk_ids);
+  point(a.out.topk_weights, launch.buffer, b.topk_weights);
+  point(a.out.num_rows, launch.buffer, b.num_rows);
+  if (outputs.x != nullptr) {
+    a.out.x = outputs.x;
+    a.out.scales = outputs.scales;
+    (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = outputs.weights;
+  }
+  return a;
+}
+
 std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
@@ -140,38 +177,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const Slice& slice = common_.slice;
   if ((launch.halves & kSend) != 0 && slice.tokens(tokens.count) > common_.most_rows)
     throw Misuse(too_many_tokens_text(tokens.count, slice.of, common_.most_rows));
-  const BufferLayout& b = layout_;
-  DispatchArguments a;
-  a.common = common_;
-  a.x = tokens.x;
-  a.x_stride = tokens.stride;
-  a.scales = tokens.scales;
-  a.scale = tokens.scale;
-  a.ids = tokens.ids;
-  a.wide_ids = tokens.wide_ids;
-  a.send = (launch.halves & kSend) != 0;
-  a.recv = (launch.halves & kRecv) != 0;
-  a.tokens = tokens.count;
-  a.own = slice.tokens(a.tokens);
-  a.weights = tokens.weights;
-  a.plan = plan_view(c, tokens.count, launch.plan);
-  a.received = received_view(b, launch.buffer);
-  point(a.out.x, launch.buffer, b.x);
-  point(a.out.scales, launch.buffer, b.scale);
-  a.out.scale = scale_strides(c);
-  point(a.out.counts, launch.buffer, b.counts);
-  point(a.out.offsets, launch.buffer, b.offsets);
-  point(a.out.weights, launch.buffer, b.weights);
-  point(a.out.src_rank, launch.buffer, b.src_rank);
-  point(a.out.src_token, launch.buffer, b.src_token);
-  point(a.out.topk_ids, launch.buffer, b.topk_ids);
-  point(a.out.topk_weights, launch.buffer, b.topk_weights);
-  point(a.out.num_rows, launch.buffer, b.num_rows);
-  if (outputs.x != nullptr) {
-    a.out.x = outputs.x;
-    a.out.scales = outputs.scales;
-    (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = outputs.weights;
-  }
+  DispatchArguments a = arguments_of(launch, tokens, outputs);
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);

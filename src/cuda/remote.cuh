@@ -137,14 +137,14 @@ static __device__ __noinline__ void count_part(const Common& k, std::uint32_t st
 }
 
 // The same for a piece of a row, of which a row has `each`.
-static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t row,
-                                                std::uint32_t each, RowsOfBlock rows) {
+[[maybe_unused]] static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
+                                                                 std::uint32_t row, std::uint32_t each, RowsOfBlock rows) {
   count_part(k, step, op, peer, parts_of(k, op).part_of(row), 1, each, rows);
 }
 
 // The rows [first, first + n) have been stored.
-static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t first, std::uint32_t n,
-                                               RowsOfBlock rows) {
+[[maybe_unused]] static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
+                                                                std::uint32_t first, std::uint32_t n, RowsOfBlock rows) {
   const PartSizes& sizes = parts_of(k, op);
   while (n > 0) {
     const std::uint32_t part = sizes.part_of(first), here = min(n, sizes.begin(part + 1) - first);

@@ -17,7 +17,7 @@ __device__ inline T* of_lane(T* at, int lane) {
 }
 
 // `bytes` of v, a multiple of 4 up to 16, to a place that is aligned to 4.
-static __device__ __noinline__ void store_words(char* to, uint4 v, std::uint32_t bytes) {
+[[maybe_unused]] static __device__ __noinline__ void store_words(char* to, uint4 v, std::uint32_t bytes) {
   auto* words = reinterpret_cast<std::uint32_t*>(to);
   words[0] = v.x;
   if (bytes > 4) words[1] = v.y;

@@ -149,6 +149,28 @@ def test_two_ranks_by_hand() -> None:
     assert combine.finished == [pytest.approx(around + back / 100)] * 2
 
 
+def test_parts_by_hand() -> None:
+    """Five rows in parts of 2, 2 and 1 (a row is 176 bytes): each is posted when its rows are stored, and received when it is there."""
+    s, costs = two_ranks(tokens=5, node_size=1), tiny_costs()
+    costs.dispatch_send = m.KernelTime(3.0, 11.0)  # a row; of five tokens, each for both
+    costs.part_bytes = 400
+    dispatch, _ = m.run_ours(s, fabric(post_us=2.0, completion_us=0.5), costs, SEED)
+    assert dispatch.writes == 2 * 3 and dispatch.bytes_posted == 2 * (128 + 5 * 176)
+    last_stored = 3 + 10 * 11
+    assert dispatch.finished == [pytest.approx(last_stored + 1 + 2 + 176 / 100 + 10 + 0.5 + 0.5 + 2)] * 2
+    costs.part_bytes = 0
+    whole, _ = m.run_ours(s, fabric(post_us=2.0, completion_us=0.5), costs, SEED)
+    assert whole.writes == 2
+    assert whole.finished == [pytest.approx(last_stored + 1 + 2 + (128 + 5 * 176) / 100 + 10 + 0.5 + 0.5 + 2)] * 2
+
+
+def test_parts_let_the_network_begin_earlier() -> None:
+    s = predict.shape(16, 1024)
+    whole, parts = (predict.ours(CX7, s, part_bytes=nbytes)[0] for nbytes in (0, predict.PART_BYTES))
+    assert parts.bytes_per_rank == whole.bytes_per_rank and parts.writes_per_rank > 2 * whole.writes_per_rank
+    assert parts.median_us < 0.95 * whole.median_us
+
+
 def test_one_node_needs_no_network() -> None:
     dispatch, combine = m.run_ours(two_ranks(tokens=5, node_size=2), fabric(), tiny_costs(), SEED)
     for operation in (dispatch, combine):
@@ -330,7 +352,7 @@ def test_blocks_that_gpus_post() -> None:
     s = predict.shape(16, 128)
     proxy, gpus, late = (
         predict.ours(CX7, s, **options)  # type: ignore[arg-type]
-        for options in ({}, {"by_gpu": True}, {"by_gpu": True, "gpu_post_us": predict._OURS.gpu_post_us + 10})
+        for options in ({"part_bytes": 0}, {"by_gpu": True}, {"by_gpu": True, "gpu_post_us": predict._OURS.gpu_post_us + 10})
     )
     for by_proxy, by_gpu, later in zip(proxy, gpus, late, strict=True):
         assert (by_gpu.bytes_per_rank, by_gpu.writes_per_rank) == (by_proxy.bytes_per_rank, 8.0)
