@@ -82,14 +82,20 @@ BOUNDS: dict[str, Sizes] = {
     "combine_many_kernel<BFloat16, true>": Sizes(129024, 168, 192, 116, 156),
     "combine_many_ready_kernel<BFloat16>": Sizes(148480, 168, 176, 32, 28),
     "dispatch_many_pieces_kernel<Quantised<2>, false>": Sizes(360448, 128, 320, 56, 56),
+    "dispatch_many_pieces_kernel<Quantised<2>, true>": Sizes(368640, 128, 320, 100, 88),
     "dispatch_many_pieces_kernel<Quantised<4>, false>": Sizes(354304, 128, 320, 56, 56),
+    "dispatch_many_pieces_kernel<Quantised<4>, true>": Sizes(362496, 128, 320, 72, 72),
     "dispatch_many_pieces_kernel<AsIs, false>": Sizes(339968, 128, 320, 92, 80),
+    "dispatch_many_pieces_kernel<AsIs, true>": Sizes(347136, 128, 320, 72, 72),
     "combine_many_pieces_kernel<Float32, false>": Sizes(139264, 140, 208, 0, 0),
     "combine_many_pieces_kernel<Float32, true>": Sizes(77824, 139, 112, 0, 0),
+    "combine_many_pieces_ready_kernel<Float32>": Sizes(164864, 167, 240, 16, 16),
     "combine_many_pieces_kernel<Float16, false>": Sizes(146432, 168, 208, 0, 0),
     "combine_many_pieces_kernel<Float16, true>": Sizes(86016, 168, 112, 0, 0),
+    "combine_many_pieces_ready_kernel<Float16>": Sizes(175104, 168, 288, 118, 72),
     "combine_many_pieces_kernel<BFloat16, false>": Sizes(146432, 168, 208, 0, 0),
     "combine_many_pieces_kernel<BFloat16, true>": Sizes(86016, 168, 112, 0, 0),
+    "combine_many_pieces_ready_kernel<BFloat16>": Sizes(175104, 168, 288, 118, 72),
 }
 
 
