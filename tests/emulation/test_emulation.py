@@ -750,7 +750,7 @@ def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
 def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, transport: str) -> None:
     case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=30, layout=layout, transport=transport)
     with Crew(3) as crew:
-        results = crew.run("emulated:in_pieces", module(), 4, "hook_cases:never_ready", case, 1, 1.0, few, timeout=60)
+        results = crew.run("emulated:in_pieces", module(), 4, "hook_cases:never_ready", case, 1, 3.0, few, timeout=100)
     what = "local expert 0" if layout == "padded" else "block 0"
     for rank, said in enumerate(results):
         assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)

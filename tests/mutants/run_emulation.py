@@ -44,7 +44,7 @@ class Mutant:
 
 SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
 PROXY = "test_random_shapes and tcp"
-HOOKS = "hooks_of_pieces and not resident and not chaos"
+HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
 
 MUTANTS = [
     Mutant(
