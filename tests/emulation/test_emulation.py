@@ -757,6 +757,14 @@ def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, trans
     assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
 
 
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("few", [None, 3])
+def test_rows_that_are_written_behind_the_send_half(few: int | None, transport: str) -> None:
+    case = Case(seed(), 2, num_experts=4, top_k=2, max_tokens=30, hidden=48, layout="padded", wire="native", transport=transport)
+    with Crew(2) as crew:
+        crew.run("emulated:in_pieces", module(), 4, "hook_cases:behind_two_rounds", case, 4, few)
+
+
 def test_nobody_spins_for_ever_in_pieces() -> None:
     with Crew(3) as crew:
         crew.start("emulated:in_pieces", module(), 4, "hook_cases:nobody_comes", Case(seed(), 3, max_tokens=30), 1.0)

@@ -233,7 +233,7 @@ MUTANTS = [
         "  a.ready = {outputs.ready, outputs.ready_value};\n",
         "  a.ready = {given.ready, given.ready_value};\n",
         "it sends rows of later rounds that nobody has written",
-        HOOKS,
+        "written_behind_the_send_half",
         "_cuda",
     ),
     Mutant(

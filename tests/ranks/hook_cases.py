@@ -311,6 +311,37 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float, few: int | None
         return said
 
 
+def behind_two_rounds(me: Any, case: Case, first: int, few: int | None) -> None:
+    """A rank has two experts: one for the first tokens of each source, one for the others, whose rows are written once the send half has
+    returned. few: tokens of rank 1, if not as many as the others'."""
+    with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
+        g = torch.Generator().manual_seed(case.seed + me.rank)
+        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
+        ids = 2 * torch.arange(me.world_size).repeat(case.max_tokens, 1) + (torch.arange(case.max_tokens) >= first)[:, None]
+        if few is not None and me.rank == 1:
+            x, ids = x[:few], ids[:few]
+        d = a2a.dispatch(x, ids)
+        before = a2a.combine(d.x.clone(), d)
+        d = a2a.dispatch(x, ids)
+        out, ready = d.x.clone(), d.ready.view(torch.int32)
+        out[1] = torch.nan
+        ready[0] = 1
+        c = a2a.combine_send(out, d, ready=d.ready)
+
+        def write() -> None:
+            time.sleep(20e-3)  # who does not wait has read them by then
+            out[1] = d.x[1]
+            ready[1] = 1
+
+        late = Beside(write)
+        try:
+            y = a2a.combine_recv(c)
+        finally:
+            late.join()
+        assert isinstance(y, torch.Tensor) and isinstance(before, torch.Tensor)
+        must(same_bits(y, before), f"{case}: what was written behind the send half")
+
+
 def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
     """Rank 1 does not dispatch: the words of the others are raised all the same, so that nobody spins for ever."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
