@@ -410,7 +410,7 @@ class Cuda:
             c = DeviceCombining(d, out, accumulate, tail_out)
             c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
             if self._in_pieces:
-                c.inputs = expert_out, weights, tail
+                c.inputs = expert_out, weights, tail, ready
             return c
         if y is not out:
             out.copy_(y[:, : self._hidden])

@@ -263,6 +263,9 @@ struct DispatchArguments {
   PieceArguments pieces;
 };
 
+// Whether the launch raises words of hooks.
+inline bool tells_of_rows(const DispatchArguments& a) { return a.recv && a.hooks.planned != nullptr; }
+
 // A wait for the rows of some experts, from `first` on.
 struct AwaitedExperts {
   Common common;

@@ -4,8 +4,7 @@
 #include "closed.cuh"
 #include "combine_recv.cuh"
 #include "kernels.h"
-#include "ready.cuh"
-#include "send_rounds.cuh"
+#include "ready_rounds.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -55,7 +54,12 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     if (!kPlain && in_rounds && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 &&
         claim(k, a.pieces, step, Claim::CombineRooms) == 0)
       pass_on_rooms(a, step);
-    if (in_rounds && !a.release) send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
+    if (in_rounds && !a.release) {
+      if constexpr (kReady)
+        send_rounds_when_ready<T, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
+      else
+        send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
+    }
   }
   if (a.send && (!in_rounds || a.release)) {
     const CombineUnits units(a, s);

@@ -69,7 +69,7 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
     if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
     if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches<kPieces>(a, step);
     if constexpr (kPieces)
-      receive_in_pieces<kPlain>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
+      receive_in_pieces<kPlain, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
     else
       receive_dispatch<kPlain, kHooks>(a, step, s.receive, experts);
     if (kHooks) raise_after_failure(a);

@@ -38,7 +38,8 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
   return sender.parities();
 }
 
-template <typename Mode>
+// kHooks: the caller's kernels hear of what has come.
+template <typename Mode, bool kHooks>
 __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_kernel(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(RoundShared, s);
@@ -54,7 +55,10 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
-  if (!a.pieces.begins && !find_open_step(a, step)) return;
+  if (!a.pieces.begins && !find_open_step(a, step)) {
+    if (kHooks) raise_after_failure(a);
+    return;
+  }
   if (a.send) {
     if (is_planner()) begin_round_plan(a, s.plan, step);
     __syncthreads();
@@ -66,11 +70,12 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
       count_rows(a, step, s.receive);
       hear_of_rounds(a, step, s.receive);
     }
-    if (warp == kWorkers + 2) place_rows<true, false>(a, step, s.receive, experts);
+    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
     if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
-      ManyReceiver<false, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
+      ManyReceiver<kHooks, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
+    if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
   note(k, Stage::DispatchEnds);
@@ -80,9 +85,13 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
 
 using Kernel = void (*)(DispatchArguments);
 
-Kernel kernel_of(const Config& c, bool given_scales) {
-  if (given_scales || c.wire == Wire::Native) return dispatch_many_pieces_kernel<AsIs>;
-  return c.dtype == Dtype::Float32 ? dispatch_many_pieces_kernel<Quantised<4>> : dispatch_many_pieces_kernel<Quantised<2>>;
+template <typename Mode>
+Kernel kernel_of(bool hooks) {
+  return hooks ? dispatch_many_pieces_kernel<Mode, true> : dispatch_many_pieces_kernel<Mode, false>;
+}
+Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
+  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
 }
 
 }  // namespace
@@ -91,9 +100,9 @@ bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
   return can_dispatch_many(c, shared_bytes) && ManyMemory(c).bytes + sizeof(RoundShared) <= shared_bytes;
 }
 
-cudaError_t load_dispatch_many_pieces(const Config& c) {
+cudaError_t load_dispatch_many_pieces(const Config& c, bool hooks) {
   for (const bool given : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given));
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
     const int bytes = static_cast<int>(ManyMemory(c).bytes);
@@ -106,7 +115,8 @@ cudaError_t load_dispatch_many_pieces(const Config& c) {
 cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
   const Config& c = arguments.common.c;
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr), dim3(blocks), dim3(kManyPiecesThreads), parameters, ManyMemory(c).bytes, stream);
+  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, tells_of_rows(arguments));
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kManyPiecesThreads), parameters, ManyMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

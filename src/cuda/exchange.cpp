@@ -151,15 +151,16 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
 
 void Exchange::use_hooks() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (common_.heap.in_pieces)
-    throw Misuse("device='cuda' has no hooks where blocks go in pieces: leave out hooks=, or give slot_bytes at least " +
-                 std::to_string(bytes_of_slots(common_.c, common_.most_rows)));
   const OnDevice on(device_);
   const Config& c = common_.c;
+  const bool pieces = common_.heap.in_pieces;
   check(load_hooks(), "loading the kernels of hooks");
-  check(load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
-  check(load_combine_ready(c), "loading the kernels of combines with hooks");
-  if (chunk_memory_ != nullptr) {
+  check(pieces ? load_dispatch_pieces(c, true) : load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
+  check(pieces ? load_combine_pieces(c, true) : load_combine_ready(c), "loading the kernels of combines with hooks");
+  if (pieces) {
+    check(load_dispatch_many_pieces(c, true), "loading the kernels of large dispatches with hooks");
+    check(load_combine_many_pieces(c, true), "loading the kernels of large combines with hooks");
+  } else if (chunk_memory_ != nullptr) {
     check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
     check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
   }
@@ -313,8 +314,8 @@ void Exchange::make_chunk_counts() {
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
   if (common_.heap.in_pieces) {
-    check(load_dispatch_many_pieces(c), "loading the kernels of large dispatches");
-    check(load_combine_many_pieces(c), "loading the kernels of large combines");
+    check(load_dispatch_many_pieces(c, false), "loading the kernels of large dispatches");
+    check(load_combine_many_pieces(c, false), "loading the kernels of large combines");
     common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
   } else {
     if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
@@ -362,8 +363,8 @@ void Exchange::check_pieces() const {
 }
 
 void Exchange::make_round_counts() {
-  check(load_dispatch_pieces(common_.c), "loading the kernels of dispatches in pieces");
-  check(load_combine_pieces(common_.c), "loading the kernels of combines in pieces");
+  check(load_dispatch_pieces(common_.c, false), "loading the kernels of dispatches in pieces");
+  check(load_combine_pieces(common_.c, false), "loading the kernels of combines in pieces");
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = memory_.proxied ? 4 * kPlaces * words : 0;

@@ -28,15 +28,15 @@ cudaError_t load_combine_many(const Config& config, bool ready);
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 // Of an AllToAll in pieces, these in their place.
-cudaError_t load_dispatch_pieces(const Config& config);
+cudaError_t load_dispatch_pieces(const Config& config, bool hooks);
 cudaError_t launch_dispatch_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 bool can_dispatch_many_pieces(const Config& config, std::uint32_t shared_bytes);
-cudaError_t load_dispatch_many_pieces(const Config& config);
+cudaError_t load_dispatch_many_pieces(const Config& config, bool hooks);
 cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
-cudaError_t load_combine_pieces(const Config& config);
+cudaError_t load_combine_pieces(const Config& config, bool ready);
 cudaError_t launch_combine_pieces(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 bool can_combine_many_pieces(const Config& config, std::uint32_t shared_bytes);
-cudaError_t load_combine_many_pieces(const Config& config);
+cudaError_t load_combine_many_pieces(const Config& config, bool ready);
 cudaError_t launch_combine_many_pieces(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 }  // namespace pplx::cuda

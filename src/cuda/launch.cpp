@@ -166,7 +166,6 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
   const bool pieces = common_.heap.in_pieces;
-  if (pieces && launch.hooks != nullptr) throw Misuse("dispatch: device='cuda' has no hooks where blocks go in pieces");
   if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
   if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
   const Tokens tokens = pieces ? inputs_of(launch, given) : given;
@@ -193,7 +192,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   if (pieces) cut(a, launch, by_bulk);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
-  const auto whole = by_bulk ? launch_dispatch_many : a.recv && a.hooks.planned != nullptr ? launch_dispatch_hooks : launch_dispatch;
+  const auto whole = by_bulk ? launch_dispatch_many : tells_of_rows(a) ? launch_dispatch_hooks : launch_dispatch;
   const auto launched = !pieces ? whole : by_bulk ? launch_dispatch_many_pieces : launch_dispatch_pieces;
   check(launched(a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
@@ -233,7 +232,6 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   Launches::Sequence& here = launches_.on(stream);
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
   const bool pieces = common_.heap.in_pieces;
-  if (pieces && given.ready != nullptr) throw Misuse("combine: device='cuda' takes no ready= where blocks go in pieces");
   if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
   const ExpertOutputs outputs = pieces ? inputs_of(launch, given) : given;
   CombineArguments a;

@@ -6,8 +6,7 @@
 
 #include "combine_recv.cuh"
 #include "many_plan.cuh"
-#include "ready.cuh"
-#include "send_rounds.cuh"
+#include "ready_rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -155,6 +154,10 @@ class ManyCombiner {
     if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
+    if constexpr (kReady) {
+      if (good) send_rounds_when_ready(rounds);
+      return;
+    }
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
       const bool header = !kPlain && run.is_header;
       if (header ? !has_header(p, run) : run.rows == 0) continue;
@@ -219,16 +222,28 @@ class ManyCombiner {
 
   // Unless some of its rows are not written yet.
   __device__ bool send_written_run(const RowRun& run, RowsWait& rows) {
-    for (std::uint32_t i = 0; i < run.rows; ++i) {
-      Places places;
-      places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i);
-      places.check(a_);
-      if (!rows.are_written(a_, places)) return false;
-    }
+    if (!rows.are_written<kPlain>(a_, s_.rows_begin[run.source] + run.first, run.rows)) return false;
     linger(k_, run.first);
     fence_copies();
     send_run(run);
     return true;
+  }
+
+  __device__ void send_rounds_when_ready(Rounds& rounds) {
+    RowsWait rows;
+    bool good = true;
+    const auto claim_run = [&] { return claim(k_, a_.pieces, step_, claim_of_sums(a_.pieces)); };
+    const auto try_send = [&](const RoundRun& run) {
+      if (!run.is_header && !rows.are_written<kPlain>(a_, s_.rows_begin[run.source] + run.first, run.rows)) return false;
+      linger(k_, std::uint64_t{run.round} << 32 | run.first);
+      fence_copies();
+      good = make_room(run);
+      if (good && run.is_header) send_header_of_round(a_, step_, run, s_);
+      if (good && !run.is_header) send_run_of_round(run);
+      return true;
+    };
+    send_rounds_as_written(a_, step_, rounds, rows, good, claim_run, try_send, [&] { tell(); });
+    tell();
   }
 
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.

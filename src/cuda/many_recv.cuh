@@ -78,7 +78,7 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
         good = receive_run(run.source, run.first, run.rows, run.part);
       if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
     }
-    if (good && !rounds.failed()) clear_padding(a_, s_, e_);
+    if (good && !rounds.failed()) clear_padding<kHooks>(a_, s_, e_);
     bulk_await_stored<0>();
   }
 

@@ -29,6 +29,17 @@ struct RowsWait {
     seen = __shfl_sync(~0u, count, of);
     return false;
   }
+  // So many rows, from one on of those of all sources.
+  template <bool kPlain>
+  __device__ bool are_written(const CombineArguments& a, std::uint32_t begin, std::uint32_t rows) {
+    for (std::uint32_t i = 0; i < rows; ++i) {
+      Places places;
+      places.load<kPlain>(a, begin + i);
+      places.check(a);
+      if (!are_written(a, places)) return false;
+    }
+    return true;
+  }
 };
 
 // Like ask() in words.cuh. Nobody else is to blame.

@@ -225,6 +225,9 @@ class Rounds {
   __device__ bool failed() const { return failed_; }
   __device__ std::uint32_t units() const { return units_; }  // of the last run's round
 
+  // Whether it is a unit of the round of the last one that was found: find() gives those of one round in any order.
+  __device__ bool holds(std::uint32_t n) const { return opened_ && n - base_ < units_; }
+
   // The nth unit from the first wanted round on; a warp asks for ever later ones. A round without rows has a unit all the same. False: there
   // is none, or something failed.
   __device__ bool find(std::uint32_t n, RoundRun& run) {

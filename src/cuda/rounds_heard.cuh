@@ -38,6 +38,7 @@ __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t 
 }
 
 // For a warp, behind all rows: nobody waits for what is between the segments of experts.
+template <bool kHooks>
 __device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   if (!k.c.zero_pad || k.c.layout != LayoutKind::Ragged) return;
@@ -46,7 +47,7 @@ __device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& 
     if (threadIdx.x % 32 == 0) expert = atomicAdd(&s.next, 1u) * gridDim.x + blockIdx.x;
     expert = __shfl_sync(~0u, expert, 0);
     if (expert >= k.experts) return;
-    zero_padding<false>(a, e, expert, s.ragged_rows);
+    zero_padding<kHooks>(a, e, expert, s.ragged_rows);
   }
 }
 

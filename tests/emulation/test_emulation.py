@@ -687,6 +687,100 @@ def test_pieces_after_a_reset(tmp_path: Path, transport: str) -> None:
         crew.leave()
 
 
+# ---- hooks of blocks in pieces
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "transport"), [(1, "mapped"), (2, "mapped"), (4, "mapped"), (2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp")]
+)
+def test_hooks_of_pieces(world: int, transport: str) -> None:
+    """Ranks with few tokens, and with many."""
+    with Crew(world) as crew:
+        for number in range(8):
+            case = replace(piece_case(600 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
+    """Rounds whose rows lie in several blocks of the output, of ranks with few tokens and with many. Rows of two parts."""
+    with Crew(3) as crew:
+        for number, whole in enumerate((12, 24)):
+            case = Case(
+                seed() + number, 3, num_experts=9, top_k=4, hidden=[1040, 144][number], max_tokens=90, layout=layout, steps=4,
+                crowd="uneven", wire=["native", "fp8"][number], align=32, zero_pad=True, transport=transport,
+            )  # fmt: skip
+            crew.run("emulated:in_pieces", module(), whole, "hook_cases:hooked", case, timeout=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("room", [1, 2])
+def test_hooks_of_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(3):
+            case = replace(piece_case(700 + number, 2), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
+
+
+def test_hooks_of_pieces_in_a_chaos() -> None:
+    with Crew(3, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(3):
+            case = replace(piece_case(800 + number, 3), transport="proxy:tcp")
+            crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("how", ["whole", "receives first"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
+    case = replace(piece_case(900, 2), layout=layout, in_flight=1, num_experts=7, max_tokens=33, transport=transport)
+    with Crew(2) as crew:
+        plain = crew.run("hook_cases:plain", case)
+        for parts in (1, 3):
+            assert crew.run("emulated:in_pieces", module(), 4, "hook_cases:groups", case, parts, how, timeout=120) == plain
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("few", [None, 2])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, transport: str) -> None:
+    case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=30, layout=layout, transport=transport)
+    with Crew(3) as crew:
+        results = crew.run("emulated:in_pieces", module(), 4, "hook_cases:never_ready", case, 1, 3.0, few, timeout=100)
+    what = "local expert 0" if layout == "padded" else "block 0"
+    for rank, said in enumerate(results):
+        assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
+    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("few", [None, 3])
+def test_rows_that_are_written_behind_the_send_half(few: int | None, transport: str) -> None:
+    case = Case(seed(), 2, num_experts=4, top_k=2, max_tokens=30, hidden=48, layout="padded", wire="native", transport=transport)
+    with Crew(2) as crew:
+        crew.run("emulated:in_pieces", module(), 4, "hook_cases:behind_two_rounds", case, 4, few)
+
+
+def test_nobody_spins_for_ever_in_pieces() -> None:
+    with Crew(3) as crew:
+        crew.start("emulated:in_pieces", module(), 4, "hook_cases:nobody_comes", Case(seed(), 3, max_tokens=30), 1.0)
+        said = crew.collect(60, [0, 2])
+        crew.tell(1)
+        crew.collect(60, [1])
+    assert all(s["raised"] and s["type"] == "StepTimeout" and s["peer"] == 1 for s in said), said
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_hooks_of_pieces_in_a_graph(transport: str) -> None:
+    case = small_case(seed(), 2, 1, layout="padded", max_tokens=20, transport=transport)
+    with Crew(2) as crew:
+        crew.run("emulated:in_pieces", module(), 4, "hook_cases:replayed", case, 2, 10, timeout=120)
+
+
 def test_what_pieces_do_not_do() -> None:
     with Crew(2) as crew:
         for said in crew.run("emulated:refused_pieces", module(), 4, Case(1, 2, max_tokens=40, replicas=2)):

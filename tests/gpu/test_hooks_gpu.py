@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from cases import in_pieces
 from gpus import APART, AT_ONCE
 from harness import Crews, seed
 from open_step_cases import small_case
@@ -42,6 +43,23 @@ def test_a_kernel_beside_a_step_of_many_tokens(crew: Crews, layout: str) -> None
         assert dispatches > 20 and combines >= 20
 
 
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_a_kernel_beside_a_step_in_pieces(crew: Crews, layout: str, transport: str) -> None:
+    case = small_case(
+        seed(), crew.world_size, 1, transport=transport, layout=layout, hidden=2048, max_tokens=2048, align=128,
+        first_step=2**32 - 5,
+    )  # fmt: skip
+    for dispatches, combines in crew.run("hook_kernels:beside", in_pieces(case, on_gpu=True), 20, timeout=200):
+        assert dispatches > 20 and combines >= 20
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_hooks_of_pieces_in_a_graph(crew: Crews, transport: str) -> None:
+    case = small_case(seed(), crew.world_size, 1, layout="padded", hidden=1024, max_tokens=1024, transport=transport)
+    crew.run("hook_cases:replayed", in_pieces(case, on_gpu=True), 2, 30, timeout=200)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("tokens", [32, 1024])
 def test_hooks_in_a_graph(crew: Crews, tokens: int, in_flight: int) -> None:
@@ -52,5 +70,13 @@ def test_hooks_in_a_graph(crew: Crews, tokens: int, in_flight: int) -> None:
 def test_a_kernel_that_never_comes(crew: Crews) -> None:
     case = small_case(seed(), crew.world_size, 1, hidden=1024, max_tokens=32)
     results = crew.run("hook_kernels:never_ready", case, 1, 2.0, timeout=100)
+    assert all(said["type"] == "StepTimeout" and said["peer"] == 1 for said in results), results
+    assert "never written" in results[1]["message"], results
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_a_kernel_that_never_comes_in_pieces(crew: Crews, transport: str) -> None:
+    case = small_case(seed(), crew.world_size, 1, hidden=1024, max_tokens=1500, transport=transport)
+    results = crew.run("hook_kernels:never_ready", in_pieces(case, on_gpu=True), 1, 2.0, timeout=100)
     assert all(said["type"] == "StepTimeout" and said["peer"] == 1 for said in results), results
     assert "never written" in results[1]["message"], results

@@ -44,6 +44,7 @@ class Mutant:
 
 SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
 PROXY = "test_random_shapes and tcp"
+HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
 
 MUTANTS = [
     Mutant(
@@ -227,6 +228,70 @@ MUTANTS = [
         "pieces_word(k.generation, step, all));\n",
         "other thread blocks read rows that have not come",
         PROXY,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: a row of a round is counted before it is placed",
+        "src/cuda/receive_rounds.cuh",
+        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
+        "  if (kHooks) count_placed(a, r.place, a.hooks.part_units), __nanosleep(100000);\n"
+        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
+        "a block's word is raised while its last row is being stored",
+        HOOKS,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: a row of many tokens is counted before it is placed",
+        "src/cuda/many_recv.cuh",
+        "    bulk_await_stored<1>();\n    count(before_);\n",
+        "    bulk_await_stored<1>();\n    count(last_);\n",
+        "a block's word is raised before the bulk copy of its last row",
+        HOOKS,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: few tokens wait for the rows of the first round alone",
+        "src/cuda/ready_rounds.cuh",
+        "    if (!run.is_header && !written.are_written",
+        "    if (!run.is_header && run.round == 0 && !written.are_written",
+        "later rounds send rows that nobody has written",
+        HOOKS,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: many tokens wait for the rows of the first round alone",
+        "src/cuda/many_combine.cuh",
+        "      if (!run.is_header && !rows.are_written",
+        "      if (!run.is_header && run.round == 0 && !rows.are_written",
+        "later rounds send rows that nobody has written",
+        HOOKS,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: the receive half of a combine does not wait for rows",
+        "src/cuda/launch.cpp",
+        "  a.ready = {outputs.ready, outputs.ready_value};\n",
+        "  a.ready = {given.ready, given.ready_value};\n",
+        "it sends rows of later rounds that nobody has written",
+        "written_behind_the_send_half",
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: words of the last step stay",
+        "src/cuda/hooks.cu",
+        "  if (at < count) words[at] = 0;\n",
+        "  if (at < count && count == 0) words[at] = 0;\n",
+        "memory that had words has those of an earlier step, which are raised",
+        HOOKS,
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: padding between experts is not counted in rounds",
+        "src/cuda/rounds_heard.cuh",
+        "zero_padding<kHooks>(",
+        "zero_padding<false>(",
+        "a block with padding is never raised",
+        HOOKS,
         "_cuda",
     ),
 ]

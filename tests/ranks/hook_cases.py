@@ -143,7 +143,7 @@ def write_late(full: torch.Tensor, tail: tuple[torch.Tensor, torch.Tensor] | Non
 class HookedRunner(Runner):
     def __init__(self, me: Any, case: Case, a2a: pc.AllToAll) -> None:
         super().__init__(me, case, a2a)
-        self.in_parts = 0  # steps of which some words were raised before others
+        self.late: dict[int, Beside] = {}  # in pieces, by step: who writes rows that the receive half sends
 
     def dispatch_recv(self, n: int, d: pc.Dispatched) -> pc.Dispatched:
         must(self.case.layout == "compact" or not self.steps[n].tokens or d.planned.tolist() == [0], "planned before")
@@ -166,6 +166,13 @@ class HookedRunner(Runner):
         must(all(w == pc.RAISED for w in [*d.planned.tolist(), *d.arrived.tolist()]), "words after a dispatch", d.arrived.tolist())
         return d
 
+    def combine_recv(self, n: int, c: pc.Combining) -> None:
+        try:
+            super().combine_recv(n, c)
+        finally:
+            if n in self.late:
+                self.late.pop(n).join()
+
     def _combine(self, call: Callable[..., Any], n: int, d: pc.Dispatched) -> Any:
         producers: list[Beside] = []
 
@@ -185,7 +192,10 @@ class HookedRunner(Runner):
             rows_of_word = d.x.shape[1] if self.case.layout == "padded" else pc.HOOK_ROWS
             seed = r.random()
             producers.append(Beside(lambda: write_late(full, tail, expert_out, ready, rows_of_word, value, random.Random(seed))))
-            return call(expert_out, d, **options, ready=ready, ready_value=value)
+            result = call(expert_out, d, **options, ready=ready, ready_value=value)
+            if self.case.slot_bytes is not None and isinstance(result, pc.Combining):
+                self.late[n] = producers.pop()
+            return result
 
         # Rows that a kernel cannot read where they are would be copied before they are written: that is refused.
         step, on_gpu = self.steps[n], isinstance(self.a2a._steps.device, Cuda)
@@ -265,12 +275,14 @@ def groups(me: Any, case: Case, parts: int, how: str) -> str:
 # ---- what goes wrong ---------------------------------------------------------------------------------------------------------------
 
 
-def never_ready(me: Any, case: Case, whose: int, timeout: float) -> dict[str, Any]:
-    """One rank's kernel never writes one block. After reset() all go on."""
+def never_ready(me: Any, case: Case, whose: int, timeout: float, few: int | None = None) -> dict[str, Any]:
+    """One rank's kernel never writes one block. After reset() all go on. few: tokens of that rank, if not as many as the others'."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
         g = torch.Generator().manual_seed(case.seed)
         x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
         ids = torch.arange(case.max_tokens * case.top_k).view(case.max_tokens, case.top_k) % case.num_experts
+        if few is not None and me.rank == whose:
+            x, ids = x[:few], ids[:few]
 
         def step(raised: bool) -> torch.Tensor:
             d = a2a.dispatch(x, ids)
@@ -297,6 +309,37 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float) -> dict[str, An
         said["left"] = a2a.reset()
         must(same_bits(step(True), before), "the step after reset()")
         return said
+
+
+def behind_two_rounds(me: Any, case: Case, first: int, few: int | None) -> None:
+    """A rank has two experts: one for the first tokens of each source, one for the others, whose rows are written once the send half has
+    returned. few: tokens of rank 1, if not as many as the others'."""
+    with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
+        g = torch.Generator().manual_seed(case.seed + me.rank)
+        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
+        ids = 2 * torch.arange(me.world_size).repeat(case.max_tokens, 1) + (torch.arange(case.max_tokens) >= first)[:, None]
+        if few is not None and me.rank == 1:
+            x, ids = x[:few], ids[:few]
+        d = a2a.dispatch(x, ids)
+        before = a2a.combine(d.x.clone(), d)
+        d = a2a.dispatch(x, ids)
+        out, ready = d.x.clone(), d.ready.view(torch.int32)
+        out[1] = torch.nan
+        ready[0] = 1
+        c = a2a.combine_send(out, d, ready=d.ready)
+
+        def write() -> None:
+            time.sleep(20e-3)  # who does not wait has read them by then
+            out[1] = d.x[1]
+            ready[1] = 1
+
+        late = Beside(write)
+        try:
+            y = a2a.combine_recv(c)
+        finally:
+            late.join()
+        assert isinstance(y, torch.Tensor) and isinstance(before, torch.Tensor)
+        must(same_bits(y, before), f"{case}: what was written behind the send half")
 
 
 def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
