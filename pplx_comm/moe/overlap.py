@@ -31,7 +31,7 @@ OVERLAPS = (NONE, GROUPS, SIGNALS)
 SMS_OF_STEP = 24
 """Multiprocessors of a step beside products, where nobody says: enough to fill the links of eight GPUs."""
 LEAST_SMS = 4
-_BETWEEN_LOOKS = 20e-6  # seconds, of a CPU
+_BETWEEN_LOOKS = 20e-6  # seconds, of a CPU: threads that raise words wake nobody
 
 Make = Callable[[range, Segments], Arithmetic]
 """The arithmetic of some local experts, on rows that lie so."""

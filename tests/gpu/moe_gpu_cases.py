@@ -76,7 +76,7 @@ def nobody_comes(me: Any, case: OverlapCase) -> dict[str, Any]:
 
 def products(me: Any, seed: int) -> dict[str, float]:
     """Our kernels on bfloat16 and on codes beside the loop, with shapes of layers, even and uneven."""
-    torch.cuda.set_device(me.rank % torch.cuda.device_count())
+    gpu_of(me)
     found = {}
     for spread in ((128, 128, 128, 128), (512, 0, 48, 16), (0, 0, 1024, 0)):
         where = Segments(torch.tensor([0, *spread], device="cuda").cumsum(0, dtype=torch.int32))

@@ -72,3 +72,12 @@ class ScaledBackend(Protocol):
         transposed: of [rows, n] and [experts, n, k]: returns x @ w, [rows, k].
         """
         ...
+
+
+def laid_out(w: tuple[torch.Tensor, torch.Tensor], transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of weights, or of the transposed ones, row by row.
+
+    Tensor cores take codes along the sum only. A 128x128 block has the same codes when it is transposed.
+    """
+    codes, scale = (t.mT if transposed else t for t in w)
+    return codes.contiguous(), scale.contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pplx_comm.moe.grouped.backend import laid_out
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
 
@@ -29,7 +30,7 @@ class DeepGemm:
     ) -> torch.Tensor:
         import deep_gemm
 
-        codes, scale = (t.mT.contiguous() for t in w) if transposed else w
+        codes, scale = laid_out(w, transposed)
         here = out is not None and out.dtype == torch.bfloat16
         made = out if here else torch.empty(len(x[0]), codes.shape[1], dtype=torch.bfloat16, device=codes.device)
         assert made is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pplx_comm.moe.grouped.backend import laid_out
 from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
@@ -35,7 +36,7 @@ class TritonMx:
     ) -> torch.Tensor:
         from pplx_comm.moe.kernels.mx import mx_rows_by_weights
 
-        codes, scale = (t.mT.contiguous() for t in w) if transposed else (t.contiguous() for t in w)
+        codes, scale = laid_out(w, transposed)
         experts, width, inner = codes.shape
         rows, flat = x[0].contiguous(), codes.flatten(0, 1)
         out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out

@@ -114,6 +114,22 @@ def prefetch_weights(weights, line, stride, lines, LINES: tl.constexpr, BYTES: t
 
 
 @triton.jit
+def store_product(
+    out, x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+    SCALED: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr,
+):  # fmt: skip
+    """A tile of the product, of codes if SCALED: ROWS rows from `row` on, as far as the expert's go."""
+    if SCALED:
+        sums = scaled_tile_of_product(
+            x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+            TMA, ROWS, SIDE,
+        )  # fmt: skip
+    else:
+        sums = tile_of_product(x, w, expert, row, column_tile * SIDE, rows, inner, width, False, TMA, ROWS, SIDE, INNER)
+    store_tile(out, sums, row, column_tile * SIDE, end, width)
+
+
+@triton.jit
 def rows_by_weights_as_they_come(
     x, x_scale, w, w_scale, weights, where, arrived, claimed, order, noted, out,
     experts, room, rows, chunks_in_all, inner, width, row_stride, scale_stride, skew,
@@ -151,16 +167,10 @@ def rows_by_weights_as_they_come(
         if ASSEMBLY and TMA:  # descriptors read by another proxy than the one that acquired
             tl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         for column_tile in range(strip * STRIP, tl.minimum(strip * STRIP + STRIP, columns)):
-            if SCALED:
-                sums = scaled_tile_of_product(
-                    x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-                    TMA, ROWS, SIDE,
-                )  # fmt: skip
-            else:
-                sums = tile_of_product(
-                    x, w, expert, row, column_tile * SIDE, rows, inner, width, False, TMA, ROWS, SIDE, INNER
-                )  # fmt: skip
-            store_tile(out, sums, row, column_tile * SIDE, end, width)
+            store_product(
+                out, x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+                SCALED, TMA, ROWS, SIDE, INNER,
+            )  # fmt: skip
         chunk, unit, high = claim(arrived, claimed, chunks, blocks, where, experts, room, strips, PADDED, ROWS, CHUNK, WINDOW)
 
 
@@ -202,15 +212,9 @@ def rows_by_weights_with_words(
             row = word * ROWS
             expert, end = expert_of_row(row, where, experts, rows, EXPERTS)
         if there:
-            if SCALED:
-                sums = scaled_tile_of_product(
-                    x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-                    TMA, ROWS, SIDE,
-                )  # fmt: skip
-            else:
-                sums = tile_of_product(
-                    x, w, expert, row, column_tile * SIDE, rows, inner, width, False, TMA, ROWS, SIDE, INNER
-                )  # fmt: skip
-            store_tile(out, sums, row, column_tile * SIDE, end, width)
+            store_product(
+                out, x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
+                SCALED, TMA, ROWS, SIDE, INNER,
+            )  # fmt: skip
             tl.debug_barrier()  # all threads have stored
             tl.atomic_add(ready + word, amount, sem="release", scope="gpu")
