@@ -276,7 +276,7 @@ struct Ours::World final : Ranks {
       wake_for(here, here.mail[here.announced].at);
   }
 
-  // What the proxy has raised: a block's arrival word, if this immediate was its last shard's; or how many parts are there.
+  // The kernel hears what the proxy has raised: a block's arrival word, if this immediate was its last shard's, or a count of parts.
   void raise(Rank& here, const Immediate& immediate, double at) {
     const std::uint32_t n = rows(immediate.op, immediate.source, here.config.rank);
     if (here.heap.in_parts) {

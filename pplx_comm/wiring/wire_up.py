@@ -98,7 +98,7 @@ def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Ans
                     f"reset: of {expected[rank]} puts that rank {rank} posted before, {landed[rank]} have landed on rank "
                     f"{control.rank} within {request.patience:.0f} s: the network between them is broken"
                 )
-            time.sleep(0.001)
+            time.sleep(0.001)  # puts land in a GPU's memory, which wakes nobody
 
     attempts.run(wait)
     agree(control, "reset: puts", {"error": attempts.error}, 2 * request.patience)

@@ -71,7 +71,7 @@ struct Report {
 };
 
 #ifdef PPLX_CARRIER
-// Of a carrier that kernels drive (carrier.cuh). Device memory, written anew when a generation begins. By set, op, part and peer.
+// A carrier that kernels drive (carrier.cuh) counts its puts here, in device memory: by set, op, part and peer, anew in each generation.
 struct PutCounts {
   std::uint64_t base[kMaxInFlight][kOps][kMostParts][kMaxPeers];    // what this rank's signals said then
   std::uint64_t turns[kMaxInFlight][kOps][kMostParts][kMaxPeers];   // that were heard of since

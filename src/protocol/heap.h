@@ -63,7 +63,7 @@ struct Heap {
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
   }
-  // Of a carrier that kernels drive: the signal of a part behind the first.
+  // Where a carrier that kernels drive has the signal of a part behind the first.
   constexpr std::uint64_t later_signal_at(const Config& c, std::uint32_t set, Op op, std::uint32_t part, std::uint32_t peer) const {
     return later_signals + kWordBytes * (((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * (kMostParts - 1) + part - 1) * c.world + peer);
   }
