@@ -54,7 +54,13 @@ def test_random_shapes(crew: Crew) -> None:
 
 @pytest.mark.parametrize(
     ("wire", "hidden", "tokens", "steps"),
-    [("native", 512, 32, 10_000), ("fp8", 512, 32, 5_000), ("mxfp8", 256, 8, 5_000), ("native", 7168, 128, 500)],
+    [
+        ("native", 512, 32, 10_000),
+        ("fp8", 512, 32, 5_000),
+        ("mxfp8", 256, 8, 5_000),
+        ("native", 7168, 128, 500),
+        ("mxfp8", 20480, 8, 500),  # more scales than a warp looks at: rows have words
+    ],
 )
 def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> None:
     """20,000 small steps and some large ones, whose rows fill the links."""
@@ -62,9 +68,13 @@ def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> No
     assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS
 
 
-@pytest.mark.parametrize(("wire", "hidden", "tokens"), [("native", 512, 48), ("fp8", 1024, 48), ("native", 7168, 300)])
-def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int) -> None:
-    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": "1"}) as crew:
+@pytest.mark.parametrize(
+    ("wire", "hidden", "tokens", "least"),
+    [("native", 512, 48, 1), ("fp8", 1024, 48, 1), ("native", 7168, 300, 1), ("native", 512, 48, 24)],
+)
+def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int, least: int) -> None:
+    """All steps, or those of so many tokens, and the others in the places that they leave."""
+    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
         case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
         assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS
 

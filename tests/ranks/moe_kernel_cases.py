@@ -46,7 +46,7 @@ def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
 def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
     """Forward and both gradients, on tiles of the usual size or on small ones, of which there are many."""
     if small:
-        triton_mm.shape_of_rows = lambda average: triton_mm.Shape(32, 64, 32, 2, 4, 2)
+        triton_mm.shape_of_rows = lambda *_: triton_mm.Shape(32, 64, 32, 2, 4, 2, flat=True, programs=2)  # type: ignore[assignment]
         triton_mm.SHAPE_OF_WEIGHTS = triton_mm.Shape(64, 32, 32, 2, 4, 2)
     where, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
     height, width = 160, 72
@@ -319,7 +319,7 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         for transposed in (False, True):
             block = (64, 256) if transposed else (256, 64)
             types = {"x": of("bf16", 128, 64), "w": of("bf16", *block), "out": bf16}
-            variants.append((grouped.rows_by_weights, types, {**grouped_tiles, "TRANSPOSED": transposed, "TMA": tma}))
+            variants.append((grouped.rows_by_weights, types, {**grouped_tiles, "TRANSPOSED": transposed, "TMA": tma, "FLAT": True}))
         tiles = {"HIGH": 128, "SIDE": 256, "INNER": 64, "GROUP": 8, "ACCUMULATE": True, "TMA": tma}
         variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, tiles))
         types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}

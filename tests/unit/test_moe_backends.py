@@ -12,9 +12,10 @@ from harness import seed
 
 import pplx_comm as pc
 from pplx_comm.moe import functional as F
-from pplx_comm.moe.grouped import choose, products
+from pplx_comm.moe.grouped import choose, products, triton_mm
 from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import ScaledLoop
+from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
 
 GPU = torch.device("cuda")
 
@@ -135,3 +136,24 @@ def test_what_deepgemm_is_given_of_padded_rows(monkeypatch: pytest.MonkeyPatch) 
     seen, wanted = (each.product(x, w, where, False, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
     for rows in (slice(0, 5), slice(256, 384)):
         assert (seen[rows].float() - wanted[rows].float()).norm() < 1e-3 * wanted[rows].float().norm()
+
+
+@pytest.mark.parametrize("percentage", [None, "100", "16"])
+def test_torch_under_mps(monkeypatch: pytest.MonkeyPatch, percentage: str | None) -> None:
+    """With a part of a GPU its batched products are wrong."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
+    if percentage is not None:
+        monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage)
+    backend = TorchGroupedMm()
+    assert backend.takes(GPU, torch.bfloat16) == (percentage != "16")
+    assert backend.takes(torch.device("cpu"), torch.bfloat16)
+
+
+def test_tiles_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows have small tiles, and all tiles fit the memory that there is."""
+    for memory, tile in ((227 << 10, (128, 256)), (163 << 10, (128, 256)), (99 << 10, (128, 128))):
+        monkeypatch.setattr(triton_mm, "shared_memory", lambda device, memory=memory: memory)
+        few, many = (triton_mm.shape_of_rows(average, GPU) for average in (triton_mm.FEW, triton_mm.FEW + 1))
+        assert (few.rows, few.programs) == (64, 2) and (many.rows, many.side) == tile
+        assert 2 * (many.rows + many.side) * many.inner * many.stages <= memory

@@ -8,7 +8,7 @@ import torch
 
 from pplx_comm.handles import Dispatched
 from pplx_comm.hooks import HOOK_ROWS
-from pplx_comm.moe.grouped.triton_mm import Shape, by_tma, described, shape_of_rows
+from pplx_comm.moe.grouped.triton_mm import FEW, Shape, by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
 from pplx_comm.moe.quantise import BLOCK
@@ -95,11 +95,11 @@ class Beside:
 
 
 def _shape(where: Segments, scaled: bool, rows: int) -> Shape:
-    """As the same product has it that is not beside a step, but that a tile of Ragged has the rows of a block."""
-    few = where.room > 0 and where.average(rows) <= 64
+    """A tile of Ragged has the rows of a block."""
+    few = where.room > 0 and where.average(rows) <= FEW
     if scaled:
         return Shape(64 if few else HOOK_ROWS, BLOCK, BLOCK, 8, 4 if few else 8, 4)
-    return shape_of_rows(where.average(rows) if where.room else HOOK_ROWS)
+    return Shape(64, 128, 64, 8, 4, 4) if few else Shape(HOOK_ROWS, 256, 64, 8, 8, 3)
 
 
 class _Product:

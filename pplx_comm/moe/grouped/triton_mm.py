@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,16 +22,36 @@ class Shape:
     group: int
     warps: int
     stages: int
+    flat: bool = False
+    programs: int = 1
+    """On a multiprocessor: several have more of the weights on their way."""
 
 
-def shape_of_rows(average: int) -> Shape:
-    """By the rows that an expert can have on average: few want small tiles, since padding is computed too."""
-    if average <= 64:
-        return Shape(64, 128, 64, 8, 4, 4)
-    return Shape(128, 256, 64, 8, 8, 3)
+FEW = 64
+"""Rows of an expert, on average, up to which a tile has as few rows: a product of few rows reads weights."""
 
 
+def shape_of_rows(average: int, device: torch.device) -> Shape:
+    """By the rows that an expert can have on average: few want small tiles, since padding is computed too. See bench/notes.md."""
+    if average <= FEW:
+        return Shape(64, 128, 64, 8, 4, 4, programs=2)
+    memory = shared_memory(device)
+    if memory < LARGEST_TILES:
+        return Shape(128, 256, 64, 8, 8, 3) if memory > 150 << 10 else Shape(128, 128, 64, 8, 8, 3)
+    return Shape(128, 256, 64, 16 if average <= 1024 else 8, 8, 4, flat=True)
+
+
+LARGEST_TILES = 227 << 10
+"""Bytes of shared memory, for 128 x 256 with four stages and a tile that is stored meanwhile: compute capability 9.0 and 10.0."""
 SHAPE_OF_WEIGHTS = Shape(128, 256, 64, 8, 8, 3)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a program can have."""
+    if device.type != "cuda":
+        return LARGEST_TILES
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)) or LARGEST_TILES
 
 
 def by_tma(*tensors: torch.Tensor) -> bool:
@@ -72,15 +93,15 @@ class TritonGroupedMm:
         out = x.new_empty(len(x), width) if out is None else out
         if not out.numel() or not experts:
             return out
-        s = shape_of_rows(where.average(len(x)))
+        s = shape_of_rows(where.average(len(x)), x.device)
         x, flat = x.contiguous(), w.contiguous().flatten(0, 1)
         tma = by_tma(x, flat) if self._tma is None else self._tma
         block = [s.inner, s.side] if transposed else [s.side, s.inner]
-        rows_by_weights[(programs(x.device),)](
+        rows_by_weights[(s.programs * programs(x.device),)](
             described(x, [s.rows, s.inner]) if tma else x, described(flat, block) if tma else flat,
             where.where, out, experts, where.room, len(x), inner, width,
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TRANSPOSED=transposed, TMA=tma,
-            ROWS=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, num_warps=s.warps, num_stages=s.stages,
+            ROWS=s.rows, SIDE=s.side, INNER=s.inner, GROUP=s.group, FLAT=s.flat, num_warps=s.warps, num_stages=s.stages,
         )  # fmt: skip
         return out
 

@@ -31,13 +31,16 @@ def load_tile(source, row, column, row_end, column_end, stride, ROWS: tl.constex
 def rows_by_weights(
     x, w, where, out, experts, room, rows, inner, width,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, TRANSPOSED: tl.constexpr, TMA: tl.constexpr,
-    ROWS: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, SIDE: tl.constexpr, INNER: tl.constexpr, GROUP: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """out[rows, width] = x[rows, inner] @ w. w is [experts * width, inner], and with TRANSPOSED [experts * inner, width]."""
+    """out[rows, width] = x[rows, inner] @ w. w is [experts * width, inner], and with TRANSPOSED [experts * inner, width].
+
+    FLAT: one loop over all blocks of all tiles, so that a tile's first blocks are loaded while the one before it is stored.
+    """
     columns = tl.cdiv(width, SIDE)
     ends = tiles_before(where, experts, room, columns, EXPERTS, ROWS, PADDED)
     total = tl.max(ends, 0)
-    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), total, tl.num_programs(0), flatten=FLAT):
         expert, first_tile = find_expert(tile, ends)
         begin, end = segment(where, expert, room, PADDED)
         row_tile, column_tile = in_supergroups(tile - first_tile, tl.cdiv(end - begin, ROWS), columns, GROUP)
