@@ -87,6 +87,7 @@ def rescale_rows(
     """See quantise.rescale_mx: GROUPS blocks of MX codes with a byte each, to one block with a float32."""
     blocks, mx_blocks = tl.cdiv(width, MX * GROUPS), tl.cdiv(width, MX)
     ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
+    became = tl.zeros((ROWS, GROUPS), dtype=tl.int32)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):
         rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         groups = block * GROUPS + tl.arange(0, GROUPS)
@@ -106,5 +107,7 @@ def rescale_rows(
         tl.store(out + places, moved.to(tl.float8e4nv).to(tl.uint8, bitcast=True), mask=inside)
         place = scales_of(out_scales, rows, expert, out_row_stride, out_skew) + block * out_scale_stride
         tl.store(place, ((common + 127) << 23).to(tl.float32, bitcast=True), mask=rows < used)
-        became = (tl.abs(moved) < 0.015625) & (tl.abs(values) >= 0.015625)
-        tl.atomic_add(became_subnormal, tl.sum(became.to(tl.int64)))
+        became += tl.sum(((tl.abs(moved) < 0.015625) & (tl.abs(values) >= 0.015625)).to(tl.int32), 2)
+    all_of_them = tl.sum(became.to(tl.int64))
+    if all_of_them > 0:  # one word for all programs
+        tl.atomic_add(became_subnormal, all_of_them)

@@ -12,8 +12,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 def _grid(t: torch.Tensor) -> tuple[int]:
-    """Several programs for each multiprocessor: these kernels wait for memory."""
-    return (4 * programs(t.device),)
+    """As many programs as a multiprocessor has room for: these kernels wait for memory, and have 4 to 8 KB each on its way."""
+    return (16 * programs(t.device),)
 
 
 def _place(s: Segments) -> tuple[torch.Tensor, int, int]:
