@@ -79,6 +79,12 @@ __device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, st
 __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
                                  std::uint32_t rows) {
   linger(k, std::uint64_t{round} << 32 | peer);
+  if (kCarrier) {
+    *announced(k, step, op, peer) = arrival_word(k.generation, step);
+    put_piece(k, step, op, peer, round, rows);
+    note(k, Stage::Told);
+    return;
+  }
   set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
   *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));

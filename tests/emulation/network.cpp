@@ -63,14 +63,15 @@ class Network {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto has = [](const Window& w, const char* at) { return w.own <= at && at < w.own + w.bytes; };
     const auto window = std::find_if(windows_.begin(), windows_.end(), [&](const Window& w) {
-      return w.peer == put.peer && has(w, put.from) && has(w, put.to) && has(w, put.signal);
+      return w.peer == put.peer && has(w, put.signal) && (put.bytes == 0 || (has(w, put.from) && has(w, put.to)));
     });
     if (window == windows_.end()) refuse("a put to a rank that is not reached", put);
     for (const Flight& f : flights_)
-      if (f.put.own == put.own && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
+      if (f.put.own == put.own && put.bytes != 0 && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
         refuse("a put from where an earlier one has not left", put);
     const auto there = [&](const char* at) { return window->theirs + (at - window->own); };
-    Flight flight{put, window->own, there(put.to), there(put.signal), pieces_of(put.bytes), {}};
+    char* const to = put.bytes == 0 ? nullptr : there(put.to);
+    Flight flight{put, window->own, to, there(put.signal), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
     if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
     flight.asks = static_cast<unsigned>(random_() % 4);
@@ -131,7 +132,8 @@ class Network {
   }
 
   // What is due of a flight.
-  void go_on(Flight& flight) {
+  void go_on(std::size_t number) {
+    Flight& flight = flights_[number];
     const Piece piece = flight.pieces.back();
     flight.pieces.pop_back();
     if (piece.bytes > 0)
@@ -141,6 +143,8 @@ class Network {
     flight.landed = flight.pieces.empty();
     if (flight.landed) changed_.notify_all();
     flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
+    // Nobody asks whether a signal alone has left.
+    if (flight.landed && flight.put.bytes == 0) flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(number));
   }
 
   void serve() {
@@ -155,7 +159,7 @@ class Network {
         if (flights_[i].due <= now) due.push_back(i);
       }
       if (!due.empty())
-        go_on(flights_[due[random_() % due.size()]]);
+        go_on(due[random_() % due.size()]);
       else if (next == Clock::time_point::max())
         changed_.wait(lock);
       else

@@ -591,6 +591,26 @@ def test_pieces_between_nodes(world: int, transport: str) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "transport", "near"),
+    [
+        (2, "nvshmem", "none"),
+        (2, "nvshmem", "all"),
+        (3, "nvshmem", "none"),
+        (4, "nvshmem", "odd"),
+        (4, "nvshmem-mixed", "none"),
+        (4, "nvshmem", "one way"),
+    ],
+)
+def test_pieces_by_kernels(world: int, transport: str, near: str) -> None:
+    """Peers that are put to, mapped ones, and both in one job."""
+    with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+        for number in range(6):
+            case = replace(piece_case(350 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
 def test_pieces_in_a_chaos(world: int, transport: str) -> None:
     with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
