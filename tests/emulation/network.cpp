@@ -34,6 +34,7 @@ struct Flight {
   std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
   Clock::time_point due;        // of what comes next
   bool landed = false;
+  unsigned counts = 1;
   unsigned asks = 0;            // how often somebody must still ask before it has left
 };
 
@@ -73,6 +74,7 @@ class Network {
     char* const to = put.bytes == 0 ? nullptr : there(put.to);
     Flight flight{put, window->own, to, there(put.signal), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
+    if (put.context == twice_context_ && ++of_context_ == twice_put_) flight.counts = 2;
     if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
     flight.asks = static_cast<unsigned>(random_() % 4);
     flights_.push_back(std::move(flight));
@@ -106,6 +108,7 @@ class Network {
     const char* const seed = std::getenv("PPLX_SEED");
     random_.seed(seed == nullptr ? 1 : std::strtoul(seed, nullptr, 0));
     if (const char* late = std::getenv("PPLX_EMULATION_LATE")) std::sscanf(late, "%u@%u", &late_ms_, &late_put_);
+    if (const char* twice = std::getenv("PPLX_EMULATION_TWICE")) std::sscanf(twice, "%u@%u", &twice_context_, &twice_put_);
     std::thread([this] { serve(); }).detach();
   }
 
@@ -139,7 +142,7 @@ class Network {
     if (piece.bytes > 0)
       std::memcpy(flight.to + piece.at, flight.put.from + piece.at, piece.bytes);
     else
-      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), 1, __ATOMIC_RELEASE);
+      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), flight.counts, __ATOMIC_RELEASE);
     flight.landed = flight.pieces.empty();
     if (flight.landed) changed_.notify_all();
     flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
@@ -173,6 +176,7 @@ class Network {
   std::vector<Flight> flights_;
   std::minstd_rand random_;
   unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
+  unsigned of_context_ = 0, twice_context_ = ~0u, twice_put_ = 0;   // "1@3": the third put of context 1 counts twice
 };
 
 }  // namespace
