@@ -753,7 +753,16 @@ def test_pieces_after_a_reset(tmp_path: Path, transport: str, near: str) -> None
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("world", "transport"),
-    [(1, "mapped"), (2, "mapped"), (4, "mapped"), (2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "nvshmem"), (3, "nvshmem")],
+    [
+        (1, "mapped"),
+        (2, "mapped"),
+        (4, "mapped"),
+        (2, "proxy:tcp"),
+        (3, "proxy:tcp"),
+        (4, "mixed:tcp"),
+        (2, "nvshmem"),
+        (3, "nvshmem"),
+    ],
 )
 def test_hooks_of_pieces(world: int, transport: str) -> None:
     """Ranks with few tokens, and with many."""
@@ -798,9 +807,10 @@ def test_hooks_of_pieces_in_a_chaos() -> None:
 @pytest.mark.parametrize("how", ["whole", "receives first"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
-    case = replace(piece_case(900, 2), layout=layout, in_flight=1, num_experts=7, max_tokens=33, transport=transport)
+    case = replace(piece_case(900, 2), layout=layout, in_flight=1, num_experts=7, max_tokens=33)
     with Crew(2) as crew:
         plain = crew.run("hook_cases:plain", case)
+        case = replace(case, transport=transport)
         for parts in (1, 3):
             assert crew.run("emulated:in_pieces", module(), 4, "hook_cases:groups", case, parts, how, timeout=120) == plain
 
