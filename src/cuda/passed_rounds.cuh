@@ -1,5 +1,5 @@
-// What the proxy says of blocks in pieces, for everybody: one warp of a launch looks, and passes it on in device memory. It waits for none of
-// these words alone, and it ends when all has come that the launch waits for.
+// What the proxy, or a carrier's signals, say of blocks in pieces, for everybody: one warp of a launch looks, and passes it on in device memory.
+// It waits for none of these words alone, and it ends when all has come that the launch waits for.
 #pragma once
 
 #include "rounds.cuh"

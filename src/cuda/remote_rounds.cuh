@@ -4,7 +4,8 @@
 //   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
 //   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
 //
-// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (passed_rounds.cuh).
+// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (passed_rounds.cuh). With a carrier that kernels
+// drive (carrier.cuh) that warp looks at its signals, and who would tell the proxy of a piece, or of a credit, posts it.
 //
 // A piece is handed over by whoever stores its last part, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
 // a dispatch, for all remote peers together, since who sends a token has waited for room at all of them; of a combine the rows for one peer, and
