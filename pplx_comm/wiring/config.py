@@ -196,7 +196,7 @@ class Arguments:
 
     def _check_pieces(self, config: _core.Config) -> None:
         """What device='cuda' does not do with blocks in pieces."""
-        refused = ("replicas", self.replicas != 1), ("transport='nvshmem'", self.transport == "nvshmem")
+        refused = (("replicas", self.replicas != 1),)
         for what, wanted in refused:
             if wanted:
                 raise Error(

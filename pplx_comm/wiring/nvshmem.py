@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
+import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
@@ -39,9 +40,11 @@ _PLACE = 4096
 
 MOST_IN_FLIGHT_WITH_PARTS = 2
 """Steps: with more of them blocks go whole, since each part is a put."""
-_QUEUE = 880
+QUEUE = 880
 """Requests of a peer's queue that have not been answered, of eight AllToAlls: 17 puts of three requests for each of two steps in
 flight, or 3 puts for each of eight; and room."""
+_DEPTH = 1024
+"""NVSHMEM_QP_DEPTH where nobody has set it."""
 
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
@@ -140,6 +143,8 @@ class Library:
     """Why it is not to be used any more."""
     probed: dict[int, str | None] = field(default_factory=dict)
     made: list[_Made] = field(default_factory=list)
+    depth: int = _DEPTH
+    """Of its queues, if NVSHMEM_QP_DEPTH does not say."""
     place: int | None = None
     """An address of symmetric memory, for the question whom stores reach: before it is known how much an AllToAll needs."""
 
@@ -152,13 +157,16 @@ class Library:
         timeout: float,
         mapped: list[int],
         looks: bool,
+        queue: int = QUEUE,
     ) -> Reach:
         """Collective over the living. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether it
-        wants to know whom its stores reach."""
+        wants to know whom its stores reach. queue: see queue_of()."""
         attempts = Attempts()
         module = attempts.run(usable_kernels)
-        attempts.run(_check_queue)
         begun = attempts.run(lambda: bool(module.is_initialized()))  # type: ignore[union-attr]
+        if begun is False:
+            self.depth = _depth_for(queue)
+        attempts.run(lambda: _check_queue(self.depth, queue))
         if begun is False:
             attempts.run(lambda: self._probe(gpu))
         if self.lost is not None:
@@ -224,7 +232,7 @@ class Library:
         told = agree(control, "AllToAll: NVSHMEM id", {"error": attempts.error, "id": unique}, timeout)
         identity = bytes.fromhex(told[alive[0]]["id"])  # type: ignore[index]
         one_host = control.one_network
-        with _environment(variables(nbytes, one_host)):
+        with _environment(variables(nbytes, one_host, self.depth)):
             attempts.run(
                 lambda: self._in_time(
                     lambda: module.init(gpu, identity, alive.index(control.rank), len(alive)), timeout, "nvshmem_init"
@@ -324,7 +332,7 @@ def try_alone(gpu: int) -> str | None:
     return f"one PE alone ended with status {done.returncode}: {' | '.join(said[-3:])}"
 
 
-def variables(nbytes: int, one_host: bool) -> dict[str, str]:
+def variables(nbytes: int, one_host: bool, depth: int = _DEPTH) -> dict[str, str]:
     """NVSHMEM's own, for one that we start. What the caller has set stays."""
     wanted = {
         "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + _OWN_BYTES) // _GRANULE) * _GRANULE)),
@@ -335,6 +343,8 @@ def variables(nbytes: int, one_host: bool) -> dict[str, str]:
     else:
         # Its doorbells by the GPU where the driver lets it, else by a host thread without GDRCopy.
         wanted |= {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_IBGDA_NIC_HANDLER": "auto"}
+        if depth != _DEPTH:
+            wanted["NVSHMEM_QP_DEPTH"] = str(depth)
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -378,10 +388,27 @@ def _check_all_are_here(module: Any, alive: list[int], nbytes: int) -> None:
         )
 
 
-def _check_queue() -> None:
-    depth = os.environ.get("NVSHMEM_QP_DEPTH", "")
-    if depth.isdecimal() and int(depth) < _QUEUE:
-        raise Error(f"transport='nvshmem': NVSHMEM_QP_DEPTH={depth} must be at least {_QUEUE}: a put would wait inside NVSHMEM")
+def queue_of(config: _core.Config) -> int:
+    """How deep queues must be for eight such AllToAlls. In pieces at most 9 posts of three requests have not been answered, for
+    each step in flight: two pieces and two credits of a dispatch, as many of a combine, and weights."""
+    return max(QUEUE, 8 * 9 * 3 * config.in_flight + 64) if config.in_pieces else QUEUE
+
+
+def _depth_for(queue: int) -> int:
+    depth = _DEPTH
+    while depth < queue:
+        depth *= 2
+    return depth
+
+
+def _check_queue(depth: int, queue: int) -> None:
+    named = os.environ.get("NVSHMEM_QP_DEPTH", "")
+    has = int(named) if named.isdecimal() else depth
+    if has < queue:
+        raise Error(
+            f"transport='nvshmem': NVSHMEM_QP_DEPTH={has} must be at least {queue} when NVSHMEM starts: a put would wait inside "
+            "NVSHMEM"
+        )
 
 
 def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:

@@ -45,7 +45,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
     config, timeout, gpu, given = request.config, request.patience, request.gpu, request.symmetric_memory
     assert gpu is not None
     most = config.shared_bytes + config.heap_bytes
-    reach = nvshmem.library.start(control, gpu, most, given, timeout, peers.mapped, request.settings.near)
+    reach = nvshmem.library.start(control, gpu, most, given, timeout, peers.mapped, request.settings.near, nvshmem.queue_of(config))
     peers = peers.joined_by(reach.near_of(control.rank))
     config.remote_peers = len(peers.remote)
     answers = agree(control, "AllToAll: puts", {"puts": bool(peers.remote)}, timeout)

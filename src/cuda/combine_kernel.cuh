@@ -74,7 +74,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     }
   }
   if (a.recv) {
-    receive_combine<T, kPlain>(a, step, s);
+    receive_combine<T, kPlain, kPieces>(a, step, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

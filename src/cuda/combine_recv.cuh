@@ -30,9 +30,10 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
 }
 
+template <bool kPieces>
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
+  if (!wait_for_block<kPieces>(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
@@ -41,13 +42,14 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
 }
 
 // Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
+template <bool kPieces>
 __device__ inline void receive_remote_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   bool mine = false;
   if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
   if (__syncthreads_or(mine) == 0) return;
   const std::uint32_t peer = threadIdx.x;
-  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header(a, step, peer);
+  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header<kPieces>(a, step, peer);
   __syncwarp();
 }
 
@@ -279,10 +281,10 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
 }
 
 // For each warp.
-template <typename T, bool kPlain>
+template <typename T, bool kPlain, bool kPieces>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
-  if (!kPlain && k.remote != 0) receive_remote_headers(a, step);
+  if (!kPlain && k.remote != 0) receive_remote_headers<kPieces>(a, step);
   if (!kPlain && k.slice.of > 1) {
     if (a.release || receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
     return;

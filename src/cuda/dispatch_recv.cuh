@@ -302,7 +302,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
-    const bool there = lane >= n || wait_for_block(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
+    const bool there = lane >= n || wait_for_block<kPieces>(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
     if (!all_of_warp(there)) return;
     note(k, Stage::Heard);
     BlockHeader h;

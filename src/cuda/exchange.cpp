@@ -367,12 +367,13 @@ void Exchange::make_round_counts() {
   check(load_combine_pieces(common_.c, false), "loading the kernels of combines in pieces");
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
-  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = memory_.proxied ? 4 * kPlaces * words : 0;
-  round_bytes_ = memory_.proxied ? told + stored : counts;
+  const bool across = common_.blocks != nullptr;
+  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
+  round_bytes_ = across ? told + stored : counts;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
   round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
-  if (memory_.proxied) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
+  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
   forget_round_counts();
 }
 

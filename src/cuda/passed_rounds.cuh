@@ -1,5 +1,5 @@
-// What the proxy says of blocks in pieces, for everybody: one warp of a launch looks, and passes it on in device memory. It waits for none of
-// these words alone, and it ends when all has come that the launch waits for.
+// What the proxy, or a carrier's signals, say of blocks in pieces, for everybody: one warp of a launch looks, and passes it on in device memory.
+// It waits for none of these words alone, and it ends when all has come that the launch waits for.
 #pragma once
 
 #include "rounds.cuh"
@@ -9,8 +9,14 @@ namespace pplx::cuda {
 __device__ inline std::uint32_t pieces_at_host(const Common& k, std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) {
   return pieces_in(load_acquire(k.host + k.heap.count_at(k.c, words, set_of(k.c, step), op, peer)), k.generation, step);
 }
-// Both the peer and the network are done with them.
-__device__ inline std::uint32_t free_pieces(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+// Leading pieces of the peer's block that are here. `known` of them were passed on, and there are `most`: a carrier's signals count on from there.
+__device__ inline std::uint32_t landed_pieces(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t known, std::uint32_t most) {
+  if (kCarrier) return landed_by_signals(k, step, op, peer, known, most);
+  return pieces_at_host(k, k.heap.pieces, step, op, peer);
+}
+// Those of this rank's block that both the peer and the network are done with.
+__device__ inline std::uint32_t free_pieces(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t known, std::uint32_t most) {
+  if (kCarrier) return free_by_signals(k, step, op, peer, known, most);
   return min(pieces_at_host(k, k.heap.consumed, step, op, peer), pieces_at_host(k, k.heap.left, step, op, peer));
 }
 
@@ -46,18 +52,20 @@ struct PassedPhases {
 template <typename Take>
 __device__ inline bool pass_on_peer(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, PassedPeer& of, bool& moved, const Take& take) {
   if (of.landed < of.all_landed) {
-    const std::uint32_t landed = min(pieces_at_host(k, k.heap.pieces, step, op, of.peer), of.all_landed), before = of.landed;
+    const std::uint32_t landed = min(landed_pieces(k, step, op, of.peer, of.landed, of.all_landed), of.all_landed), before = of.landed;
     for (; of.landed < landed; ++of.landed)
       if (!take(of.peer, of.landed)) return false;
     if (of.landed != before) {
+      if (kCarrier) hear_landed(k, step, op, of.peer, before, of.landed);
       linger(k, of.landed);
       store_release_here(remote_word(k, p, RemoteWord::Landed, step, op, of.peer), pieces_word(k.generation, step, of.landed));
       moved = true;
     }
   }
   if (of.room < of.all_room) {
-    const std::uint32_t room = min(free_pieces(k, step, op, of.peer), of.all_room);
+    const std::uint32_t room = min(free_pieces(k, step, op, of.peer, of.room, of.all_room), of.all_room);
     if (room != of.room) {
+      if (kCarrier) hear_free(k, step, op, of.peer, of.room, room);
       of.room = room;
       linger(k, room);
       store_release_here(remote_word(k, p, RemoteWord::Room, step, op, of.peer), pieces_word(k.generation, step, room));
@@ -94,12 +102,14 @@ __device__ inline bool pass_on_rounds(const Common& k, const PieceArguments& p, 
       const bool lands = of.landed < of.all_landed;
       const Phase phase = lands ? phases.recv : phases.send;
       const std::uint64_t expected = kRound | (lands ? 0 : kToBeRead) | (lands ? of.landed : of.room);
+      look_for_carrier_errors(k, step, phase, of.peer);
       const Verdict verdict = ask_for_round(k, looks / kLooks, first, begun, phase, step, of.peer, expected, false, kPassersWait);
       if (verdict == Verdict::Busy) begun = nanoseconds();
       if (verdict == Verdict::Failed) good = false;
       if (verdict == Verdict::Left) {
         // All that it sent was there before it said so.
-        good = pieces_at_host(k, k.heap.pieces, step, phases.op, of.peer) > of.landed || free_pieces(k, step, phases.op, of.peer) > of.room;
+        good = landed_pieces(k, step, phases.op, of.peer, of.landed, of.all_landed) > of.landed ||
+               free_pieces(k, step, phases.op, of.peer, of.room, of.all_room) > of.room;
         if (!good) fail(k, {AbortReason::Closed, phase, k.c.rank, of.peer, step}, expected, 0);
       }
     }
@@ -110,6 +120,7 @@ __device__ inline bool pass_on_rounds(const Common& k, const PieceArguments& p, 
 
 // Waits until the last block of that set has left, whole or in pieces: see_it_leave() of remote.cuh.
 __device__ inline void see_pieces_leave(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  if (kCarrier) return see_it_leave(k, step, op, phase, peer);
   const std::uint64_t last = *announced(k, step, op, peer);
   if (is_seen_to_leave(k, last, step, op, peer)) return;
   const auto its_step = static_cast<std::uint32_t>(last);

@@ -34,11 +34,14 @@ std::vector<std::uint64_t> Exchange::read_signals() const {
 template <typename Visit>
 void Exchange::for_each_signal(const Visit& visit) const {
   const Config& c = config();
+  const auto signal_of = [&](std::uint32_t set, Op op, std::uint32_t nth, std::uint32_t peer) {
+    return common_.heap.in_pieces ? piece_signal_at(common_.heap, c, set, op, nth, peer) : signal_at(common_.heap, c, set, op, nth, peer);
+  };
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op)
       for (std::uint32_t part = 0; part < signals_of(common_.heap, Op(op)); ++part)
         for (std::uint32_t peer = 0; peer < c.world; ++peer)
-          visit(set, op, part, peer, (signal_at(common_.heap, c, set, Op(op), part, peer) - common_.heap.arrival) / sizeof(std::uint64_t));
+          visit(set, op, part, peer, (signal_of(set, Op(op), part, peer) - common_.heap.arrival) / sizeof(std::uint64_t));
 }
 
 std::vector<std::uint64_t> Exchange::posted() const {

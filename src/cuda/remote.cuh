@@ -179,9 +179,10 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
 }
 
-// Until the header of the peer's block is there.
+// Until the header of the peer's block is there. kPieces: in an AllToAll in pieces.
+template <bool kPieces = false>
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  if (kCarrier) return wait_for_put(k, step, op, phase, peer);
+  if (kCarrier) return wait_for_put<kPieces>(k, step, op, phase, peer);
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 

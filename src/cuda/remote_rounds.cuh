@@ -4,7 +4,8 @@
 //   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
 //   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
 //
-// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (passed_rounds.cuh).
+// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (passed_rounds.cuh). With a carrier that kernels
+// drive (carrier.cuh) that warp looks at its signals, and who would tell the proxy of a piece, or of a credit, posts it.
 //
 // A piece is handed over by whoever stores its last part, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
 // a dispatch, for all remote peers together, since who sends a token has waited for room at all of them; of a combine the rows for one peer, and
@@ -79,6 +80,12 @@ __device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, st
 __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
                                  std::uint32_t rows) {
   linger(k, std::uint64_t{round} << 32 | peer);
+  if (kCarrier) {
+    *announced(k, step, op, peer) = arrival_word(k.generation, step);
+    put_piece(k, step, op, peer, round, rows);
+    note(k, Stage::Told);
+    return;
+  }
   set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
   *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));

@@ -122,6 +122,10 @@ __device__ inline void give_credit(const Common& k, const PieceArguments& p, std
   const std::uint32_t pieces = op == Op::Dispatch ? __ldcg(kept_rounds(p, peer)) : all;
   if (round + kPlaces >= pieces) return;
   if (op == Op::Combine && !piece_has_come(k, p, Phase::CombineRecv, step, op, peer, round)) return;
+  if (kCarrier) {
+    put_credit(k, step, op, peer);
+    return;
+  }
   const std::uint64_t index = k.heap.credit_index(k.c, set_of(k.c, step), op, peer);
   publish(k, mailbox_entry(k.heap, k.host, index).mail, word_of_round(k, step, round));
 }

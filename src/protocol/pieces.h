@@ -31,7 +31,7 @@
 // nothing but itself.
 //
 // Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
-// src/cuda/remote_rounds.cuh.
+// src/cuda/remote_rounds.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
 #pragma once
 
 #include "block.h"

@@ -1,5 +1,6 @@
 // Words, steps, immediates and the places of everything in the heap.
 #include <algorithm>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -58,6 +59,37 @@ void check_turns(check::Random& random) {
         CHECK_EQ(turn_of(c, step, turn - std::min(apart, turn)), turn);
         CHECK_EQ(turn_of(c, step, turn + apart), turn);
       }
+    }
+}
+
+// Each has a word of its own, where a reset rebases them: in front of the counts.
+void check_signals() {
+  for (const bool pieces : {false, true})
+    for (std::uint32_t in_flight : {1u, 4u}) {
+      Config c;
+      c.world = 3;
+      c.num_experts = 6;
+      c.top_k = 2;
+      c.hidden = 64;
+      c.max_tokens = 2000;
+      c.in_flight = in_flight;
+      c.on_gpu = true;
+      c.part_bytes = 4096;
+      if (pieces) c.slot_bytes = least_slot_bytes(c);
+      const Heap heap = heap_of(c);
+      CHECK(heap.in_pieces == pieces && heap.in_parts == !pieces);
+      std::set<std::uint64_t> words;
+      std::size_t signals = 0;
+      for (std::uint32_t set = 0; set < in_flight; ++set)
+        for (const Op op : {Op::Dispatch, Op::Combine, Op::Weights})
+          for (std::uint32_t nth = 0; nth < signals_of(heap, op); ++nth)
+            for (std::uint32_t source = 0; source < c.world; ++source, ++signals) {
+              const std::uint64_t at = pieces ? piece_signal_at(heap, c, set, op, nth, source) : signal_at(heap, c, set, op, nth, source);
+              CHECK(at >= heap.arrival && at + kWordBytes <= heap.counts && at % kWordBytes == 0);
+              words.insert(at);
+            }
+      CHECK_EQ(signals, std::size_t{in_flight} * c.world * (pieces ? 7 : 17));
+      CHECK_EQ(words.size(), signals);
     }
 }
 
@@ -309,6 +341,7 @@ int main() {
   check::Random random(check::seed());
   check_steps(random);
   check_turns(random);
+  check_signals();
   check_arrivals(random);
   check_aborts();
   check_immediates();

@@ -138,8 +138,9 @@ class StandIn(nvshmem.Library):
         self._library = library
 
     def start(
-        self, control: Any, gpu: int, nbytes: int, given: Any, timeout: float, mapped: list[int], looks: bool
-    ) -> nvshmem.Reach:
+        self, control: Any, gpu: int, nbytes: int, given: Any, timeout: float, mapped: list[int], looks: bool,
+        queue: int = nvshmem.QUEUE,
+    ) -> nvshmem.Reach:  # fmt: skip
         mine = {"near": sorted(near(control.rank, control.world_size)) if looks else [], "mapped": mapped}
         answers = agree(control, "emulation: reach", mine, timeout)
         reaches = ([set(answer[name]) if answer else set() for answer in answers] for name in ("mapped", "near"))

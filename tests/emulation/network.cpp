@@ -34,6 +34,7 @@ struct Flight {
   std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
   Clock::time_point due;        // of what comes next
   bool landed = false;
+  unsigned counts = 1;
   unsigned asks = 0;            // how often somebody must still ask before it has left
 };
 
@@ -63,15 +64,17 @@ class Network {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto has = [](const Window& w, const char* at) { return w.own <= at && at < w.own + w.bytes; };
     const auto window = std::find_if(windows_.begin(), windows_.end(), [&](const Window& w) {
-      return w.peer == put.peer && has(w, put.from) && has(w, put.to) && has(w, put.signal);
+      return w.peer == put.peer && has(w, put.signal) && (put.bytes == 0 || (has(w, put.from) && has(w, put.to)));
     });
     if (window == windows_.end()) refuse("a put to a rank that is not reached", put);
     for (const Flight& f : flights_)
-      if (f.put.own == put.own && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
+      if (f.put.own == put.own && put.bytes != 0 && put.from < f.put.from + f.put.bytes && f.put.from < put.from + put.bytes)
         refuse("a put from where an earlier one has not left", put);
     const auto there = [&](const char* at) { return window->theirs + (at - window->own); };
-    Flight flight{put, window->own, there(put.to), there(put.signal), pieces_of(put.bytes), {}};
+    char* const to = put.bytes == 0 ? nullptr : there(put.to);
+    Flight flight{put, window->own, to, there(put.signal), pieces_of(put.bytes), {}};
     flight.due = Clock::now() + delay();
+    if (put.context == twice_context_ && ++of_context_ == twice_put_) flight.counts = 2;
     if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
     flight.asks = static_cast<unsigned>(random_() % 4);
     flights_.push_back(std::move(flight));
@@ -105,6 +108,7 @@ class Network {
     const char* const seed = std::getenv("PPLX_SEED");
     random_.seed(seed == nullptr ? 1 : std::strtoul(seed, nullptr, 0));
     if (const char* late = std::getenv("PPLX_EMULATION_LATE")) std::sscanf(late, "%u@%u", &late_ms_, &late_put_);
+    if (const char* twice = std::getenv("PPLX_EMULATION_TWICE")) std::sscanf(twice, "%u@%u", &twice_context_, &twice_put_);
     std::thread([this] { serve(); }).detach();
   }
 
@@ -131,16 +135,19 @@ class Network {
   }
 
   // What is due of a flight.
-  void go_on(Flight& flight) {
+  void go_on(std::size_t number) {
+    Flight& flight = flights_[number];
     const Piece piece = flight.pieces.back();
     flight.pieces.pop_back();
     if (piece.bytes > 0)
       std::memcpy(flight.to + piece.at, flight.put.from + piece.at, piece.bytes);
     else
-      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), 1, __ATOMIC_RELEASE);
+      __atomic_fetch_add(reinterpret_cast<std::uint64_t*>(flight.signal), flight.counts, __ATOMIC_RELEASE);
     flight.landed = flight.pieces.empty();
     if (flight.landed) changed_.notify_all();
     flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
+    // Nobody asks whether a signal alone has left.
+    if (flight.landed && flight.put.bytes == 0) flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(number));
   }
 
   void serve() {
@@ -155,7 +162,7 @@ class Network {
         if (flights_[i].due <= now) due.push_back(i);
       }
       if (!due.empty())
-        go_on(flights_[due[random_() % due.size()]]);
+        go_on(due[random_() % due.size()]);
       else if (next == Clock::time_point::max())
         changed_.wait(lock);
       else
@@ -169,6 +176,7 @@ class Network {
   std::vector<Flight> flights_;
   std::minstd_rand random_;
   unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
+  unsigned of_context_ = 0, twice_context_ = ~0u, twice_put_ = 0;   // "1@3": the third put of context 1 counts twice
 };
 
 }  // namespace

@@ -591,6 +591,63 @@ def test_pieces_between_nodes(world: int, transport: str) -> None:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "transport", "near"),
+    [
+        (2, "nvshmem", "none"),
+        (2, "nvshmem", "all"),
+        (3, "nvshmem", "none"),
+        (4, "nvshmem", "odd"),
+        (4, "nvshmem-mixed", "none"),
+        (4, "nvshmem", "one way"),
+    ],
+)
+def test_pieces_by_kernels(world: int, transport: str, near: str) -> None:
+    """Peers that are put to, mapped ones, and both in one job."""
+    with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+        for number in range(6):
+            case = replace(piece_case(350 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_bits_of_mapped_memory_in_pieces(layout: str) -> None:
+    wire = {"ragged": "fp8", "padded": "native", "compact": "mxfp8"}[layout]
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=96, max_tokens=40, wire=wire, layout=layout, transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": "none"}) as crew:
+        crew.run("emulated:in_pieces", module(), 4, "nvshmem_cases:against_mapped", case, 6, timeout=120)
+
+
+def test_several_all_to_alls_in_pieces() -> None:
+    """Of one Communicator, in steps that interleave, over every carrier."""
+    transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]
+    with Crew(3) as crew:
+        cases = [replace(piece_case(370 + i, 3), in_flight=1, steps=4, transport=t) for i, t in enumerate(transports)]
+        crew.run("emulated:all_in_pieces", module(), 4, "rank_cases:interleaved", cases, timeout=120)
+
+
+@pytest.mark.parametrize("near", ["none", "odd"])
+@pytest.mark.parametrize("late", [301, 330, 364])
+def test_a_piece_that_lands_after_its_generation(near: str, late: int) -> None:
+    """A piece, or a credit, comes later than the reset: it must not count in the new generation."""
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=30, in_flight=2, crowd="full", transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"4500@{late}"}) as crew:
+        run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 2.0, again=True)
+        for r in run(timeout=60):
+            assert r.get("is_peer") and r["is_timeout"], r
+
+
+@pytest.mark.parametrize("context", [0, 1], ids=["dispatch", "combine"])
+def test_a_piece_that_is_not_the_next(context: int) -> None:
+    """A signal counts one too many: what lies there is an earlier piece of the same step, whose number says so."""
+    case = Case(seed(), 2, num_experts=4, top_k=2, hidden=64, max_tokens=60, crowd="full", steps=3, transport="nvshmem")
+    with Crew(2, {"PPLX_EMULATION_TWICE": f"{context}@18"}) as crew:
+        results = crew.run("emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 5.0, again=False, timeout=60)
+    assert all(r.get("is_peer") and not r["is_timeout"] for r in results), results
+    assert any("must not send" in r["message"] for r in results), results
+
+
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
 def test_pieces_in_a_chaos(world: int, transport: str) -> None:
     with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
@@ -614,7 +671,7 @@ def test_pieces_in_gpu_memory() -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("room", [1, 2])
 def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
     """It claims the rounds in their order, whoever else was to have them."""
@@ -625,7 +682,7 @@ def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> Non
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem"])
 def test_pieces_of_ranks_with_few(transport: str) -> None:
     """Those take part in the rounds of others by the kernels of steps of few; steps of few alone come in between."""
     with Crew(3) as crew:
@@ -635,7 +692,7 @@ def test_pieces_of_ranks_with_few(transport: str) -> None:
             crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
     """As on the CPU device, in the same memory."""
@@ -648,7 +705,7 @@ def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
         )
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_pieces_among_replays(transport: str) -> None:
     """With one step open: those draw their order for each of several."""
     with Crew(2) as crew:
@@ -656,7 +713,7 @@ def test_pieces_among_replays(transport: str) -> None:
         crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_pieces_in_order(transport: str) -> None:
     with Crew(2) as crew:
         case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)
@@ -665,7 +722,7 @@ def test_pieces_in_order(transport: str) -> None:
             assert "combine_recv: step 2 before step 1" in second and "slot_bytes" in second, second
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
 def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) -> None:
     """The other says who, where, and which piece it waits for; then both reset and go on."""
@@ -677,11 +734,14 @@ def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) ->
         assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
-def test_pieces_after_a_reset(tmp_path: Path, transport: str) -> None:
+@pytest.mark.parametrize(
+    ("transport", "near"),
+    [("mapped", ""), ("proxy:tcp", ""), ("mixed:tcp", ""), ("nvshmem", "none"), ("nvshmem", "odd"), ("nvshmem-mixed", "none")],
+)
+def test_pieces_after_a_reset(tmp_path: Path, transport: str, near: str) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2, transport=transport)
-    with Crew(4) as crew:
+    with Crew(4, {"PPLX_EMULATION_NEAR": near} if near else {}) as crew:
         crew.start("emulated:in_pieces", module(), 4, "failure_cases:reset_after", case, [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
         crew.leave()
@@ -692,7 +752,17 @@ def test_pieces_after_a_reset(tmp_path: Path, transport: str) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("world", "transport"), [(1, "mapped"), (2, "mapped"), (4, "mapped"), (2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp")]
+    ("world", "transport"),
+    [
+        (1, "mapped"),
+        (2, "mapped"),
+        (4, "mapped"),
+        (2, "proxy:tcp"),
+        (3, "proxy:tcp"),
+        (4, "mixed:tcp"),
+        (2, "nvshmem"),
+        (3, "nvshmem"),
+    ],
 )
 def test_hooks_of_pieces(world: int, transport: str) -> None:
     """Ranks with few tokens, and with many."""
@@ -703,7 +773,7 @@ def test_hooks_of_pieces(world: int, transport: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
     """Rounds whose rows lie in several blocks of the output, of ranks with few tokens and with many. Rows of two parts."""
@@ -717,7 +787,7 @@ def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("room", [1, 2])
 def test_hooks_of_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
@@ -733,18 +803,19 @@ def test_hooks_of_pieces_in_a_chaos() -> None:
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("how", ["whole", "receives first"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
-    case = replace(piece_case(900, 2), layout=layout, in_flight=1, num_experts=7, max_tokens=33, transport=transport)
+    case = replace(piece_case(900, 2), layout=layout, in_flight=1, num_experts=7, max_tokens=33)
     with Crew(2) as crew:
         plain = crew.run("hook_cases:plain", case)
+        case = replace(case, transport=transport)
         for parts in (1, 3):
             assert crew.run("emulated:in_pieces", module(), 4, "hook_cases:groups", case, parts, how, timeout=120) == plain
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("few", [None, 2])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, transport: str) -> None:
@@ -757,7 +828,7 @@ def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, trans
     assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("few", [None, 3])
 def test_rows_that_are_written_behind_the_send_half(few: int | None, transport: str) -> None:
     case = Case(seed(), 2, num_experts=4, top_k=2, max_tokens=30, hidden=48, layout="padded", wire="native", transport=transport)
@@ -765,16 +836,18 @@ def test_rows_that_are_written_behind_the_send_half(few: int | None, transport: 
         crew.run("emulated:in_pieces", module(), 4, "hook_cases:behind_two_rounds", case, 4, few)
 
 
-def test_nobody_spins_for_ever_in_pieces() -> None:
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
+def test_nobody_spins_for_ever_in_pieces(transport: str) -> None:
     with Crew(3) as crew:
-        crew.start("emulated:in_pieces", module(), 4, "hook_cases:nobody_comes", Case(seed(), 3, max_tokens=30), 1.0)
+        case = Case(seed(), 3, max_tokens=30, transport=transport)
+        crew.start("emulated:in_pieces", module(), 4, "hook_cases:nobody_comes", case, 1.0)
         said = crew.collect(60, [0, 2])
         crew.tell(1)
         crew.collect(60, [1])
     assert all(s["raised"] and s["type"] == "StepTimeout" and s["peer"] == 1 for s in said), said
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_hooks_of_pieces_in_a_graph(transport: str) -> None:
     case = small_case(seed(), 2, 1, layout="padded", max_tokens=20, transport=transport)
     with Crew(2) as crew:

@@ -19,12 +19,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import WIRES, Case, random_case
+from cases import WIRES, Case, in_pieces, random_case
 from gpus import AT_ONCE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from run_cuda import build_module, nvcc
-from test_failure import CLOSED, NOTICED
+from test_failure import CLOSED, NOTICED, check_survivors
 
 from pplx_comm.errors import Error
 from pplx_comm.wiring import nvshmem
@@ -171,6 +171,75 @@ def test_reset(transport: str, reach: str, tmp_path: Path) -> None:
         crew.leave()
 
 
+# ---- blocks in pieces: those of near peers by the kernels of mapped memory, those of far ones by puts and credits
+
+
+def pieces(transport: str, **changes: object) -> Case:
+    case = Case(
+        seed(), RANKS, num_experts=16, top_k=4, hidden=1024, max_tokens=1500, wire="fp8", align=8, crowd="uneven", steps=6,
+        transport=transport,
+    )  # fmt: skip
+    return in_pieces(replace(case, **changes), on_gpu=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize(("routing", "in_flight"), [("uniform", 1), ("sparse", 2), ("to_one", 1), ("zipf", 4)])
+def test_pieces(crew: Crews, routing: str, in_flight: int, transport: str) -> None:
+    for number, wire in enumerate(WIRES):
+        case = pieces(
+            transport, seed=seed() * 100 + number, routing=routing, in_flight=in_flight, wire=wire, first_step=2**32 - 3,
+            crowd=["uneven", "one_has_none", "full"][number % 3], hidden=[1024, 144, 4112][number % 3],
+        )  # fmt: skip
+        crew.run("gpu_cases:exchange", case, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_bits_of_mapped_memory_in_pieces(crew: Crews, layout: str, transport: str) -> None:
+    case = pieces(transport, layout=layout, hidden=7168, num_experts=64, top_k=8)
+    crew.run("nvshmem_cases:against_mapped", case, 6, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_pieces_and_whole_steps_in_turn(crew: Crews, transport: str) -> None:
+    """As on the CPU device. Steps of few tokens in between, of which none is cut."""
+    tokens_of = [1500, 128, 900, 1, 257, 256, 1200]
+    crew.run("gpu_cases:both_devices", pieces(transport, threads=4), len(tokens_of), tokens_of=tokens_of, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_pieces_among_replays(crew: Crews, transport: str) -> None:
+    case = in_pieces(small_case(seed(), RANKS, 1, transport=transport, max_tokens=900), on_gpu=True)
+    crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_hooks_of_pieces(crew: Crews, transport: str) -> None:
+    case = in_pieces(small_case(seed(), RANKS, 1, transport=transport, layout="padded", hidden=1024, max_tokens=1024), on_gpu=True)
+    crew.run("hook_cases:replayed", case, 2, 30, timeout=200)
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("place", ["after_dispatch_send", "after_dispatch", "after_combine_send"])
+def test_death_in_pieces(place: str, transport: str, reach: str, tmp_path: Path) -> None:
+    with Crew(RANKS, REACH[reach]) as crew:
+        case = pieces(transport, hidden=64, crowd="full")
+        crew.start("gpu_cases:on_gpu", "failure_cases:survive", case, 1, place, str(tmp_path / "died"))
+        left = [rank for rank in range(RANKS) if rank != 1]
+        check_survivors(crew.collect(60, left), 1, float((tmp_path / "died").read_text()))
+
+
+@pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_pieces_after_a_reset(transport: str, reach: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    with Crew(4, REACH[reach]) as crew:
+        case = pieces(transport, hidden=64, in_flight=2)
+        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+
+
 @pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
 def test_ranks_that_end_a_step_differently(kind: str, reach: str) -> None:
     with Crew(RANKS, REACH[reach]) as crew:
@@ -223,3 +292,12 @@ def test_fuzz(fuzz: str) -> None:
         for wire, hidden, tokens, steps in (("native", 512, 32, 5000), ("fp8", 512, 32, 5000), ("native", 7168, 128, 50)):
             case = small("nvshmem", hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
             assert crew.run("gpu_cases:soak", case, steps, timeout=600) == [0] * RANKS
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("routing", "tokens"), [("uniform", 1200), ("sparse", 900), ("to_one", 700)])
+def test_fuzz_of_pieces(fuzz: str, routing: str, tokens: int) -> None:
+    with Crew(RANKS, {"PPLX_TEST_NVSHMEM": fuzz, "PPLX_COMM_CUDA_FUZZ": str(seed()), **REACH["far"]}) as crew:
+        for transport in CARRIERS:
+            case = pieces(transport, hidden=512, max_tokens=tokens, routing=routing, steps=12)
+            crew.run("gpu_cases:exchange", case, timeout=300)

@@ -28,7 +28,7 @@ TESTS = "tests/emulation/test_emulation.py"
 LIMIT = 300.0
 
 CARRIER, PUTS, NETWORK = "src/cuda/carrier.cuh", "src/cuda/puts.cpp", "tests/emulation/network.cpp"
-REMOTE = "src/cuda/remote.cuh"
+REMOTE, ROUNDS = "src/cuda/remote.cuh", "src/cuda/remote_rounds.cuh"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Mutant:
 
 SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
 PROXY = "test_random_shapes and tcp"
+PIECES = "test_pieces_by_kernels"
+RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
+LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
 
 MUTANTS = [
@@ -146,8 +149,8 @@ MUTANTS = [
     Mutant(
         "data overwritten before it left",
         CARRIER,
-        "[&] { return carrier::left(k, peer, context_of(k, step, op)); });\n",
-        "[&] { return true; });\n",
+        "    return carrier::left(k, peer, context_of(k, step, op)) && (",
+        "    return true || (",
         "a carrier that still reads a block sends the next step's rows",
         SHAPES,
     ),
@@ -229,6 +232,110 @@ MUTANTS = [
         "other thread blocks read rows that have not come",
         PROXY,
         "_cuda",
+    ),
+    Mutant(
+        "pieces: signal before data",
+        NETWORK,
+        "    pieces.insert(pieces.begin(), Piece{0, 0});",
+        "    pieces.insert(pieces.end(), Piece{0, 0});",
+        "a carrier whose signal overtakes its data would pass every test",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: a credit is given too early",
+        "src/cuda/rounds.cuh",
+        "  if (first) more += kAllParts - units + ",
+        "  if (first) more += kAllParts - units + (units > 1 ? 1 : 0) + ",
+        "a place is written while its last rows are read",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: a piece is put before its last row",
+        ROUNDS,
+        "if (!count_parts(k, p, step, Op::Combine, peer, round, more, kAllParts + kRoundBefore)) return;\n",
+        "if (!count_parts(k, p, step, Op::Combine, peer, round, more, kAllParts - (round > 1 ? 1 : 0) + kRoundBefore)) return;\n",
+        "its last row, or its header, is stored while the network reads the piece",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: written again before the network has read them",
+        CARRIER,
+        " && carrier::left(k, peer, context_of(k, step, op, n % kPlaces))) ++n;\n",
+        ") ++n;\n",
+        "a credit says that the peer has read, not that nothing reads the sender's memory any more",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: both places are asked whether one has left",
+        CARRIER,
+        "context_of(k, step, op, n % kPlaces))) ++n;\n",
+        "context_of(k, step, op, (n + 1) % kPlaces))) ++n;\n",
+        "the place that is written next is not the one that was asked about",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: the second place is not waited for at the end of a step",
+        CARRIER,
+        "(!k.heap.in_pieces || carrier::left(k, peer, context_of(k, step, op, 1)))",
+        "(!k.heap.in_pieces || true)",
+        "the set's next step stores where the network still reads",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: places share a signal",
+        CARRIER,
+        "layout.bytes(rows), piece_signal_of(k, step, op, place, k.c.rank));\n",
+        "layout.bytes(rows), piece_signal_of(k, step, op, 0, k.c.rank));\n",
+        "a count says how many have landed, not which",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: a piece is believed with the one before",
+        CARRIER,
+        "n % kPlaces, peer, (n - known) / kPlaces)) ++n;\n",
+        "0, peer, (n - known) / kPlaces)) ++n;\n",
+        "rows of the second place are read before they come",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: credits of dispatch and combine are one",
+        "src/protocol/signals.h",
+        "heap.count_at(c, nth == kCreditSignal ? heap.consumed : heap.pieces, set, op, source);",
+        "heap.count_at(c, nth == kCreditSignal ? heap.consumed : heap.pieces, set, nth == kCreditSignal ? Op::Dispatch : op, source);",
+        "what was read of one opens places of the other",
+        PIECES,
+    ),
+    Mutant(
+        "pieces: a piece's number is not looked at",
+        "src/cuda/passed_rounds.cuh",
+        "  if (h.piece == piece && h.pieces == pieces && h.begin == of.begin && h.end == of.end) return true;\n",
+        "  if (h.pieces == pieces) return true;\n",
+        "an earlier piece of the same step is taken for this one",
+        WRONG_PIECE,
+    ),
+    Mutant(
+        "pieces: the second place's count is not rebased at reset",
+        PUTS,
+        "counts->base[set][op][part][source] = signals[number];\n",
+        "counts->base[set][op][part][source] = part == 1 ? 0 * signals[number] : signals[number];\n",
+        "pieces of the new generation are read before they come",
+        RESET_PIECES,
+    ),
+    Mutant(
+        "pieces: credits are not rebased at reset",
+        PUTS,
+        "counts->base[set][op][part][source] = signals[number];\n",
+        "counts->base[set][op][part][source] = part == kCreditSignal ? 0 * signals[number] : signals[number];\n",
+        "credits of the old generation open places of the new one",
+        RESET_PIECES,
+    ),
+    Mutant(
+        "pieces: a reset does not wait for credits that are under way",
+        CARRIER,
+        "  ++*of_signal(k.puts->posted, k, step, op, kCreditSignal, peer);\n",
+        "",
+        "one that lands later counts in the new generation, or the reset waits for what was never posted",
+        LATE_PIECE,
     ),
     Mutant(
         "hooks: a row of a round is counted before it is placed",

@@ -17,6 +17,7 @@ from harness import threads
 
 import pplx_comm as pc
 from pplx_comm.wiring import nvshmem
+from pplx_comm.wiring.config import make_config
 
 MIB = 1 << 20
 _here = threading.local()
@@ -178,6 +179,39 @@ def test_a_queue_that_is_too_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_QP_DEPTH", "512")
     for error in on_ranks(World([0, 1]), one):
         assert "NVSHMEM_QP_DEPTH=512" in str(error) and "880" in str(error), error
+
+
+def queue_of(in_flight: int, **options: Any) -> int:
+    config = make_config(
+        2, 0, num_experts=8, top_k=2, hidden=64, max_tokens_per_rank=4096, dtype=torch.bfloat16, wire="native",
+        layout=pc.Compact(), in_flight=in_flight, scale_layout="row", on_gpu=True, **options,
+    )  # fmt: skip
+    return nvshmem.queue_of(config)
+
+
+def test_the_queue_that_pieces_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that we start gets it; of another's, unless it says how deep it is, it has NVSHMEM's own 1024."""
+    monkeypatch.delenv("NVSHMEM_QP_DEPTH", raising=False)
+    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["mlx5_0"])
+    assert queue_of(8) == 880
+    assert [queue_of(n, slot_bytes=1 << 20) for n in (1, 4, 8)] == [880, 928, 1792]
+
+    def begin(control: Any, library: nvshmem.Library, module: Module) -> tuple[int, dict[str, str]]:
+        library.start(control, 0, MIB, None, 5.0, [], True, 1792)
+        start(control, library)
+        return library.depth, nvshmem.variables(MIB, False, library.depth)
+
+    for depth, variables in on_ranks(World([0, 1]), begin):
+        assert depth == 2048 and variables["NVSHMEM_QP_DEPTH"] == "2048"
+    assert "NVSHMEM_QP_DEPTH" not in nvshmem.variables(MIB, False)
+
+    def later(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        start(control, library)
+        return library.start(control, 0, MIB, None, 5.0, [], True, 1792)
+
+    for world in (World([0, 1]), World([0, 1], begun=True)):
+        for error in on_ranks(world, later):
+            assert isinstance(error, pc.Error) and "NVSHMEM_QP_DEPTH=1024 must be at least 1792" in str(error), error
 
 
 def test_memory_is_taken_again_if_nothing_failed() -> None:
