@@ -196,13 +196,11 @@ class Arguments:
 
     def _check_pieces(self, config: _core.Config) -> None:
         """What device='cuda' does not do with blocks in pieces."""
-        refused = ("replicas", self.replicas != 1), ("transport='nvshmem'", self.transport == "nvshmem")
-        for what, wanted in refused:
-            if wanted:
-                raise Error(
-                    f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces with {what}. Give it at least "
-                    f"{config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
-                )
+        if self.transport == "nvshmem":
+            raise Error(
+                f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces with transport='nvshmem'. Give it at "
+                f"least {config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
+            )
 
     def _device(self) -> torch.device:
         where = torch.device("cpu" if self.device is None else self.device)

@@ -207,6 +207,7 @@ struct PieceArguments {
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
   std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
   RemoteRounds remote;  // none where all peers are of this node
+  unsigned long long* digest = nullptr;  // dispatch, with replicas: of the ids of all tokens that were counted; 0 between launches that send
 };
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.

@@ -256,8 +256,10 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     unit = next;
   }
   const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
-  for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-    if (!take_strip(a, step, unit)) return false;
+  for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps) {
+    const std::uint32_t nth = a.received_in.by_strips.divide(unit);
+    if (!take_strip<kReceivedVectors>(a, step, nth, unit - nth * strips, strips)) return false;
+  }
   for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
     if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
   return true;

@@ -781,6 +781,27 @@ def test_hooks_of_pieces_in_a_graph(transport: str) -> None:
         crew.run("emulated:in_pieces", module(), 4, "hook_cases:replayed", case, 2, 10, timeout=120)
 
 
+# ---- replicas where blocks go in pieces
+
+REPLICAS = [(2, 2, "mapped"), (4, 2, "mapped"), (4, 4, "mapped"), (3, 3, "mapped"), (4, 2, "proxy:tcp"), (4, 2, "mixed:tcp")]
+"""World, replicas, transport: those of a group are of one node."""
+
+
+def replica_case(number: int, world: int, replicas: int, transport: str = "mapped") -> Case:
+    """Each sends as many tokens as a rank of piece_case() does: one of a group may have one more than the next."""
+    case = piece_case(number, world)
+    return replace(case, replicas=replicas, max_tokens=replicas * case.max_tokens - number % replicas, transport=transport)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "replicas", "transport"), REPLICAS)
+def test_replicas_in_pieces(world: int, replicas: int, transport: str) -> None:
+    with Crew(world) as crew:
+        for number in range(8):
+            case = replica_case(1000 + number, world, replicas, transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)
+
+
 def test_what_pieces_do_not_do() -> None:
     with Crew(2) as crew:
         for said in crew.run("emulated:refused_pieces", module(), 4, Case(1, 2, max_tokens=40, replicas=2)):
