@@ -183,12 +183,16 @@ class ManyCombiner {
     }
   }
 
-  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs.
+  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
+  // should blame first.
   __device__ void take_from_replicas() {
     const Spends all(k_, Span::ReceivingSums);
     const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
+    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+      return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
+    };
     for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
-      if (!take_strip<kVectors>(a_, step_, unit / strips, unit % strips, strips)) return;
+      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
   }
 
   __device__ void receive() {

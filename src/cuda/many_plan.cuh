@@ -307,7 +307,7 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
     to.id[at] = a.plan.ids[from];
     to.index[at] = a.plan.index[from];
     to.row[at] = a.plan.token_rows[from];
-    to.weight[at] = a.weights != nullptr ? a.weights[chunk.given<kPieces>(a, i)] : 1.0f;
+    to.weight[at] = a.weights != nullptr ? a.weights[kPieces ? chunk.given<true>(a, i) : from] : 1.0f;
   }
 }
 

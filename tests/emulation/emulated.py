@@ -24,6 +24,7 @@ import outcomes
 import placement_cases
 import rank_cases
 import torch
+import training_cases
 from cases import Case
 from cases import in_pieces as in_pieces_of
 
@@ -223,7 +224,7 @@ def use(module: str) -> None:
     setattr(copies, "reserve", lambda: None)  # noqa: B010
     setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
     setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
-    for user in (rank_cases, failure_cases, chaos_cases, gpu_cases, placement_cases):
+    for user in (rank_cases, failure_cases, chaos_cases, training_cases, gpu_cases, placement_cases):
         user.open_all_to_all = _open
 
 
