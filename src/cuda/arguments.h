@@ -182,8 +182,9 @@ struct ChunkCounts {
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
 // How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
-// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
-enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineRooms };
+// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch. CombineAside: with few tokens who
+// looks for room at remote peers, with many the headers for replicas.
+enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineAside };
 inline constexpr std::uint32_t kClaims = 5;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 

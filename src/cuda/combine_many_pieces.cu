@@ -38,15 +38,10 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
   __syncwarp();
 }
 
-// By one warp of each thread block: what nobody has told replicas yet.
+// By one warp of each thread block: those that nobody has sent yet.
 __device__ inline void send_slice_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  for (std::uint32_t i = 1; i < k.slice.of; ++i) {
-    const std::uint32_t replica = member(k, k.slice.number + i);
-    bool mine = false;
-    if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, 2 * kMaxPeers + replica, step);
-    if (__any_sync(~0u, mine)) send_slice_header(a, step, replica);
-  }
+  for (std::uint32_t i; (i = claim(k, a.pieces, step, Claim::CombineAside)) + 1 < k.slice.of;) send_slice_header(a, step, member(k, k.slice.number + 1 + i));
 }
 
 // By the same, of all thread blocks together.
