@@ -58,7 +58,7 @@ class AllToAll:
     slot_bytes: the most bytes for the dispatch and combine blocks of a step that a rank receives. If blocks of max_tokens_per_rank
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
-        order of the steps. None: no limit. device="cuda" takes no pieces with replicas.
+        order of the steps. None: no limit.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=;
         combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that

@@ -182,8 +182,6 @@ class Arguments:
             if where.type == "cuda":
                 whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
                 config.part_bytes = _WHOLE if whole else min(settings.part_bytes, _WHOLE)
-            if where.type == "cuda" and config.in_pieces:
-                self._check_pieces(config)
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
@@ -193,16 +191,6 @@ class Arguments:
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
             symmetric_memory=self.symmetric_memory,
         )  # fmt: skip
-
-    def _check_pieces(self, config: _core.Config) -> None:
-        """What device='cuda' does not do with blocks in pieces."""
-        refused = (("replicas", self.replicas != 1),)
-        for what, wanted in refused:
-            if wanted:
-                raise Error(
-                    f"slot_bytes={self.slot_bytes}: device='cuda' does not take blocks in pieces with {what}. Give it at least "
-                    f"{config.whole_slot_bytes}, lower max_tokens_per_rank, or leave it out"
-                )
 
     def _device(self) -> torch.device:
         where = torch.device("cpu" if self.device is None else self.device)

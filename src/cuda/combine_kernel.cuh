@@ -52,7 +52,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if constexpr (kPieces) {
     if (in_rounds && blockIdx.x == 0 && threadIdx.x < 32) forget_rounds(k, a.pieces, step, Op::Dispatch);
     if (!kPlain && in_rounds && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 &&
-        claim(k, a.pieces, step, Claim::CombineRooms) == 0)
+        claim(k, a.pieces, step, Claim::CombineAside) == 0)
       pass_on_rooms(a, step);
     if (in_rounds && !a.release) {
       if constexpr (kReady)

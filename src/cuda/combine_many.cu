@@ -67,7 +67,7 @@ Kernel kernel_of(Dtype dtype, bool plain, bool ready) {
 }  // namespace
 
 bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
-  return c.replicas == 1 && (c.remote_peers == 0 || in_pieces(c)) && kCombineManyBytes + sizeof(CombineManyShared) <= shared_bytes;
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kCombineManyBytes + sizeof(CombineManyShared) <= shared_bytes;
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {

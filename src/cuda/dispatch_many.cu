@@ -137,7 +137,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
-  return c.replicas == 1 && (c.remote_peers == 0 || in_pieces(c)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
          16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
 }
 

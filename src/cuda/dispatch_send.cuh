@@ -158,7 +158,7 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
 }
 
-// What replicas must have in common. Also to itself, for the thread block that compares.
+// What replicas must have in common: a digest of all tokens' ids.
 static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
   const Common& k = a.common;
   const bool own = peer == k.c.rank;
@@ -179,12 +179,7 @@ static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std
     digest = s.digest;
     if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
   }
-  if (threadIdx.x != 0) return;
-  char* piece = k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank);
-  const auto part = [&](int i) { return static_cast<std::uint32_t>(digest >> 21 * i) & 0x1fffffu; };
-  const PackedNumbers p = pack_numbers({a.tokens, part(0), part(1), part(2)});
-  linger(k, digest);
-  store_tagged(k, piece, step, p.words[0], p.words[1], p.words[2]);
+  if (threadIdx.x == 0) tell_of_tokens(a, step, peer, digest);
 }
 
 template <bool kPlain>

@@ -353,7 +353,6 @@ void Exchange::check_pieces() const {
   const Config& c = common_.c;
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
   const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
-  if (c.replicas > 1) refuse("with replicas");
   if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
@@ -368,12 +367,13 @@ void Exchange::make_round_counts() {
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;
-  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
-  round_bytes_ = across ? told + stored : counts;
+  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
+  round_bytes_ = across ? told + stored : remote;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
   round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
-  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
+  ids_digest_ = reinterpret_cast<unsigned long long*>(memory + counts);
+  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + remote), reinterpret_cast<std::uint32_t*>(memory + told)};
   forget_round_counts();
 }
 

@@ -114,7 +114,7 @@ class Exchange {
   void make_chunk_counts();
   void forget_chunk_counts();
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
-  bool sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const;
+  bool sends_by_bulk(const Launch& launch, const DispatchArguments& a) const;
   // In pieces: what a send half was given, its receive half sends the rest of.
   void check_pieces() const;
   void make_round_counts();
@@ -140,8 +140,9 @@ class Exchange {
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
-  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them the digest and what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
+  unsigned long long* ids_digest_ = nullptr;  // PieceArguments::digest
   RemoteRounds remote_rounds_;
   std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
   std::map<const char*, ExpertOutputs> sums_sent_;

@@ -50,8 +50,8 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 }  // namespace
 
 // By bulk copies, whose rows begin at multiples of sixteen bytes.
-bool Exchange::sends_by_bulk(const Launch& launch, const Tokens& tokens, const DispatchArguments& a) const {
-  if (tokens.count < common_.word_rows) return false;
+bool Exchange::sends_by_bulk(const Launch& launch, const DispatchArguments& a) const {
+  if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
   if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors of many tokens must begin at multiples of 16 bytes");
@@ -91,6 +91,7 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   p.most = most_rounds(common_.c);
   p.counts = round_counts_;
   p.remote = remote_rounds_;
+  p.digest = ids_digest_;
   point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
   point(p.kept, launch.buffer, layout_.rounds);
   return p;
@@ -181,7 +182,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
-  const bool by_bulk = sends_by_bulk(launch, tokens, a);
+  const bool by_bulk = sends_by_bulk(launch, a);
   if (by_bulk) {
     ++bulk_dispatches_;
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, blocks);

@@ -171,14 +171,28 @@ class ManyCombiner {
     tell();
   }
 
-  __device__ void receive_rounds() {
+  // False: something failed.
+  __device__ bool receive_rounds() {
     const Spends all(k_, Span::ReceivingSums);
     const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
-      if (token >= a_.own || !receive_token_of_round(token, round)) return;
+      if (token >= a_.own) return true;
+      if (!receive_token_of_round(token, round)) return false;
       finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
+  }
+
+  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
+  // should blame first.
+  __device__ void take_from_replicas() {
+    const Spends all(k_, Span::ReceivingSums);
+    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
+    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+      return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
+    };
+    for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
+      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
   }
 
   __device__ void receive() {
@@ -394,7 +408,7 @@ class ManyCombiner {
 
   // ---- receive ----
 
-  // Of a step in pieces: every row has a word, this rank's own as well. False: something failed.
+  // Of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
   __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
@@ -424,10 +438,13 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    add_up(token, Inputs(), n, false, n, row);
+    const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
+      if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
+    };
+    add_up(kPlain ? token : k_.slice.token(token), Inputs(), n, false, n, row, give);
     if (__any_sync(~0u, entry != kNone && slot_row < k_.word_rows)) make_blank_again(row, slot_row);
     note(k_, Stage::Added);
-    if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
+    if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
     return true;
   }
 
@@ -454,15 +471,17 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row);
+    const auto keep = [](const TileSums&, std::uint32_t, std::uint32_t) {};
+    add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row, keep);
     if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
     note(k_, Stage::Added);
     return kPlain || !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
   // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
-  // row, but for that one.
-  __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
+  // row, but for that one. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
+  template <typename Give>
+  __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row, const Give& give) {
     const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
     const Inputs all = own_first(mine, own, before, has_own, n, row);
     InputCursor cursor(all, k_.row_bytes);
@@ -480,6 +499,7 @@ class ManyCombiner {
           add(cursor, bytes, sums);
       }
       sums.store(y, begin, end);
+      give(sums, begin, end);
     }
   }
 

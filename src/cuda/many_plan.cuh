@@ -10,6 +10,7 @@
 #include "claims.cuh"
 #include "closed.cuh"
 #include "gate.cuh"
+#include "many_replicas.cuh"
 #include "plan.cuh"
 #include "remote_rounds.cuh"
 
@@ -58,6 +59,14 @@ struct ChunkChoices {
   __device__ std::uint64_t of_step(const DispatchArguments& a, std::uint32_t i) const {
     return std::uint64_t{first} * a.common.c.top_k + at(i);
   }
+  // Among the choices that the caller gave, of which replicas send a part each.
+  template <bool kPieces>
+  __device__ std::uint64_t given(const DispatchArguments& a, std::uint32_t i) const {
+    if constexpr (kPieces)
+      return choice_at<false>(a.common, first * a.common.c.top_k + at(i));
+    else
+      return of_step(a, i);
+  }
 };
 
 // What a warp needs to count or to place a chunk, in shared memory: for each column, which tokens are in it, a bit each; the ranks of each token;
@@ -81,19 +90,20 @@ constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_colu
 struct ChunkIds {
   RawId ids[ChunkChoices::kOfLane];
 
+  template <bool kPieces = false>
   __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
     if (a.wide_ids) {
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
         if (chunk.at(i) >= chunk.all) continue;
-        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.of_step(a, i)];
+        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.given<kPieces>(a, i)];
         ids[i].low = both.x;
         ids[i].high = both.y;
       }
     } else {
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.of_step(a, i)];
+        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.given<kPieces>(a, i)];
     }
   }
   __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, bool report, std::int32_t* kept) const {
@@ -109,8 +119,8 @@ struct ChunkIds {
 // ---- counts of chunks ----
 
 // By one warp, when all is counted: peers hear how many rows and choices they get. The rows are none that show by themselves.
-// kRemote: some peers may be of other nodes.
-template <bool kRemote = false>
+// kPieces: some peers may be of other nodes, and some may be replicas.
+template <bool kPieces = false>
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
@@ -126,7 +136,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
       numbers[j] = planned ? a.plan.counts[first + e] : __ldcg(a.chunk_counts.totals + first + e);
       if (!planned) a.plan.counts[first + e] = numbers[j];
     }
-    if (kRemote && is_remote(k, peer)) continue;
+    if (kPieces && is_remote(k, peer)) continue;
     const PackedNumbers p = pack_numbers(numbers);
     linger(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
@@ -134,16 +144,18 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
     const std::uint32_t rows = planned ? a.plan.rows[peer] : __ldcg(a.chunk_counts.totals + k.c.num_experts + peer);
     if (!planned) a.plan.rows[peer] = rows;
-    if ((k.dead >> peer & 1) != 0 || (kRemote && is_remote(k, peer))) continue;
+    if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
     linger(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
   }
-  if constexpr (kRemote) begin_remote_blocks(a, step);
+  if constexpr (kPieces)
+    if (k.slice.of > 1) tell_replicas(a, step);
+  if constexpr (kPieces) begin_remote_blocks(a, step);
   note(k, Stage::Counted);
 }
 
 // By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
-template <bool kRemote = false>
+template <bool kPieces = false>
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
@@ -151,7 +163,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   ChunkMarks marks(k, memory);
   if (!with_ids) {
     ChunkIds ids;
-    ids.load(a, chunk);
+    ids.load<kPieces>(a, chunk);
     ids.keep(a, chunk, true, marks.ids);
   }
   marks.clear(k);
@@ -176,10 +188,12 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
   for (std::uint32_t i = lane; i < columns; i += 32)
     if (marks.tokens[i] != 0) add_relaxed(a.chunk_counts.totals + i, marks.tokens[i]);
+  if constexpr (kPieces)
+    if (k.slice.of > 1) digest_chunk(a, number);
   __syncwarp();
   std::uint32_t before = 0;
   if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
-  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kRemote>(a, step);
+  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kPieces>(a, step);
 }
 
 // Whether this warp is to count it.
@@ -190,7 +204,7 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
 }
 
 // By one warp: until the counts of chunks first, first + stride ... (32 of them at most, below end) are there.
-template <bool kRemote = false>
+template <bool kPieces = false>
 __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                     std::uint32_t stride, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
@@ -206,7 +220,7 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       continue;
     }
     const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1) * stride;
-    if (take_chunk(a, step, chunk)) count_chunk<kRemote>(a, step, chunk, memory, false);
+    if (take_chunk(a, step, chunk)) count_chunk<kPieces>(a, step, chunk, memory, false);
   }
   __syncwarp();
 }
@@ -248,14 +262,14 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 }
 
 // By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
-template <bool kRemote = false>
+template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                   std::uint32_t stride, std::uint32_t* sums, char* memory) {
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32 * stride) {
     {
       const Spends spends(a.common, Span::AwaitingChunks);
-      await_chunks<kRemote>(a, step, first, end, stride, memory);
+      await_chunks<kPieces>(a, step, first, end, stride, memory);
     }
     const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
     for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, stride, columns, begin, sums);
@@ -270,17 +284,19 @@ struct LoadedChunk {
   ChunkIds ids;
   float weights[ChunkChoices::kOfLane];
 
+  template <bool kPieces = false>
   __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
-    ids.load(a, chunk);
+    ids.load<kPieces>(a, chunk);
 #pragma unroll
     for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
       weights[i] = 1.0f;
-      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.of_step(a, i)];
+      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.given<kPieces>(a, i)];
     }
   }
 };
 
 // A chunk of a given plan.
+template <bool kPieces = false>
 static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk& to) {
   const ChunkChoices chunk(a, number);
 #pragma unroll 4
@@ -291,7 +307,7 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
     to.id[at] = a.plan.ids[from];
     to.index[at] = a.plan.index[from];
     to.row[at] = a.plan.token_rows[from];
-    to.weight[at] = a.weights != nullptr ? a.weights[from] : 1.0f;
+    to.weight[at] = a.weights != nullptr ? a.weights[kPieces ? chunk.given<true>(a, i) : from] : 1.0f;
   }
 }
 
@@ -344,9 +360,9 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
 }
 
 // Workers of this block may wait for peers, and they for the counts of all chunks.
-template <bool kRemote = false>
+template <bool kPieces = false>
 __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kRemote>(a, step, first, min(first + 32, a.chunks), 1, memory);
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), 1, memory);
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
@@ -418,7 +434,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   pass_step(k);
 }
 
-template <bool kRemote = false>
+template <bool kPieces = false>
 __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -427,12 +443,13 @@ __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
     if (lane == 0) taken = may_take_later(k, s.step);
     taken = __shfl_sync(~0u, taken, 0);
   }
-  if constexpr (kRemote) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
+  if constexpr (kPieces) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
   if (lane == 0) s.taken = taken;
   s.claimed.open();
 }
 
 // By the last thread block to leave: the next launch that sends finds everything as this one did.
+template <bool kPieces = false>
 __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   __syncthreads();
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
@@ -440,6 +457,8 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   if (!last) return;
   for (std::uint32_t i = threadIdx.x; i < chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
   if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = 0;
+  if constexpr (kPieces)
+    if (threadIdx.x == 0) *a.pieces.digest = 0;
 }
 
 }  // namespace pplx::cuda

@@ -149,7 +149,8 @@ class ManySender {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
       turns_expect(turns, bytes);
-      bulk_load(in(asked_), a_.x + (plan_.bounds[chunk_ % 2].first + token_) * a_.x_stride + at_, bytes, turns);
+      const std::uint64_t given = token_of<!kPieces>(k_, plan_.bounds[chunk_ % 2].first + token_);
+      bulk_load(in(asked_), a_.x + given * a_.x_stride + at_, bytes, turns);
     }
     ++asked_;
     at_ += kTileBytes;
@@ -189,9 +190,10 @@ class ManySender {
     fence_copies();
   }
 
-  // The nth of the chunk that begins with token `first`.
+  // The nth of the chunk that begins with token `first` of this rank's.
   __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
     const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
+    const std::uint32_t given = token_of<!kPieces>(k_, own);
     PlannedToken<true> t;
     std::uint32_t entry = kNone;
     if (lane < top_k) {
@@ -219,8 +221,8 @@ class ManySender {
     {
       const Spends routes(k_, Span::WritingRoutes);
       const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
-      write_routes(own, t, entry, row, rows);
-      if (a_.scales != nullptr) write_scales(own, row, rows, mine);
+      write_routes(given, t, entry, row, rows);
+      if (a_.scales != nullptr) write_scales(given, row, rows, mine);
       if (mine.is) place_words(a_, mine.row);
       if (!kPieces && a_.ids != nullptr) keep(own, t, entry);
       if constexpr (kPieces)
@@ -314,23 +316,23 @@ class ManySender {
     }
   }
 
-  __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
+  __device__ void write_routes(std::uint32_t given, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
     for (std::uint32_t i = 0; i < rows; ++i) {
       char* const to = of_lane(row, static_cast<int>(i));
       if (to == nullptr) continue;
-      write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
+      write_route<true>(a_, plan_.step, given, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
     }
   }
 
   // Those that the caller gave.
-  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows, const OwnRow& mine) const {
+  __device__ void write_scales(std::uint32_t given, char* row, std::uint32_t rows, const OwnRow& mine) const {
     const std::uint32_t words = scale_words(k_.c);
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
       std::uint32_t word[4] = {};
 #pragma unroll
       for (std::uint32_t j = 0; j < 4; ++j)
-        if (4 * at + j < words) word[j] = given_scales(a_, own, 4 * at + j);
+        if (4 * at + j < words) word[j] = given_scales(a_, given, 4 * at + j);
       const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
       for (std::uint32_t i = 0; i < rows; ++i) {
         char* const to = of_lane(row, static_cast<int>(i));

@@ -3,7 +3,7 @@
 // by itself, says what replicas must have in common.
 //
 // No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
-// that run finish all of them.
+// that run finish all of them. Replicas may be at this by different kernels, of few tokens and of many: the latter claim tokens of rounds.
 #pragma once
 
 #include "combine_send.cuh"
@@ -22,7 +22,7 @@ __device__ inline char* slice_block(const Common& k, std::uint32_t step, std::ui
   return k.peers[to] + k.heap.slice_at(k.c, set_of(k.c, step), from);
 }
 
-// For a warp: its next unit. The very last claim leaves the count as the set's next step must find it.
+// For a warp of a combine of few tokens: its next unit. The very last claim leaves the count as the set's next step must find it.
 __device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step, std::uint32_t units) {
   std::uint32_t* count = &k.control->slices[set_of(k.c, step)];
   std::uint32_t unit = 0;
@@ -62,35 +62,37 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
   }
 }
 
-// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. False: it will not come.
-__device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
+// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. by_strips(unit): unit / strips. ask_how: see
+// await_pieces(). False: it will not come.
+template <int kVectors, typename Divide, typename Ask>
+__device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t strips, const Divide& by_strips,
+                                  const Ask& ask_how) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
-  const std::uint32_t strips = a.received_in.strips;
-  const std::uint32_t nth = a.received_in.by_strips.divide(unit), strip = unit - nth * strips, row = nth / others;
+  const std::uint32_t nth = by_strips(unit), strip = unit - nth * strips, row = nth / others;
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
-  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
-  uint4 v[kReceivedVectors];
+  const std::uint32_t begin = strip * strip_bytes(kVectors) + lane * 16;
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+  uint4 v[kVectors];
   std::uint32_t missing = 0;  // a bit each
 #pragma unroll
-  for (int j = 0; j < kReceivedVectors; ++j)
+  for (int j = 0; j < kVectors; ++j)
     if (begin + j * 512 < end) missing |= 1u << j;
   const auto look = [&](bool all) {
     const std::uint32_t bits = looked_at(missing, all);
 #pragma unroll
-    for (int j = 0; j < kReceivedVectors; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if ((bits >> j & 1) == 0) continue;
       v[j] = load_piece(from + begin + j * 512);
       if (!is_blank(v[j])) missing &= ~(1u << j);
     }
     return (missing & bits) == 0;
   };
-  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
+  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look, ask_how)) return false;
 #pragma unroll
-  for (int j = 0; j < kReceivedVectors; ++j) {
+  for (int j = 0; j < kVectors; ++j) {
     if (begin + j * 512 >= end) continue;
     store16(a.y + token * a.y_stride + begin + j * 512, v[j]);
     make_blank(from + begin + j * 512);

@@ -24,6 +24,7 @@ import outcomes
 import placement_cases
 import rank_cases
 import torch
+import training_cases
 from cases import Case
 from cases import in_pieces as in_pieces_of
 
@@ -224,7 +225,7 @@ def use(module: str) -> None:
     setattr(copies, "reserve", lambda: None)  # noqa: B010
     setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
     setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
-    for user in (rank_cases, failure_cases, chaos_cases, gpu_cases, placement_cases):
+    for user in (rank_cases, failure_cases, chaos_cases, training_cases, gpu_cases, placement_cases):
         user.open_all_to_all = _open
 
 
@@ -268,15 +269,6 @@ def all_in_pieces(me: Any, module: str, whole: int, name: str, cases: list[Case]
     use(module)
     with _whole(whole):
         return call(me, module, name, [in_pieces_of(case, on_gpu=True) for case in cases], *args)
-
-
-def _opens(me: Any, case: Case) -> str:
-    return str(outcomes.raised(lambda: rank_cases.open_all_to_all(me, case))["message"])
-
-
-def refused_pieces(me: Any, module: str, whole: int, case: Case) -> str:
-    """What opening it says."""
-    return str(in_pieces(me, module, whole, "emulated:_opens", case))
 
 
 def by_bulk(me: Any, module: str, case: Case) -> list[int]:

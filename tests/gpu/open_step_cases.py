@@ -90,7 +90,8 @@ def draw_inputs(case: Case, r: random.Random) -> Inputs:
     g = torch.Generator().manual_seed(r.randrange(2**40))
     n, shape = case.max_tokens, (case.max_tokens, case.top_k)
     ids = [torch.randint(-1, case.num_experts, shape, generator=g) for _ in range(case.world_size)]
-    return Inputs([Tokens(torch.randint(1, 2**16, (n, case.hidden), generator=g).float(), i, None) for i in ids])
+    tokens = [Tokens(torch.randint(1, 2**16, (n, case.hidden), generator=g).float(), i, None) for i in ids]
+    return Inputs([tokens[rank - rank % case.replicas] for rank in range(case.world_size)])
 
 
 def check_received(case: Case, inputs: Inputs, rank: int, counts: torch.Tensor, x: torch.Tensor, what: str) -> None:

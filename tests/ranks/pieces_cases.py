@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cases import Case
+import torch
+from cases import DTYPES, Case
 from failure_cases import until_failure
-from outcomes import mistake, raised
+from outcomes import mistake, must, raised
 from rank_cases import Good, Runner, open_all_to_all
+from reference import same_bits
 
 
 def out_of_order(me: Any, case: Case) -> tuple[str, str]:
@@ -31,8 +33,27 @@ def out_of_order(me: Any, case: Case) -> tuple[str, str]:
         return first, second
 
 
+def plan_of_replicas(me: Any, case: Case) -> None:
+    """A plan has the weights of all tokens, whoever sends them; and the same routing goes again by it."""
+    g = torch.Generator().manual_seed(case.seed + me.rank // case.replicas)
+    shape = (case.max_tokens, case.top_k)
+    with open_all_to_all(me, case) as a2a:
+        x = torch.randn((case.max_tokens, case.hidden), generator=g).to(DTYPES[case.dtype])
+        weights = torch.rand(shape, generator=g)
+        d = a2a.dispatch(x, torch.randint(-1, case.num_experts, shape, generator=g), weights)
+        kept = d.plan.topk_weights
+        must(kept is not None and same_bits(kept, weights), "the plan's weights")
+        first = [t.clone() for t in (d.x, d.counts, d.weights) if t is not None]
+        d.release()
+        again = a2a.dispatch(x, plan=d.plan)
+        rows = int(again.counts.sum())
+        must(same_bits(again.counts, first[1]) and same_bits(again.x[:rows], first[0][:rows]), "rows by the plan")
+        must(again.weights is not None and same_bits(again.weights[:rows], first[2][:rows]), "weights by the plan")
+        again.release()
+
+
 def does_not_come(me: Any, case: Case, phase: str) -> dict[str, Any] | None:
-    """Rank 0 does the send half only, until rank 1 has given up on it."""
+    """Rank 0 does the send half only, until the others have given up on it. What they heard."""
     with open_all_to_all(me, case, timeout=1.0) as a2a:
         good = Good(me, case, a2a)
         good.step()
@@ -43,10 +64,10 @@ def does_not_come(me: Any, case: Case, phase: str) -> dict[str, Any] | None:
             runner.dispatch_recv(n, d)
         c = runner.combine_send(n, d) if phase == "combine_recv" else None
         result = None
-        if me.rank == 1:
-            result = raised(lambda: a2a.dispatch_recv(d) if c is None else a2a.combine_recv(c))
-        else:
+        if me.rank == 0:
             until_failure(me)
+        else:
+            result = raised(lambda: a2a.dispatch_recv(d) if c is None else a2a.combine_recv(c))
         a2a.reset()
         Good(me, replace(case, seed=case.seed + 1), a2a).step()
         return result

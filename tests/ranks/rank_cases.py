@@ -389,7 +389,7 @@ def exchange(me: Any, case: Case) -> str:
 def as_without_replicas(me: Any, case: Case) -> None:
     """The same tokens with replicas, and with every rank sending all of its own: combine returns the same bits."""
     outputs = []
-    for variant in (case, replace(case, replicas=1)):
+    for variant in (case, replace(case, replicas=1, slot_bytes=None)):
         with open_all_to_all(me, variant) as a2a:
             runner = Runner(me, variant, a2a)
             runner.steps = make_steps(case)
