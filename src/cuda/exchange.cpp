@@ -366,7 +366,8 @@ void Exchange::make_round_counts() {
   check(load_combine_pieces(common_.c, false), "loading the kernels of combines in pieces");
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
-  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words, stored = memory_.proxied ? 4 * kPlaces * words : 0;
+  const std::uint64_t remote = counts + sizeof(*ids_digest_), told = remote + 8 * kRemoteWords * words;
+  const std::uint64_t stored = memory_.proxied ? 4 * kPlaces * words : 0;
   round_bytes_ = memory_.proxied ? told + stored : remote;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
