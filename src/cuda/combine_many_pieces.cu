@@ -41,7 +41,11 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
 // By one warp of each thread block: those that nobody has sent yet.
 __device__ inline void send_slice_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
-  for (std::uint32_t i; (i = claim(k, a.pieces, step, Claim::CombineAside)) + 1 < k.slice.of;) send_slice_header(a, step, member(k, k.slice.number + 1 + i));
+  for (;;) {
+    const std::uint32_t nth = 1 + claim(k, a.pieces, step, Claim::CombineAside);
+    if (nth >= k.slice.of) return;
+    send_slice_header(a, step, member(k, k.slice.number + nth));
+  }
 }
 
 // By the same, of all thread blocks together.

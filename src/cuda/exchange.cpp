@@ -367,7 +367,8 @@ void Exchange::make_round_counts() {
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;
-  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
+  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words;
+  const std::uint64_t stored = 4 * kPlaces * words;
   round_bytes_ = across ? told + stored : remote;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
