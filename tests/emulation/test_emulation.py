@@ -981,12 +981,13 @@ def test_replicas_apart_in_pieces(kind: str, transport: str) -> None:
 @pytest.mark.parametrize(("world", "transport"), [(2, "mapped"), (4, "proxy:tcp")])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
 def test_a_replica_that_does_not_come_for_its_pieces(phase: str, world: int, transport: str) -> None:
-    """Its replica, who waits for its rows and for those that it finishes, says who; all end, reset, and go on."""
+    """Its replica, who waits for its rows and for those that it finishes, says who. Of four some wait for others who wait for it. All
+    reset, and go on."""
     case = Case(2, world, max_tokens=80, num_experts=world, transport=transport, replicas=2)
     with Crew(world) as crew:
         heard = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=100)[1:]
-        assert all(r["type"] == "StepTimeout" and r["phase"] == phase for r in heard), heard
-        assert world > 2 or heard[0]["peer"] == 0, heard
+        assert all(r["type"] == "StepTimeout" for r in heard), heard
+        assert world > 2 or (heard[0]["phase"], heard[0]["peer"]) == (phase, 0), heard
 
 
 @pytest.mark.parametrize(("replicas", "transport"), [(2, "mapped"), (2, "mixed:tcp"), (4, "mapped")])
