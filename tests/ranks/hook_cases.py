@@ -476,6 +476,7 @@ def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
             s.after_copies(main)
             s.replay(captured[0], main)
             s.settle()
+            a2a.check()  # what failed says more than the rows that it left
             found = reference.segments(case.shape, inputs.tokens, me.rank)
             must(counts.tolist() == [len(segment.token) for segment in found], "counts of replay", n)
             rows = [row for part in seen for row in part]
@@ -483,4 +484,3 @@ def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
                 for i, (source, token) in enumerate(zip(segment.source.tolist(), segment.token.tolist(), strict=True)):
                     must(same_bits(rows[e][i].cpu(), inputs.tokens[source].x[token]), "a row of replay", n, "expert", e)
             steps.check_combined(inputs, me.rank, y, f"replay {n}")
-        a2a.check()
