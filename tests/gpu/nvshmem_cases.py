@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -159,6 +160,35 @@ def remade(me: Any, case: Case, times: int, steps: int) -> None:
     rank_cases.must(not wrong, "sums of these steps, of", len(sums), ":", wrong)
     for a2a in opened:
         a2a.close()
+
+
+def landed_at_close(me: Any, case: Case, how: str) -> bool:
+    """Whether the memory of an AllToAll may be another's when this rank closes it: after a whole step, with a step that is "open" or
+    whose combine was only "sent", or after one whose kernels "gave up" while the last rank stayed away and nobody looked."""
+    device = gpu_cases.gpu_of(me)
+    a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=0.5 if how == "gave up" else 20.0)
+    segment, said = a2a._steps.session.wiring.symmetric.segment, list[bool]()
+    give_back = segment.close
+
+    def noted(landed: bool) -> None:
+        said.append(landed)
+        give_back(landed)
+
+    segment.close = noted
+    x, ids, _ = _tokens(case, group_of(me, case), 0, device)
+    if how != "gave up" or me.rank != me.world_size - 1:
+        d = a2a.dispatch_send(x, ids) if how == "open" else a2a.dispatch(x, ids)
+        out = torch.zeros(d.x.shape, dtype=x.dtype, device=device)
+        if how == "whole":
+            a2a.combine(out, d)
+        elif how == "sent":
+            a2a.combine_send(out, d)
+        gpu_cases.settle(device)
+    with contextlib.suppress(pc.Error):  # of a rank that gave up
+        me.comm.barrier()
+    a2a.close()
+    [landed] = said
+    return landed
 
 
 def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:

@@ -152,6 +152,13 @@ def test_one_of_two_is_made_again(crew: Crews, transport: str, in_parts: bool) -
     crew.run("nvshmem_cases:remade", in_pieces(case, on_gpu=True) if in_parts else case, 10, 5, timeout=120)
 
 
+@pytest.mark.parametrize(("how", "landed"), [("whole", True), ("open", False), ("sent", False), ("gave up", False)])
+def test_whose_memory_may_be_taken_again(how: str, landed: bool, reach: str) -> None:
+    """As in the emulation. Here, too, kernels have ended when close() has."""
+    with Crew(RANKS, REACH[reach]) as crew:
+        assert crew.run("nvshmem_cases:landed_at_close", small("nvshmem"), how, timeout=120)[:-1] == [landed] * (RANKS - 1)
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_a_silent_rank(transport: str, reach: str) -> None:
     with Crew(RANKS, REACH[reach]) as crew:
