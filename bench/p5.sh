@@ -11,34 +11,16 @@
 #
 # What else is given goes to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
+. "$(dirname "$0")/over_mpi.sh"
 
-hosts="" ranks="" node_size=8 provider=efa transport=auto
-more=()
-while [ $# -gt 0 ]; do
-    case $1 in
-        --help | -h) sed -n '2,12s/^# \{0,1\}//p' "$0" && exit 0 ;;
-        --hosts | --ranks | --node-size | --provider)
-            [ $# -gt 1 ] || { echo "bench/p5.sh: $1 needs a value" >&2 && exit 2; }
-            name=${1#--} && printf -v "${name//-/_}" %s "$2" && shift 2 ;;
-        *) more+=("$1") && shift ;;
-    esac
-done
-launch=(mpirun)
-open_mpi=$(mpirun --version 2>&1 | grep -c 'Open MPI' || true)  # MPICH's mpirun knows neither of these options and needs neither
-[ "$open_mpi" = 0 ] || launch+=(--allow-run-as-root)
+hosts="" ranks="" node_size=8 provider=efa
+options "--hosts --ranks --node-size --provider" "$@"
 if [ -n "$hosts" ]; then
-    [ -r "$hosts" ] || { echo "bench/p5.sh: cannot read $hosts" >&2 && exit 2; }
-    # MPI itself only starts the ranks: it needs no EFA, and TCP is always there.
-    launch+=(-N "$node_size" --hostfile "$hosts" --bind-to none --mca pml ob1 --mca btl tcp,self -x PATH -x LD_LIBRARY_PATH)
-    [ -z "$ranks" ] || launch+=(-n "$ranks")
+    on_hosts
+    measure "auto:$provider"
 elif [ -n "$ranks" ]; then
-    [ "$open_mpi" = 0 ] || launch+=(--oversubscribe)
-    launch+=(--bind-to none -n "$ranks")
-    transport=mapped,auto  # all ranks are on one host: its memory's part of the floor can be measured
+    here "$ranks"
+    measure "mapped,auto:$provider"  # all ranks are on one host: its memory's part of the floor can be measured
 else
-    echo "bench/p5.sh: needs --hosts FILE, or --ranks N for this host alone; see --help" >&2 && exit 2
+    stop "needs --hosts FILE, or --ranks N for this host alone; see --help"
 fi
-cd "$(dirname "$0")/.."
-set -x
-exec "${launch[@]}" "${PYTHON:-python3}" bench/latency.py --device cuda --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
-    --wire fp8 --transport "$transport:$provider" --node-size "$node_size" "${more[@]}"

@@ -243,6 +243,7 @@ class AllToAll:
             least ready_value. d.ready has such words, 0 when the step begins; words of the caller's own must be 0 before that
             kernel begins. It stores rows, then adds to their word with release semantics, 1 per tile for instance. It was launched
             before, and waits for nothing of this combine. If a word is not raised in time, that is a StepTimeout of this rank.
+            In a graph another branch is not "before": CUDA need not run it beside the combine, and under MPS it may not.
         ready_value: from 1 on; tiles of a block if each adds 1.
         async_op: returns after the send half; .wait() returns the result.
 

@@ -66,5 +66,16 @@ class Wiring:
         self.detach(timeout)
         symmetric, self.symmetric = self.symmetric, None
         if symmetric is not None:
-            symmetric.segment.close(not failed and self.exchange.ended(0.0))
+            symmetric.segment.close(not failed and self._all_heard())
         self.exchange = CLOSED
+
+    def _all_heard(self) -> bool:
+        """Whether all that peers have put to this rank was waited for. The put of a step that it has not received, or gave up on,
+        may land at any time: in memory that another AllToAll has by then, whose signals would count it."""
+        if not self.exchange.ended(0.0) or self.exchange.open_steps > 0:
+            return False
+        try:
+            self.exchange.raise_trouble()
+        except Exception:  # a kernel gave up, and no call has looked since
+            return False
+        return True

@@ -177,6 +177,14 @@ def test_a_put_that_lands_after_its_generation(near: str) -> None:
             assert r.get("is_peer") and r["is_timeout"], r
 
 
+@pytest.mark.parametrize(("how", "landed"), [("whole", True), ("open", False), ("sent", False)])
+def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
+    """What a step that was not received has put may land after close(): the next AllToAll there would take it for its own."""
+    case = Case(seed(), 2, num_experts=6, top_k=3, hidden=64, max_tokens=8, transport="nvshmem")
+    with Crew(2, {"PPLX_EMULATION_NEAR": "none"}) as crew:
+        assert crew.run("emulated:call", module(), "nvshmem_cases:landed_at_close", case, how)[:-1] == [landed]
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:

@@ -212,11 +212,13 @@ def both_devices(
     tokens_of: how many tokens each step has; else max_tokens first, and then any number.
     """
     device = gpu_of(me)
+    # The CPU device has no carrier that kernels drive.
+    on_cpu = replace(case, transport="mapped") if case.transport.startswith("nvshmem") else case
     dtype = DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
-        rank_cases.open_all_to_all(me, case, device="cpu", timeout=60.0) as cpu,
+        rank_cases.open_all_to_all(me, on_cpu, device="cpu", timeout=60.0) as cpu,
         rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0, num_sms=num_sms) as gpu,
     ):
         for step in range(steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -23,15 +24,14 @@ def _filled(d: pc.Dispatched, name: str) -> torch.Tensor | None:
     value = getattr(d, name)
     if value is None:
         return None
-    if d.offsets is not None:
-        begins, counts = d.offsets.cpu()[:-1], d.counts.cpu()
-        rows = torch.cat([torch.arange(0), *(torch.arange(int(b), int(b) + int(n)) for b, n in zip(begins, counts, strict=True))])
-        return value.cpu()[rows]
     if d.num_rows is not None:
-        return value.cpu()[: int(d.num_rows)]
-    counts = d.counts.cpu()
-    rows_of = value.cpu()
-    return torch.cat([rows_of.flatten(0, 1)[:0], *(rows_of[expert, : int(n)] for expert, n in enumerate(counts))])
+        return value[: int(d.num_rows)].cpu()
+    counts = d.counts.tolist()
+    if d.offsets is not None:
+        parts = [value[:0], *(value[begin : begin + n] for begin, n in zip(d.offsets.tolist(), counts, strict=False))]
+    else:
+        parts = [value.flatten(0, 1)[:0], *(value[expert, :n] for expert, n in enumerate(counts))]
+    return torch.cat([part.cpu() for part in parts])
 
 
 def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,6 +115,80 @@ def two(me: Any, case: Case, steps: int) -> None:
     for a2a in opened:
         a2a.check()
         a2a.close()
+
+
+def remade(me: Any, case: Case, times: int, steps: int) -> None:
+    """Two AllToAlls; one is closed and made again, so often, each time in the memory that it had, while kernels of the other are
+    under way. Each step has rows of its own, so one of an AllToAll that was closed before would be seen."""
+    device = gpu_cases.gpu_of(me)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    # Few: kernels of both, and PyTorch's, find room beside each other, under MPS too.
+    few = {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count // 4), "timeout": 5.0}
+    opened = [rank_cases.open_all_to_all(me, case, device=str(device), **few) for _ in range(2)]
+    address = opened[0]._steps.session.wiring.symmetric.segment.address
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def step(number: int, seed: int) -> None:
+        """Experts give back what they get, in float32: small integers, whose sums are exact."""
+        x, ids, _ = _tokens(case, group_of(me, case), seed, device)
+        x = (x * 64).round()
+        d = opened[number].dispatch(x, ids)
+        y = opened[number].combine(d.x, d)
+        assert isinstance(y, torch.Tensor)
+        sums.append((y, x * (ids >= 0).sum(1, keepdim=True)))
+
+    for time in range(times + 1):
+        for n in range(steps):
+            for number in range(2):
+                with torch.cuda.stream(streams[number]):
+                    step(number, 2 * (time * steps + n) + number)
+        if time < times:
+            # The other's steps of this time are still under way. What close() frees of CUDA's memory may wait for them.
+            settled = torch.cuda.Event()
+            settled.record(streams[0])
+            while not settled.query():
+                opened[0].check()
+            opened[0].close()
+            opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), **few)
+            assert opened[0]._steps.session.wiring.symmetric.segment.address == address
+    gpu_cases.settle(device)
+    for stream in streams:
+        stream.synchronize()
+    for a2a in opened:
+        a2a.check()
+    wrong = [n for n, (y, wanted) in enumerate(sums) if not torch.equal(y, wanted)]
+    rank_cases.must(not wrong, "sums of these steps, of", len(sums), ":", wrong)
+    for a2a in opened:
+        a2a.close()
+
+
+def landed_at_close(me: Any, case: Case, how: str) -> bool:
+    """Whether the memory of an AllToAll may be another's when this rank closes it: after a whole step, with a step that is "open" or
+    whose combine was only "sent", or after one whose kernels "gave up" while the last rank stayed away and nobody looked."""
+    device = gpu_cases.gpu_of(me)
+    a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=0.5 if how == "gave up" else 20.0)
+    segment, said = a2a._steps.session.wiring.symmetric.segment, list[bool]()
+    give_back = segment.close
+
+    def noted(landed: bool) -> None:
+        said.append(landed)
+        give_back(landed)
+
+    segment.close = noted
+    x, ids, _ = _tokens(case, group_of(me, case), 0, device)
+    if how != "gave up" or me.rank != me.world_size - 1:
+        d = a2a.dispatch_send(x, ids) if how == "open" else a2a.dispatch(x, ids)
+        out = torch.zeros(d.x.shape, dtype=x.dtype, device=device)
+        if how == "whole":
+            a2a.combine(out, d)
+        elif how == "sent":
+            a2a.combine_send(out, d)
+        gpu_cases.settle(device)
+    with contextlib.suppress(pc.Error):  # of a rank that gave up
+        me.comm.barrier()
+    a2a.close()
+    [landed] = said
+    return landed
 
 
 def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:

@@ -438,13 +438,13 @@ def mistakes(me: Any, case: Case) -> list[str]:
 # ---- graphs ------------------------------------------------------------------------------------------------------------------------
 
 
-def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
+def replayed(me: Any, case: Case, parts: int, rounds: int, num_sms: int | None = None) -> None:
     """A captured step, in which another stream takes each group's rows when they are there, and makes the rows that combine waits for."""
     import open_step_cases as steps
     from gpu_cases import gpu_of
 
     device, s, r = gpu_of(me), steps.streams, random.Random(f"replayed {case.seed}")
-    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True) as a2a:
+    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True, num_sms=num_sms) as a2a:
         main, other = s.new(), s.new()
         x = torch.zeros(case.max_tokens, case.hidden, dtype=torch.float32, device=device)
         ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,8 @@ from harness import threads
 import pplx_comm as pc
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.config import make_config
+from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.record import Wiring
 
 MIB = 1 << 20
 _here = threading.local()
@@ -226,6 +230,32 @@ def test_memory_is_taken_again_if_nothing_failed() -> None:
         return [(s.address - 1000 * MIB) // (6 * MIB) for s in (first, second, third, fourth, fifth)]
 
     assert on_ranks(World([0, 1, 2]), call) == [[0, 1, 0, 0, 2]] * 3
+
+
+@dataclass
+class Exchange:
+    """As a Wiring knows it when it closes."""
+
+    ends: bool = True
+    open_steps: int = 0
+    trouble: bool = False
+
+    def ended(self, seconds: float) -> bool:
+        return self.ends
+
+    def raise_trouble(self) -> None:
+        if self.trouble:
+            raise pc.Error("a kernel gave up")
+
+
+@pytest.mark.parametrize("exchange", [Exchange(), Exchange(ends=False), Exchange(open_steps=1), Exchange(trouble=True)], ids=repr)
+@pytest.mark.parametrize("failed", [False, True])
+def test_memory_is_another_s_if_all_puts_were_heard(exchange: Exchange, failed: bool) -> None:
+    said: list[bool] = []
+    segment = nvshmem.Segment(0, MIB, [0], close=said.append)
+    symmetric: Any = SimpleNamespace(segment=segment)
+    Wiring(exchange, Peers([], []), {}, {}, blocks_on_gpu=False, symmetric=symmetric).close(0.0, failed)
+    assert said == [exchange == Exchange() and not failed]
 
 
 def test_a_part_of_a_larger_job() -> None:
