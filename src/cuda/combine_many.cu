@@ -38,8 +38,8 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// Warps of a plain one: senders, adders, the dealer, and one for headers. A launch that only sends has more senders.
-inline constexpr std::uint32_t kDealer = kDealtSenders + kAdders, kPlainThreads = 32 * (kDealer + 2);
+// Warps of a plain one: senders, adders, and the dealer, who looks after headers, too. A launch that only sends has more senders.
+inline constexpr std::uint32_t kDealer = kDealtSenders + kAdders, kPlainThreads = 32 * (kDealer + 1);
 inline constexpr std::uint32_t kPlainBytes = kDealtSenders * kCombinerBytes + kDealtBytes;
 inline constexpr std::uint32_t kMostPlainSenders = std::min(kDealer, kPlainBytes / kCombinerBytes);
 
@@ -70,10 +70,9 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
     ManyCombiner<T, true, false>(a, step, s.combine, memory + warp * kCombinerBytes, s.turns[warp]).send(senders);
   } else if (a.recv && warp >= kDealtSenders && warp < kDealer) {
     SumAdder<T>(a, step, s.combine, s.dealt, dealt, warp - kDealtSenders).add_up();
-  } else if (a.recv && warp == kDealer) {
-    SumDealer(a, step, s.combine, s.dealt, dealt).deal();
-  } else if (warp == kDealer + 1) {
+  } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
+    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
