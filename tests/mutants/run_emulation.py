@@ -48,7 +48,7 @@ PIECES = "test_pieces_by_kernels"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
 LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
-DEALT = "test_bulk_copies and not across and not apart and not nvshmem"
+DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 REPLICAS, MIXED = "test_replicas_in_pieces and 2-2-mapped", "replicas_of_which_one_has_many and ragged-2-mapped"
 
 MUTANTS = [
@@ -572,7 +572,7 @@ MUTANTS = [
         "    copies_ = copies;\n    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n",
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
-        DEALT,
+        "beside_rows_that_show",
         "_cuda",
     ),
 ]
