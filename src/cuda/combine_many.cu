@@ -1,4 +1,7 @@
 // combine() of many tokens inside a node: one launch, or one per half.
+#include <algorithm>
+
+#include "dealt_sums.cuh"
 #include "kernels.h"
 #include "many_combine_kernel.cuh"
 
@@ -6,7 +9,7 @@ namespace pplx::cuda {
 namespace {
 
 // kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kPlain, bool kReady>
+template <typename T, bool kReady>
 __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineManyShared, s);
@@ -16,13 +19,12 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
-  if (combines && threadIdx.x % 32 == 0)
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+  if (combines && threadIdx.x % 32 == 0) s.turns[warp].init();
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, kPlain, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
+    ManyCombiner<T, false, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.send && warp < senders) combiner.send(senders);
     if (a.recv) combiner.receive();
@@ -36,46 +38,101 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-template <typename T, bool kPlain>
+// Warps of a plain one: senders, adders, and the dealer, who looks after headers, too. A launch that only sends has more senders.
+inline constexpr std::uint32_t kDealer = kDealtSenders + kAdders, kPlainThreads = 32 * (kDealer + 1);
+inline constexpr std::uint32_t kPlainBytes = kDealtSenders * kCombinerBytes + kDealtBytes;
+inline constexpr std::uint32_t kMostPlainSenders = std::min(kDealer, kPlainBytes / kCombinerBytes);
+
+struct CombinePlainShared {
+  CombineShared combine;
+  CombinerTurns turns[kMostPlainSenders];
+  DealtRows dealt;
+};
+
+template <typename T>
+__device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(CombinePlainShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kDealtSenders) : kMostPlainSenders;
+  if (warp < kMostPlainSenders && threadIdx.x % 32 == 0) s.turns[warp].init();
+  if (warp == kDealer) s.dealt.init();
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s.combine)) return;
+  if (a.recv) begin_to_close(k, step);
+  char* const memory = reinterpret_cast<char*>(words);
+  char* const dealt = memory + kDealtSenders * kCombinerBytes;
+  if (a.send && warp < senders) {
+    ManyCombiner<T, true, false>(a, step, s.combine, memory + warp * kCombinerBytes, s.turns[warp]).send(senders);
+  } else if (a.recv && warp >= kDealtSenders && warp < kDealer) {
+    SumAdder<T>(a, step, s.combine, s.dealt, dealt, warp - kDealtSenders).add_up();
+  } else if (warp == kDealer) {
+    if (a.send) begin_to_send(a, step, s.combine);
+    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
+    if (a.recv) receive_all_headers(a, step);
+  }
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
+template <typename T>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many<T, kPlain, false>(a);
+  run_combine_many<T, false>(a);
 }
 template <typename T>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_ready_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many<T, false, true>(a);
+  run_combine_many<T, true>(a);
+}
+template <typename T>
+__global__ void __launch_bounds__(kPlainThreads, 1) combine_many_plain_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_plain<T>(a);
 }
 
 using Kernel = void (*)(CombineArguments);
 
+struct Launch {
+  Kernel kernel;
+  std::uint32_t threads, bytes;
+};
+
 template <typename T>
-Kernel kernel_of(bool plain, bool ready) {
-  if (ready) return combine_many_ready_kernel<T>;
-  return plain ? combine_many_kernel<T, true> : combine_many_kernel<T, false>;
+Launch launch_of(bool plain, bool ready) {
+  if (ready) return {combine_many_ready_kernel<T>, kCombineManyThreads, kCombineManyBytes};
+  if (plain) return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
+  return {combine_many_kernel<T>, kCombineManyThreads, kCombineManyBytes};
 }
-Kernel kernel_of(Dtype dtype, bool plain, bool ready) {
+Launch launch_of(Dtype dtype, bool plain, bool ready) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return kernel_of<BFloat16>(plain, ready);
+      return launch_of<BFloat16>(plain, ready);
     case Dtype::Float16:
-      return kernel_of<Float16>(plain, ready);
+      return launch_of<Float16>(plain, ready);
     case Dtype::Float32:
-      return kernel_of<Float32>(plain, ready);
+      return launch_of<Float32>(plain, ready);
   }
-  return nullptr;
+  return {};
 }
+
+constexpr std::size_t kMostBytes = std::max(kCombineManyBytes + sizeof(CombineManyShared), kPlainBytes + sizeof(CombinePlainShared));
 
 }  // namespace
 
 bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
-  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kCombineManyBytes + sizeof(CombineManyShared) <= shared_bytes;
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {
-  for (const Kernel kernel : {kernel_of(c.dtype, false, ready), kernel_of(c.dtype, true, ready)}) {
-    const void* const function = reinterpret_cast<const void*>(kernel);
+  for (const Launch& launch : {launch_of(c.dtype, false, ready), launch_of(c.dtype, true, ready)}) {
+    const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kCombineManyBytes));
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -83,8 +140,8 @@ cudaError_t load_combine_many(const Config& c, bool ready) {
 
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const Kernel kernel = kernel_of(arguments.common.c.dtype, is_plain(arguments), arguments.ready.words != nullptr);
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kCombineManyThreads), parameters, kCombineManyBytes, stream);
+  const Launch launch = launch_of(arguments.common.c.dtype, is_plain(arguments), arguments.ready.words != nullptr);
+  return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
 }
 
 }  // namespace pplx::cuda

@@ -67,13 +67,12 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
-  if (combines && threadIdx.x % 32 == 0)
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+  if (combines && threadIdx.x % 32 == 0) s.turns[warp].init();
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, kPlain, kReady, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.loaded[warp]);
+    ManyCombiner<T, kPlain, kReady, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
     const bool good = a.recv && combiner.receive_rounds();

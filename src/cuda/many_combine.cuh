@@ -1,7 +1,7 @@
 // combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
-// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; this rank's own row of a
-// token is summed then, and never stored. Rows of large blocks have arrival words, those of a run behind one fence; small blocks, and
-// blocks of ranks that sent few tokens, are as in a combine of few.
+// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; in a plain combine dealt_sums.cuh
+// does, and this rank's own row of a token is summed then, and never stored. Rows of large blocks have arrival words, those of a run behind
+// one fence; small blocks, and blocks of ranks that sent few tokens, are as in a combine of few.
 #pragma once
 
 #include "combine_recv.cuh"
@@ -12,13 +12,25 @@ namespace pplx::cuda {
 
 inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
 inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
+static_assert(kCopies * kCopyBytes <= kCombinerBytes, "copies have the memory of tiles");
+
+// Of a warp.
+struct CombinerTurns {
+  std::uint64_t loaded[kSumTiles], copied[kCopies];
+
+  // By one thread, before the block meets for the first time.
+  __device__ void init() {
+    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
+    for (std::uint64_t& turns : copied) turns_init(&turns, 1);
+  }
+};
 
 // Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
 class ArrivingTiles {
  public:
   __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
 
-  __device__ bool full() const { return asked_ - used_ + given_ == kSumTiles; }
+  __device__ bool full() const { return asked_ - used_ == kSumTiles; }
   // Any lane may know where from; all call.
   __device__ void ask(const char* from, std::uint32_t bytes) {
     if (threadIdx.x % 32 == 0) {
@@ -30,7 +42,6 @@ class ArrivingTiles {
   }
   // The next one, which has so many bytes.
   __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
-    take_back();
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
 #pragma unroll
@@ -41,33 +52,11 @@ class ArrivingTiles {
     __syncwarp();  // its place is asked for next
     ++used_;
   }
-  // The next one goes on as it is: a group of stores. A few are on their way at once.
-  __device__ void give(char* to, std::uint32_t bytes) {
-    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
-    if (threadIdx.x % 32 == 0) {
-      bulk_store(to, memory_ + used_ % kSumTiles * kSumTileBytes, bytes);
-      bulk_end_group();
-      bulk_await_stored<kMostGiven>();
-    }
-    __syncwarp();
-    ++used_;
-    given_ = min(given_ + 1, kMostGiven);
-  }
 
  private:
-  static constexpr std::uint32_t kMostGiven = kSumTilesOut - 1;
-
-  __device__ void take_back() {
-    if (given_ == 0) return;
-    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
-    __syncwarp();
-    given_ = 0;
-  }
-
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t asked_ = 0, used_ = 0;
-  std::uint32_t given_ = 0;  // of those that were used, the last ones, which may still be read
 };
 
 // What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
@@ -97,12 +86,23 @@ class InputCursor {
   std::uint32_t next_ = 0, at_ = 0;
 };
 
+// Which bit is the nth of those that are set. Any, if there are not so many.
+__device__ inline int nth_bit(std::uint32_t bits, std::uint32_t nth) {
+  std::uint32_t at = 0;
+#pragma unroll
+  for (std::uint32_t half = 16; half != 0; half /= 2) {
+    const std::uint32_t below = __popc(bits >> at & ((1u << half) - 1));
+    if (nth < below) continue;
+    nth -= below;
+    at += half;
+  }
+  return static_cast<int>(at);
+}
+
 // Rows of memory in place of a row's choices: those that it has, choices ascending. By a warp. places: checked.
 __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& places) {
-  const std::uint32_t lane = threadIdx.x % 32, there = __ballot_sync(~0u, places.place != kNone);
-  std::uint32_t bits = there;
-  for (std::uint32_t i = 0; i < lane; ++i) bits &= bits - 1;
-  const int of = bits == 0 ? 0 : __ffs(static_cast<int>(bits)) - 1;
+  const std::uint32_t there = __ballot_sync(~0u, places.place != kNone);
+  const int of = nth_bit(there, threadIdx.x % 32);
   Inputs inputs;
   inputs.n = __popc(there);
   inputs.from = a.expert_out + __shfl_sync(~0u, places.place, of) * a.expert_stride;
@@ -119,16 +119,15 @@ class ManyCombiner {
 
  public:
   // memory: of this warp, kCombinerBytes.
-  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, std::uint64_t* loaded)
-      : a_(a), k_(a.common), step_(step), s_(s), out_(memory + kSumTiles * kSumTileBytes), tiles_(memory, loaded),
-        sums_own_(a.sums_own) {}
+  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
+      : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
 
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
   __device__ void send(std::uint32_t senders) {
     const Spends all(k_, Span::SendingSums);
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
-    const RowRuns runs(k_, s_.rows_begin, k_.living - (sums_own_ ? 1 : 0), together);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
     if constexpr (kReady) {
       send_when_ready(runs);
       return;
@@ -288,6 +287,12 @@ class ManyCombiner {
   __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
     char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
     if constexpr (kPieces && !kPlain) rows += piece_at_;
+    if (by_word && compact() && (kPlain || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
+      tell_of_last_run(0);
+      remember(run, rows);
+      return;
+    }
+    use_memory_for(false);
     Places places;
     places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
@@ -304,25 +309,70 @@ class ManyCombiner {
     }
     if (!by_word) return;
     tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
+    remember(run, rows);
+  }
+
+  __device__ void remember(const RowRun& run, char* rows) {
     told_ = rows;
     to_tell_ = run.rows;
     if (kPieces) told_word_ = word_;
     if (kPieces && !kPlain) told_source_ = run.source;
   }
 
-  // Nothing is added to the row's only input, and its weight is 1.
-  __device__ bool only_copies(const Inputs& inputs) const { return compact() && inputs.n == 1 && (kPlain || inputs.weight == 1.0f); }
+  // What was stored from there has left it.
+  __device__ void use_memory_for(bool copies) {
+    if (copies_ == copies) return;
+    copies_ = copies;
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    __syncwarp();
+  }
+
+  // Rows that nothing is added to go on as they are. False: some have no place, and nothing was done.
+  __device__ bool copy_run(const RowRun& run, char* rows) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    std::uint32_t place = 0;
+    if (lane < run.rows) place = a_.received.place[s_.rows_begin[run.source] + run.first + lane];
+    if (__any_sync(~0u, lane < run.rows && place >= a_.expert_rows)) return false;
+    use_memory_for(true);
+    const char* const of_lane_row = a_.expert_out + place * a_.expert_stride;
+    const std::uint32_t parts = (k_.row_bytes + kCopyBytes - 1) / kCopyBytes, all = run.rows * parts;
+    const auto bytes_of = [&](std::uint32_t part) { return min(kCopyBytes, k_.row_bytes - part * kCopyBytes); };
+    std::uint32_t asked = 0, row_asked = 0, part_asked = 0;
+    const auto ask = [&] {
+      const std::uint32_t at = (copied_ + asked) % kCopies;
+      const char* const from = of_lane(of_lane_row, static_cast<int>(row_asked)) + part_asked * kCopyBytes;
+      if (lane == 0) {
+        turns_expect(turns_.copied + at, bytes_of(part_asked));
+        bulk_load(memory_ + at * kCopyBytes, from, bytes_of(part_asked), turns_.copied + at);
+      }
+      ++asked;
+      if (++part_asked == parts) part_asked = 0, ++row_asked;
+    };
+    for (std::uint32_t i = 0; i < min(kCopies - 1, all); ++i) ask();
+    for (std::uint32_t row = 0, done = 0; row < run.rows; ++row) {
+      for (std::uint32_t part = 0; part < parts; ++part, ++done) {
+        const std::uint32_t at = (copied_ + done) % kCopies;
+        {
+          const Spends waits(k_, Span::AwaitingInputs);
+          await_turn(turns_.copied + at, (copied_ + done) / kCopies);
+        }
+        linger(k_, std::uint64_t{step_} << 32 | part);
+        const Spends stores(k_, Span::StoringSums);
+        if (lane == 0) {
+          bulk_store(rows + std::uint64_t{row} * k_.combine.row_bytes + part * kCopyBytes, memory_ + at * kCopyBytes, bytes_of(part));
+          bulk_end_group();
+          bulk_await_stored<1>();  // the place that is asked for next is free
+        }
+        __syncwarp();
+        if (asked < all) ask();
+      }
+    }
+    copied_ += all;
+    return true;
+  }
 
   __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
     InputCursor cursor(inputs, k_.row_bytes);
-    if (by_word && only_copies(inputs)) {
-      for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
-        cursor.ask(tiles_);
-        linger(k_, std::uint64_t{step_} << 32 | at);
-        tiles_.give(row + at, min(kSumTileBytes, k_.row_bytes - at));
-      }
-      return;
-    }
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
       const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
       TileSums sums;
@@ -357,7 +407,7 @@ class ManyCombiner {
 
   // The first lane stores, so it alone waits.
   __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
-    char* const from = out_ + stored_++ % kSumTilesOut * kSumTileBytes;
+    char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
     {
       const Spends waits(k_, Span::AwaitingPlaceOfSum);
       if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
@@ -441,7 +491,7 @@ class ManyCombiner {
     const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
       if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
     };
-    add_up(kPlain ? token : k_.slice.token(token), Inputs(), n, false, n, row, give);
+    add_up(kPlain ? token : k_.slice.token(token), n, row, give);
     if (__any_sync(~0u, entry != kNone && slot_row < k_.word_rows)) make_blank_again(row, slot_row);
     note(k_, Stage::Added);
     if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
@@ -453,16 +503,8 @@ class ManyCombiner {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
     const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
-    const bool is_own = sums_own_ && entry != kNone && rank == k_.c.rank;
-    const bool by_word = entry != kNone && !is_own && comes_by_word(a_, rank);
-    if (__any_sync(~0u, entry != kNone && !is_own && !by_word)) return receive_strips(token, entry);
-    const std::uint32_t own = __ballot_sync(~0u, is_own);
-    Places places;
-    if (kPlain && own != 0) {
-      const std::uint32_t number = __shfl_sync(~0u, entry, __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
-      places.load<true>(a_, s_.rows_begin[k_.c.rank] + number);
-      places.check(a_);
-    }
+    const bool by_word = entry != kNone && comes_by_word(a_, rank);
+    if (__any_sync(~0u, entry != kNone && !by_word)) return receive_strips(token, entry);
     char* row = nullptr;
     if (by_word) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
     {
@@ -471,60 +513,26 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    const auto keep = [](const TileSums&, std::uint32_t, std::uint32_t) {};
-    add_up(token, inputs_of(a_, places), own == 0 ? n : __ffs(static_cast<int>(own)) - 1, own != 0, n, row, keep);
+    add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
     if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
     note(k_, Stage::Added);
-    return kPlain || !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
+    return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
-  // Of a token's n rows, before the own one, which is a sum of `mine`, if there is one; then those behind it. Each of the first n lanes has a
-  // row, but for that one. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
+  // Of a token's n rows, of each of the first n lanes. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
   template <typename Give>
-  __device__ void add_up(std::uint32_t token, const Inputs& mine, std::uint32_t before, bool has_own, std::uint32_t n, const char* row, const Give& give) {
-    const std::uint32_t lane = threadIdx.x % 32, own = has_own ? mine.n : 0;
-    const Inputs all = own_first(mine, own, before, has_own, n, row);
-    InputCursor cursor(all, k_.row_bytes);
+  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row, const Give& give) {
+    const Inputs inputs{row, 1.0f, n};
+    InputCursor cursor(inputs, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
     for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
-      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + lane * 16, end = at + bytes;
-      uint4 own_tile[kVectors];
-      if (has_own) sum_own_tile(cursor, all, own, bytes, own_tile);
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + threadIdx.x % 32 * 16, end = at + bytes;
       TileSums sums;
       if (a_.accumulate) sums.load(y, begin, end);
-      for (std::uint32_t i = 0; i < n; ++i) {
-        if (has_own && i == before)
-          sums.add_row(own_tile);
-        else
-          add(cursor, bytes, sums);
-      }
+      for (std::uint32_t i = 0; i < n; ++i) add(cursor, bytes, sums);
       sums.store(y, begin, end);
       give(sums, begin, end);
     }
-  }
-
-  // What a token's sum is of, in the order in which it comes: this rank's own rows of memory, then peers' rows.
-  __device__ static Inputs own_first(const Inputs& mine, std::uint32_t own, std::uint32_t before, bool has_own, std::uint32_t n, const char* row) {
-    const std::uint32_t lane = threadIdx.x % 32, peer = lane - own;
-    Inputs all;
-    all.n = own + n - (has_own ? 1 : 0);
-    const char* const of_peer = of_lane(row, static_cast<int>(peer + (has_own && peer >= before ? 1 : 0)) & 31);
-    all.from = lane < own ? mine.from : of_peer;
-    all.weight = mine.weight;
-    return all;
-  }
-
-  // What a peer would have sent of the own row's next tile: rounded as there.
-  __device__ void sum_own_tile(InputCursor& cursor, const Inputs& all, std::uint32_t own, std::uint32_t bytes, uint4 (&v)[kVectors]) {
-    if (compact() && own == 1) {  // and its weight is 1: sums_own is for plain combines
-      take(cursor, bytes, v);
-      return;
-    }
-    TileSums sums;
-    if (compact() && own != 0) sums.start(-0.0f);
-    for (std::uint32_t i = 0; i < own; ++i) add(cursor, all, i, bytes, sums);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) v[j] = T::pack(sums.sum[j]);
   }
 
   // A later step of few tokens has rows here that show by themselves.
@@ -538,9 +546,9 @@ class ManyCombiner {
 
   // A token with a row that shows by itself that it has come.
   __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
-    const std::uint32_t strips = a_.received_in.strips, own_rows = sums_own_ ? s_.rows_begin[k_.c.rank] : kNone;
+    const std::uint32_t strips = a_.received_in.strips;
     for (std::uint32_t i = 0; i < strips; ++i)
-      if (!receive_strip<T, false, kPlain, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
+      if (!receive_strip<T, false, false, true>(a_, step_, token * strips + i, entry, kNone)) return false;
     return true;
   }
 
@@ -548,10 +556,12 @@ class ManyCombiner {
   const Common& k_;
   const std::uint32_t step_;
   CombineShared& s_;
-  char* const out_;
+  char* const memory_;
+  CombinerTurns& turns_;
   ArrivingTiles tiles_;
-  const bool sums_own_;
   std::uint32_t stored_ = 0;  // tiles
+  std::uint32_t copied_ = 0;  // parts of rows
+  bool copies_ = false;  // they have the memory, and not the tiles
   char* told_ = nullptr;  // rows of a run whose source has yet to be told
   std::uint32_t to_tell_ = 0;
   std::uint64_t word_ = 0, told_word_ = 0;  // kPieces: of the rows of a run, and of those

@@ -10,7 +10,7 @@ inline constexpr std::uint32_t kCombineManyThreads = 32 * (kCombiners + 1);
 
 struct CombineManyShared {
   CombineShared combine;
-  std::uint64_t loaded[kCombiners][kSumTiles];  // turns
+  CombinerTurns turns[kCombiners];
 };
 
 // By one warp: this block's share, and headers that nobody has sent yet. Behind the words of those who send weights. kRemote: those for peers of

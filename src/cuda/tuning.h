@@ -77,6 +77,12 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
+// Of a plain one: warps that send, those that add up, and their vectors of a row of 14 KB at most, of which so many are in shared memory. With
+// the dealer they are twelve, so that each thread can have 168 registers.
+inline constexpr std::uint32_t kDealtSenders = 4, kAdders = 7, kDealtParts = 9;
+inline constexpr int kVectorsOfAdder = 4;
+// Rows of such a sender that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out.
+inline constexpr std::uint32_t kCopyBytes = 7168, kCopies = 3;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

@@ -398,6 +398,28 @@ def test_bulk_copies_of_many_chunks() -> None:
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 
 
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
+    """Tokens with no rows, one, two and more, of which this rank's own are the first, the last, or between."""
+    with Crew(4, BULK) as crew:
+        case = Case(
+            seed(), 4, num_experts=10, top_k=2, hidden=144, max_tokens=30, dtype=dtype, layout=layout, routing="sparse", steps=4
+        )
+        crew.run("emulated:call", module(), "rank_cases:exchange", case)
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", replace(case, top_k=5), 4, odd=True)
+
+
+def test_bulk_copies_beside_rows_that_show() -> None:
+    """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
+    with Crew(4, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+        for number in range(4):
+            case = Case(
+                seed() + number, 4, num_experts=8, top_k=3, hidden=2048, max_tokens=24, layout="compact", crowd="uneven", steps=4
+            )
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_bulk_copies_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""

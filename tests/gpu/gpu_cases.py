@@ -164,6 +164,14 @@ def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     return x
 
 
+def small_values(x: torch.Tensor, dtype: torch.dtype, g: torch.Generator, odd: bool) -> torch.Tensor:
+    """If odd, a quarter of each row is zeros of either sign, another one is about as small as numbers can be."""
+    quarter = x.shape[1] // 4 if odd else 0
+    x[:, :quarter] = torch.where(torch.rand(x.shape[0], quarter, generator=g) < 0.7, -0.0, 0.0)
+    x[:, quarter : 2 * quarter] *= torch.finfo(dtype).smallest_normal
+    return x.to(dtype)
+
+
 def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
     """Tokens of any bits, all ones above all, which is how a place looks where nothing has come yet."""
     quantised = case.wire != "native"
@@ -246,7 +254,7 @@ def both_devices(
                     raise AssertionError(f"step {step}: {name} differs, {case}")
             rows = c.x.shape[:-1]
             flat_out = torch.full((rows.numel(), case.hidden), float("nan"), dtype=dtype)
-            flat_out[used] = torch.randn(len(used), case.hidden, generator=of_experts).to(dtype)
+            flat_out[used] = small_values(torch.randn(len(used), case.hidden, generator=of_experts), dtype, of_experts, odd)
             out = flat_out.view(*rows, case.hidden)
             tail = bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
             if step % 2 == 0:  # without tails another kernel runs

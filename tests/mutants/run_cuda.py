@@ -43,6 +43,7 @@ READY = "src/cuda/ready.cuh"
 MANY_RECV = "src/cuda/many_recv.cuh"
 MANY_SEND = "src/cuda/many_send.cuh"
 MANY_COMBINE = "src/cuda/many_combine.cuh"
+DEALT_SUMS = "src/cuda/dealt_sums.cuh"
 ROUNDS = "src/cuda/rounds.cuh"
 ROUND_PLAN = "src/cuda/round_plan.cuh"
 REMOTE_ROUNDS = "src/cuda/remote_rounds.cuh"
@@ -215,9 +216,9 @@ MUTANTS = [
     ),
     Mutant(
         "large rows leave no blanks",
-        MANY_COMBINE,
-        "    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);\n",
-        "",
+        DEALT_SUMS,
+        "(blank ? kMakeBlank : 0)",
+        "(blank ? 0 : 0)",
         "a later step of few tokens takes them for its own",
     ),
     Mutant(

@@ -48,6 +48,7 @@ PIECES = "test_pieces_by_kernels"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
 LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
+DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 REPLICAS, MIXED = "test_replicas_in_pieces and 2-2-mapped", "replicas_of_which_one_has_many and ragged-2-mapped"
 
 MUTANTS = [
@@ -491,6 +492,87 @@ MUTANTS = [
         "    const std::uint32_t strips = max(1u, k_.row_bytes / kSumTileBytes), units",
         "the end of long rows is what the output held",
         "test_long_rows_of_replicas_in_pieces",
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: a place of the ring is taken while adders read it",
+        "src/cuda/dealt_sums.cuh",
+        "    if (place_.turn != 0) await_turn(ring_.used",
+        "    if (place_.turn > 1u << 30) await_turn(ring_.used",
+        "rows that come are added up in place of those that were there",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: rows are asked for before they have come",
+        "src/cuda/dealt_sums.cuh",
+        "      const bool wanted = by_word && ",
+        "      const bool wanted = false && by_word && ",
+        "what lay there is added up",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: the sum of own rows comes first",
+        "src/cuda/dealt_sums.cuh",
+        "static_cast<std::uint8_t>(__popc(peers & (own - 1)))",
+        "std::uint8_t{0}",
+        "three rows are rounded in another order",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: a token without rows stays in the ring",
+        "src/cuda/dealt_sums.cuh",
+        "    if (first.own + first.peers == 0) leave();\n",
+        "",
+        "adders look at it for ever",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: places are not made blank again",
+        "src/cuda/dealt_sums.cuh",
+        "(blank ? kMakeBlank : 0)",
+        "(blank ? 0 : 0)",
+        "a later step of few tokens takes their rows for its own",
+        "test_bulk_copies_and_steps_of_few_in_turn",
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: rows that show are taken for rows with words",
+        "src/cuda/dealt_sums.cuh",
+        "      if ((show & lanes) != 0)\n",
+        "      if ((show & lanes) == ~0u)\n",
+        "nobody waits for them",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: two rows keep their sign of zero",
+        "src/cuda/number.cuh",
+        "__hadd2_rn(__hadd2_rn(x, y), __floats2bfloat162_rn(0.0f, 0.0f))",
+        "__hadd2_rn(x, y)",
+        "-0 and -0 are -0, where a sum begins with 0",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "copies: a part's place is asked for while it leaves",
+        "src/cuda/many_combine.cuh",
+        "          bulk_await_stored<1>();  // the place",
+        "          bulk_await_stored<3>();  // the place",
+        "the peer gets what comes next",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "copies: tiles come to memory that has not left",
+        "src/cuda/many_combine.cuh",
+        "    copies_ = copies;\n    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n",
+        "    copies_ = copies;\n",
+        "the last parts of a run are overwritten by what is added up for the next one",
+        "beside_rows_that_show",
         "_cuda",
     ),
 ]

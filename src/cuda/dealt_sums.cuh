@@ -1,0 +1,345 @@
+// The receive half of a plain combine of many tokens. One warp of a thread block, the dealer, looks tokens up, some at a time, a choice in
+// each lane, waits for their rows, and asks for row after row of what is to be added up; the adders take each of them together, every one
+// its part. A sum of few rows is few instructions, so what a token costs is the looking up and the asking, and what that waits for: one
+// warp that is ahead does it once, for all.
+#pragma once
+
+#include "combine_recv.cuh"
+#include "many_plan.cuh"
+
+namespace pplx::cuda {
+
+// A row, or a part of one, on its way to shared memory. Rows of a token's part come after each other: first this rank's own ones, whose sum
+// a peer would have rounded, then what peers have sent, ranks ascending.
+struct DealtRow {
+  char* row = nullptr;  // of this part
+  std::uint32_t token = 0;  // of this rank's
+  std::uint32_t at = 0;  // where in the row
+  float weight = 1.0f;
+  std::uint8_t own = 0, peers = 0;  // rows of the token
+  std::uint8_t before = 0;  // those of peers that come before the sum of own ones
+  std::uint8_t what = 0;
+};
+inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a place
+inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
+inline constexpr std::uint8_t kRowsShow = 4;  // there is no row: those of this token show by themselves that they have come
+inline constexpr std::uint8_t kNoMore = 8;
+
+inline constexpr std::uint32_t kMostDealtRows = 16;
+inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
+inline constexpr std::uint32_t kDealtBytes = kDealtParts * kDealtPart;
+
+// Rows that were dealt, in a ring.
+struct DealtRows {
+  std::uint64_t loaded[kMostDealtRows], used[kMostDealtRows];  // turns
+  DealtRow rows[kMostDealtRows];
+
+  // By one warp, before the block meets for the first time.
+  __device__ void init() {
+    const std::uint32_t lane = threadIdx.x % 32;
+    if (lane < kMostDealtRows) turns_init(loaded + lane, 1);
+    if (lane < kMostDealtRows) turns_init(used + lane, kAdders);
+  }
+};
+
+// Where in the ring somebody is.
+class RingPlace {
+ public:
+  __device__ explicit RingPlace(std::uint32_t row_bytes)
+      : part(min(row_bytes, kDealtPart)), places_(min(kDealtBytes / part, kMostDealtRows)) {}
+  __device__ void next() {
+    if (++at != places_) return;
+    at = 0;
+    ++turn;
+  }
+
+  const std::uint32_t part;  // bytes of a place
+  std::uint32_t at = 0, turn = 0;
+
+ private:
+  const std::uint32_t places_;
+};
+
+// By one warp.
+class SumDealer {
+ public:
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, char* memory)
+      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory), place_(k_.row_bytes) {
+    while (1u << shift_ < k_.c.top_k) ++shift_;
+  }
+
+  // All tokens of this thread block, or those before the first that fails.
+  __device__ void deal() {
+    const Spends all(k_, Span::ReceivingSums);
+    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x, together = 32u >> shift_;
+    Looked next = look_up(load_entry(0));
+    std::uint32_t later = load_entry(together);
+    for (std::uint32_t first = 0; first < of_block; first += together) {
+      const Looked now = next;
+      const std::uint32_t after = load_entry(first + 2 * together);
+      next = look_up(later);
+      later = after;
+      if (!deal_tokens(now, first, min(together, of_block - first))) break;
+    }
+    tell(0, kNoMore);
+  }
+
+ private:
+  // A lane's choice of a token.
+  struct Looked {
+    std::uint32_t entry = kNone;  // its row of a peer's block
+    std::uint32_t places = 0;  // of this rank's own row, so many
+    std::uint32_t place = kNone;  // one of them
+    float weight = 1.0f;
+  };
+
+  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
+  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
+  __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
+  // The lanes of a batch's nth token.
+  __device__ std::uint32_t lanes_of(std::uint32_t nth) const { return (~0u >> (32 - (1u << shift_))) << (nth << shift_); }
+
+  __device__ std::uint32_t load_entry(std::uint32_t first) const {
+    const std::uint32_t of = token(first + (lane() >> shift_));
+    return choice() < k_.c.top_k && of < a_.own ? a_.plan.token_rows[std::uint64_t{of} * k_.c.top_k + choice()] : kNone;
+  }
+
+  __device__ bool is_own(std::uint32_t entry) const { return a_.sums_own && entry != kNone && entry >> 20 == k_.c.rank; }
+
+  __device__ Looked look_up(std::uint32_t entry) const {
+    const bool compact = k_.c.layout == LayoutKind::Compact;
+    const std::uint32_t own = __ballot_sync(~0u, is_own(entry)) & lanes_of(lane() >> shift_);
+    const std::uint32_t number = __shfl_sync(~0u, entry, own == 0 ? 0 : __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
+    Looked looked;
+    looked.entry = entry;
+    if (own == 0 || choice() >= (compact ? 1 : k_.c.top_k)) return looked;
+    const std::uint32_t at = s_.rows_begin[k_.c.rank] + number;
+    looked.places = compact ? 1 : a_.received.choices[at];
+    looked.place = a_.received.place[compact ? at : std::uint64_t{at} * k_.c.top_k + choice()];
+    if (!compact && a_.weighted) looked.weight = a_.received.weight[std::uint64_t{at} * k_.c.top_k + choice()];
+    return looked;
+  }
+
+  // False: something failed.
+  __device__ bool deal_tokens(Looked looked, std::uint32_t first, std::uint32_t tokens) {
+    const std::uint32_t entry = looked.entry, rank = entry >> 20;
+    const bool by_word = entry != kNone && !is_own(entry) && comes_by_word(a_, rank);
+    const std::uint32_t there = __ballot_sync(~0u, entry != kNone), own = __ballot_sync(~0u, is_own(entry));
+    const std::uint32_t show = there & ~own & ~__ballot_sync(~0u, by_word);
+    const std::uint32_t number = entry & 0xfffffu;
+    char* const row = by_word ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      const bool wanted = by_word && (show & lanes_of(lane() >> shift_)) == 0;
+      if (!all_of_warp(!wanted || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
+    if (looked.place != kNone && looked.place >= a_.expert_rows) {
+      k_.report->notices.short_output = 1;
+      looked.place = kNone;
+    }
+    const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
+    const char* const own_row = a_.expert_out + (looked.place == kNone ? 0 : looked.place) * a_.expert_stride;
+    for (std::uint32_t i = 0; i < tokens; ++i) {
+      const std::uint32_t lanes = lanes_of(i);
+      if ((show & lanes) != 0)
+        tell(token(first + i), kRowsShow);
+      else
+        deal_token(token(first + i), placed & lanes, own & lanes, there & ~own & lanes, own_row, looked.weight, row, number < k_.word_rows);
+    }
+    return true;
+  }
+
+  // placed, own, peers: lanes with a place of an own row, the one with that row, and those with peers' rows.
+  __device__ void deal_token(std::uint32_t token, std::uint32_t placed, std::uint32_t own, std::uint32_t peers, const char* own_row,
+                             float weight, char* row, bool blank) {
+    DealtRow dealt;
+    dealt.token = token;
+    dealt.own = static_cast<std::uint8_t>(__popc(placed));
+    dealt.peers = static_cast<std::uint8_t>(__popc(peers));
+    dealt.before = static_cast<std::uint8_t>(__popc(peers & (own - 1)));
+    dealt.what = own != 0 ? kHasOwn : 0;
+    const bool is_peer = (peers >> lane() & 1) != 0;
+    const std::uint8_t of_peer = dealt.what | (blank ? kMakeBlank : 0);
+    for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
+      if ((placed | peers) == 0) add(0, dealt, 0);
+      const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
+      dealt.row = const_cast<char*>(own_row) + dealt.at;
+      dealt.weight = weight;
+      for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, bytes);
+      if (is_peer) dealt.row = row + dealt.at;
+      dealt.what = of_peer;
+      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, bytes);
+      dealt.what = own != 0 ? kHasOwn : 0;
+    }
+  }
+
+  __device__ void tell(std::uint32_t token, std::uint8_t what) {
+    DealtRow dealt;
+    dealt.token = token;
+    dealt.what = what;
+    add(0, dealt, 0);
+  }
+
+  // What this lane has, in the next place of the ring.
+  __device__ void add(std::uint32_t by, const DealtRow& dealt, std::uint32_t bytes) {
+    if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
+    linger(k_, std::uint64_t{step_} << 32 | dealt.token);
+    if (lane() == by) {
+      ring_.rows[place_.at] = dealt;
+      if (bytes != 0) {
+        turns_expect(ring_.loaded + place_.at, bytes);
+        bulk_load(memory_ + place_.at * place_.part, dealt.row, bytes, ring_.loaded + place_.at);
+      } else {
+        turns_arrive(ring_.loaded + place_.at);
+      }
+    }
+    __syncwarp();
+    place_.next();
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  const CombineShared& s_;
+  DealtRows& ring_;
+  char* const memory_;
+  RingPlace place_;
+  std::uint32_t shift_ = 0;  // a token's choices have as many lanes as a power of two
+};
+
+// By one of several warps.
+template <typename T>
+class SumAdder {
+  static constexpr int kVectors = kVectorsOfAdder;
+
+ public:
+  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const char* memory, std::uint32_t number)
+      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory), number_(number), place_(k_.row_bytes) {}
+
+  __device__ void add_up() {
+    const Spends all(k_, Span::ReceivingSums);
+    for (bool good = true;;) {
+      const DealtRow first = look();
+      if ((first.what & kNoMore) != 0) return;
+      if ((first.what & kRowsShow) != 0) {
+        leave();
+        good = good && receive_strips(first.token);
+      } else {
+        add_part(first);
+      }
+    }
+  }
+
+ private:
+  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
+  // Of the part's vectors this lane's j-th.
+  __device__ std::uint32_t at(int j) const { return ((j * kAdders + number_) * 32 + lane()) * 16; }
+
+  __device__ const DealtRow& look() {
+    const Spends waits(k_, Span::AwaitingInputs);
+    await_turn(ring_.loaded + place_.at, place_.turn);
+    return ring_.rows[place_.at];
+  }
+  __device__ void leave() {
+    __syncwarp();
+    if (lane() == 0) turns_arrive(ring_.used + place_.at);
+    place_.next();
+  }
+
+  // This lane's part of the next row, and its weight.
+  __device__ float take(std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    const DealtRow& dealt = look();
+    const char* const from = memory_ + place_.at * place_.part;
+    const float weight = dealt.weight;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      const bool here = at(j) < bytes;
+      v[j] = here ? *reinterpret_cast<const uint4*>(from + at(j)) : make_uint4(0, 0, 0, 0);
+      if (here && (dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
+    }
+    leave();
+    return weight;
+  }
+
+  __device__ void add_part(const DealtRow& first) {
+    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at), rows = first.peers + (first.what & kHasOwn);
+    char* const y = a_.y + std::uint64_t{first.token} * a_.y_stride + first.at;
+    const bool as_it_is = first.own <= 1 && first.own == (first.what & kHasOwn) && first.weight == 1.0f;
+    if (first.own + first.peers == 0) leave();
+    if (rows == 2 && as_it_is && !a_.accumulate)
+      add_two(bytes, y);
+    else
+      add_all(first, bytes, y);
+    note(k_, Stage::Added);
+  }
+
+  __device__ void add_two(std::uint32_t bytes, char* y) {
+    uint4 v[kVectors], w[kVectors];
+    take(bytes, v);
+    take(bytes, w);
+    const Spends adds(k_, Span::AddingUp);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) store16(y + at(j), T::sum_of_two(v[j], w[j]));
+  }
+
+  __device__ void add_all(const DealtRow& first, std::uint32_t bytes, char* y) {
+    uint4 own[kVectors], v[kVectors];
+    const bool has_own = (first.what & kHasOwn) != 0;
+    if (has_own) add_own(first.own, bytes, own);
+    Sums<T, kVectors> sums;
+    if (a_.accumulate) load(y, bytes, sums);
+    for (std::uint32_t i = 0; i < first.peers; ++i) {
+      if (has_own && i == first.before) sums.add_row(own);
+      take(bytes, v);
+      const Spends adds(k_, Span::AddingUp);
+      sums.add_row(v);
+    }
+    if (has_own && first.before == first.peers) sums.add_row(own);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
+  }
+
+  // What a peer would have sent: rounded as there.
+  __device__ void add_own(std::uint32_t rows, std::uint32_t bytes, uint4 (&own)[kVectors]) {
+    Sums<T, kVectors> sums;
+    if (rows != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero
+    for (std::uint32_t i = 0; i < rows; ++i) {
+      uint4 v[kVectors];
+      const float weight = take(bytes, v);
+      sums.add_row(v, weight);
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) own[j] = T::pack(sums.sum[j]);
+  }
+
+  __device__ void load(const char* y, std::uint32_t bytes, Sums<T, kVectors>& sums) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) T::unpack(*reinterpret_cast<const uint4*>(y + at(j)), sums.sum[j]);
+  }
+
+  // A token with a row that shows by itself that it has come. False: something failed.
+  __device__ bool receive_strips(std::uint32_t token) {
+    const std::uint32_t strips = a_.received_in.strips, own_rows = a_.sums_own ? s_.rows_begin[k_.c.rank] : kNone;
+    const std::uint32_t entry = lane() < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane()] : kNone;
+    for (std::uint32_t i = number_; i < strips; i += kAdders)
+      if (!receive_strip<T, false, true, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
+    return true;
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  const CombineShared& s_;
+  DealtRows& ring_;
+  const char* const memory_;
+  const std::uint32_t number_;
+  RingPlace place_;
+};
+
+}  // namespace pplx::cuda
