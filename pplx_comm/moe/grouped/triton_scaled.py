@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from pplx_comm.moe.grouped.backend import laid_out
@@ -10,6 +13,13 @@ from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
+
+
+@functools.cache
+def _kernels() -> Any:
+    from pplx_comm.moe.kernels import scaled
+
+    return scaled
 
 
 class TritonScaledMm:
@@ -32,19 +42,17 @@ class TritonScaledMm:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from pplx_comm.moe.kernels.scaled import scaled_rows_by_weights
-
         codes, scale = laid_out(w, transposed)
-        experts, width, inner = codes.shape
-        rows, flat = x[0].contiguous(), codes.flatten(0, 1)
-        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
+        (experts, width, inner), rows, device = codes.shape, x[0].contiguous(), codes.device
+        many = rows.shape[0]
+        out = torch.empty(many, width, dtype=dtype, device=device) if out is None else out
         if not out.numel() or not experts:
             return out
-        tma = by_tma(rows, flat) if self._tma is None else self._tma
-        high = 64 if where.average(len(rows)) <= 64 else 128
-        scaled_rows_by_weights[(programs(rows.device),)](
-            described(rows, [high, BLOCK]) if tma else rows, x[1], described(flat, [BLOCK, BLOCK]) if tma else flat, scale,
-            where.where, out, experts, where.room, len(rows), inner, width, *strides_of_scales(x[1]),
+        tma = by_tma(rows, codes) if self._tma is None else self._tma
+        high = 64 if where.average(many) <= 64 else 128
+        _kernels().scaled_rows_by_weights[(programs(device),)](
+            described(rows, [high, BLOCK]) if tma else rows, x[1], described(codes, [BLOCK, BLOCK]) if tma else codes, scale,
+            where.where, out, experts, where.room, many, inner, width, *strides_of_scales(x[1]),
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma, ROWS=high, GROUP=8, BLOCK=BLOCK,
             num_warps=4 if high == 64 else 8, num_stages=4,
         )  # fmt: skip
