@@ -77,7 +77,7 @@ def described(t: torch.Tensor, block: list[int]) -> Any:
     return _descriptor()(t, [math.prod(high), width], [width, 1], block)
 
 
-# What a call would import is imported once: a statement that finds the module there takes a microsecond, and triton is no dependency.
+# Imported at the first call, since triton is no dependency, and once: an import statement takes a microsecond each time.
 @functools.cache
 def _descriptor() -> Any:
     from triton.tools.tensor_descriptor import TensorDescriptor
