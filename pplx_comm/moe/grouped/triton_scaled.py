@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from pplx_comm.moe.grouped.backend import laid_out
-from pplx_comm.moe.grouped.triton_mm import by_tma, described
+from pplx_comm.moe.grouped.triton_mm import FEW, Shape, by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
+
+SHAPE_OF_FEW = Shape(64, 128, BLOCK, 8, 4, 4)
+SHAPE_OF_MANY = Shape(128, 128, BLOCK, 8, 8, 4)
 
 
 @functools.cache
@@ -49,11 +52,11 @@ class TritonScaledMm:
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, codes) if self._tma is None else self._tma
-        high = 64 if where.average(many) <= 64 else 128
-        _kernels().scaled_rows_by_weights[(programs(device),)](
-            described(rows, [high, BLOCK]) if tma else rows, x[1], described(codes, [BLOCK, BLOCK]) if tma else codes, scale,
+        s = SHAPE_OF_FEW if where.average(many) <= FEW else SHAPE_OF_MANY
+        _kernels().scaled_rows_by_weights[(s.programs * programs(device),)](
+            described(rows, [s.rows, s.inner]) if tma else rows, x[1], described(codes, [s.side, s.inner]) if tma else codes, scale,
             where.where, out, experts, where.room, many, inner, width, *strides_of_scales(x[1]),
-            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma, ROWS=high, GROUP=8, BLOCK=BLOCK,
-            num_warps=4 if high == 64 else 8, num_stages=4,
+            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma,
+            ROWS=s.rows, SIDE=s.side, GROUP=s.group, BLOCK=BLOCK, FLAT=s.flat, num_warps=s.warps, num_stages=s.stages,
         )  # fmt: skip
         return out
