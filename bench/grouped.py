@@ -4,8 +4,13 @@ python bench/grouped.py --device cuda                              # bfloat16 an
 python bench/grouped.py --device cuda --formats bf16 --ops forward --rows 512 --experts 8 --shapes 7168x2048
 ncu -k regex:rows_by_weights --metrics lts__t_sector_hit_rate.pct python bench/grouped.py ... --only triton --rounds 1
 
-Each backend's result is compared with the loop's before it is timed, in memory that holds NaN elsewhere. A time begins with cold
-caches, and is the median of rounds in which the backends take turns. What the host waits for is in it.
+On a GPU a time is that of a replay of a CUDA graph which holds one call: what the device does, and nothing of Python. The loop
+asks the device how many rows there are, as its users would, so no graph can hold it: it is called, and what the host waits for is
+in its time. Each begins with cold caches, and is the median of rounds in which the backends take turns. Each result is compared
+with the loop's, both a call's and a replay's, in memory that holds NaN elsewhere.
+
+"host" is what one call costs the thread that makes it, beside an idle device: the median of calls, each after the one before has
+ended. Who calls product after product without a graph gets the larger of both times.
 """
 
 from __future__ import annotations
@@ -44,6 +49,8 @@ FORMATS = ("bf16", "fp8")
 SPREADS = ("even", "zipf")
 LIMITS = {"bf16": 0.01, "fp8": 0.01}
 """Relative difference from the loop: both round to bfloat16 once, and add up in other orders."""
+HOST_CALLS = 15
+"""Of which the host's time is the median, if there are not more rounds."""
 CACHE = 256 << 20
 """Bytes that are written before each call, so that it finds nothing in a cache."""
 PADDED_UP_TO = 64
@@ -66,7 +73,9 @@ class Problem:
 class Point:
     problem: Problem
     us: dict[str, float] = field(default_factory=dict)
-    """By backend: the median."""
+    """By backend: the median of replays, or of calls where there is no graph."""
+    host_us: dict[str, float] = field(default_factory=dict)
+    """By backend that does not wait: what a call costs the host. Of a GPU only."""
     work: int = 0
     """Rows that there are: padding is not among them."""
 
@@ -138,21 +147,65 @@ def counts(p: Problem) -> list[int]:
     return [max(1, n) for n in shares]
 
 
+@dataclass
+class Call:
+    """What is timed: one call, or a graph that holds it."""
+
+    call: Callable[[], Any]
+    waits: bool = False
+    """Whether the host waits for the device, so that no graph can hold it."""
+    graph: torch.cuda.CUDAGraph | None = None
+    result: Any = None
+    """Of a replay. Its memory is the graph's."""
+
+    def capture(self) -> None:
+        """After calls that have compiled and chosen what there is to compile and to choose."""
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.result = self.call()
+
+    def __call__(self) -> Any:
+        if self.graph is None:
+            return self.call()
+        self.graph.replay()
+        return self.result
+
+
 class Timer:
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device, self.rounds = device, rounds
         self._cache = torch.empty(CACHE if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
 
-    def figures(self, calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Microseconds of each, in turns."""
+    def ready(self, calls: dict[str, Call]) -> None:
+        """Calls each, and captures it where that is possible."""
         for call in calls.values():
             for _ in range(2):
                 call()
+            if self.device.type == "cuda" and not call.waits:
+                call.capture()
+
+    def figures(self, calls: dict[str, Call]) -> dict[str, float]:
+        """Microseconds of each, in turns."""
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(self.rounds):
             for name, call in calls.items():
                 times[name].append(self._once(call))
         return {name: statistics.median(took) for name, took in times.items()}
+
+    def host(self, calls: dict[str, Call]) -> dict[str, float]:
+        """Microseconds that a call takes of the host, of those that do not wait."""
+        if self.device.type != "cuda":
+            return {}
+        return {name: self._host(call.call) for name, call in calls.items() if not call.waits}
+
+    def _host(self, call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(max(self.rounds, HOST_CALLS)):
+            torch.cuda.synchronize()
+            begun = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - begun))
+        return statistics.median(times)
 
     def _once(self, call: Callable[[], object]) -> float:
         if self.device.type != "cuda":
@@ -172,13 +225,19 @@ class Timer:
 def measured(p: Problem, timer: Timer, seed: int, only: list[str] | None) -> Point:
     operands = Operands(p, timer.device, seed)
     wanted = operands.told(operands.run(ScaledLoop() if p.format == "fp8" else Loop())).float()
-    calls: dict[str, Callable[[], object]] = {}
-    for backend in operands.backends(only):
-        error = float((operands.told(operands.run(backend)).float() - wanted).norm() / wanted.norm())
-        if not error <= LIMITS[p.format]:
-            raise Error(f"bench/grouped.py: {backend.name} is wrong by {error:.4f} (seed {seed}): {p}")
-        calls[backend.name] = partial(operands.run, backend)
-    return Point(p, timer.figures(calls), len(operands.used))
+    calls = {backend.name: Call(partial(operands.run, backend), backend.waits) for backend in operands.backends(only)}
+
+    def check() -> None:
+        for name, call in calls.items():
+            error = float((operands.told(call()).float() - wanted).norm() / wanted.norm())
+            if not error <= LIMITS[p.format]:
+                how = "in a graph " if call.graph else ""
+                raise Error(f"bench/grouped.py: {name} {how}is wrong by {error:.4f} (seed {seed}): {p}")
+
+    check()
+    timer.ready(calls)
+    check()
+    return Point(p, timer.figures(calls), timer.host(calls), len(operands.used))
 
 
 def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
@@ -189,7 +248,7 @@ def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
     x, codes = h[:, :width].contiguous(), torch.randint(0, 120, (rows, width), dtype=torch.uint8, device=device)
     mx = codes.view(torch.float8_e4m3fn), torch.randint(118, 134, (rows, width // 32), dtype=torch.uint8, device=device)
     scales = rows * width // 128 * 4
-    calls: dict[str, tuple[Callable[[], object], int]] = {
+    calls: dict[str, tuple[Callable[[], Any], int]] = {
         "swiglu": (lambda: swiglu(h, where), rows * width * 6),
         "swiglu + quantise": (lambda: swiglu_quantise(h, where), rows * width * 5 + scales),
         "quantise": (lambda: quantise(x, where), rows * width * 3 + scales),
@@ -198,15 +257,18 @@ def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
     found = []
     for name, (call, moved) in calls.items():
         source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
-        us = timer.figures({"ours": call, "copy": partial(target.copy_, source)})
-        found.append({"kernel": name, "rows": rows, "width": width, "bytes": moved, **us})
+        both = {"ours": Call(call), "copy": Call(partial(target.copy_, source))}
+        timer.ready(both)
+        us, host_us = timer.figures(both), timer.host(both)
+        found.append({"kernel": name, "rows": rows, "width": width, "bytes": moved, **us, "host_us": host_us})
     return found
 
 
 def tables(points: list[Point], between: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(name for point in points for name in point.us))
     others = [name for name in names if name != "triton"]
-    head = [*(f"{n}, us" for n in names), "TFLOP/s", *(f"{n}/triton" for n in others)]
+    on_host = list(dict.fromkeys(name for point in points for name in point.host_us))
+    head = [*(f"{n}, us" for n in names), "TFLOP/s", *(f"{n}/triton" for n in others), *(f"host: {n}, us" for n in on_host)]
     cells = [["product", "k x n", "experts", "rows", "spread", *head]]
     for point in points:
         p = point.problem
@@ -215,11 +277,13 @@ def tables(points: list[Point], between: list[dict[str, Any]]) -> str:
             f"{p.format} {p.op}", f"{p.inner}x{p.width}", str(p.experts), str(p.rows), p.spread,
             *(f"{point.us[n]:.1f}" if n in point.us else "" for n in names), f"{point.tflops('triton'):.0f}" if ours else "",
             *(f"{point.us[n] / ours:.2f}" if ours and n in point.us else "" for n in others),
+            *(f"{point.host_us[n]:.0f}" if n in point.host_us else "" for n in on_host),
         ])  # fmt: skip
-    kernels = [["kernel", "rows x width", "us", "a copy, us", "copy/ours"]]
+    kernels = [["kernel", "rows x width", "us", "a copy, us", "copy/ours", "host, us", "host: a copy, us"]]
     for b in between:
         us = f"{b['ours']:.1f}", f"{b['copy']:.1f}", f"{b['copy'] / b['ours']:.2f}"
-        kernels.append([b["kernel"], f"{b['rows']}x{b['width']}", *us])
+        host = (f"{b['host_us'][name]:.0f}" if b["host_us"] else "" for name in ("ours", "copy"))
+        kernels.append([b["kernel"], f"{b['rows']}x{b['width']}", *us, *host])
     return "\n".join([*markdown(cells), "", *(markdown(kernels) if between else [])])
 
 
@@ -269,7 +333,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--only", type=words, metavar="NAME,NAME", help="some of the backends (all that are here)")
     p.add_argument(
-        "--between", type=int, default=32768, metavar="ROWS", help="of the kernels between the products; 0 for none (32768)"
+        "--between", type=numbers, default=[32768], metavar="N,N", help="rows for the kernels between the products; 0: none (32768)"
     )
     p.add_argument("--rounds", type=int, default=15, help="of which the median is taken (15)")
     p.add_argument("--seed", type=int, default=1, help="(1)")
@@ -302,7 +366,7 @@ def main() -> int:
     for problem in problems(args):
         points.append(measured(problem, timer, args.seed, args.only))
         print(f"{problem}: " + ", ".join(f"{name} {us:.1f} us" for name, us in points[-1].us.items()), file=sys.stderr, flush=True)
-    between = passes(timer, args.between, 2048) if args.between else []
+    between = [each for rows in args.between if rows for each in passes(timer, rows, 2048)]
     print(tables(points, between))
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine()["cpu"]
     record = {

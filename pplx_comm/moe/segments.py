@@ -34,7 +34,7 @@ class Segments:
 
     @property
     def experts(self) -> int:
-        return len(self.where) if self.room else len(self.where) - 1
+        return self.where.shape[0] - (self.room == 0)
 
     def average(self, rows: int) -> int:
         """What the host can know of an expert's rows: of Ragged, how many there are if they fill the rows that were made."""

@@ -100,3 +100,19 @@ def products(me: Any, seed: int) -> dict[str, float]:
             )
             found[f"codes {name}"] = error(seen[:used], wanted[:used].cpu().double())
     return found
+
+
+def formats(me: Any, seed: int) -> dict[str, bool]:
+    """Codes and scales as torch makes them, to the bit: of numbers of any size, of zeros, and of rows that are not finite."""
+    gpu_of(me)
+    found, rows = {}, 300
+    where = Segments(torch.tensor([0, 100, rows], device="cuda", dtype=torch.int32))
+    for width in (128, 320, 2048):
+        g = torch.Generator(device="cuda").manual_seed(seed)
+        x = torch.randn(rows, width, device="cuda", generator=g) * torch.randn(rows, 1, device="cuda", generator=g).mul(8).exp2()
+        x[3], x[4, :128], x[5, 9], x[6, 0] = 0, 0, torch.inf, torch.nan
+        for dtype in (torch.bfloat16, torch.float32):
+            (codes, scale), (wanted, wanted_scale) = quantise(x.to(dtype), where), quantise(x.to(dtype))
+            found[f"codes {width} {dtype}"] = torch.equal(codes.view(torch.uint8), wanted.view(torch.uint8))
+            found[f"scales {width} {dtype}"] = torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
+    return found

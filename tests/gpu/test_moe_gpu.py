@@ -198,3 +198,13 @@ def test_products() -> None:
         assert max(found.values()) < 0.004, found
     finally:
         crews.close()
+
+
+def test_formats() -> None:
+    pytest.importorskip("triton")
+    crews = Crews(1)
+    try:
+        (found,) = crews.run("moe_gpu_cases:formats", seed(), timeout=LIMIT)
+        assert all(found.values()), found
+    finally:
+        crews.close()

@@ -13,7 +13,7 @@ import reference
 import torch
 
 from pplx_comm.moe import quantise, swiglu
-from pplx_comm.moe.grouped import triton_mm
+from pplx_comm.moe.grouped import triton_mm, triton_scaled
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
@@ -63,7 +63,10 @@ def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[st
     return found
 
 
-def products_of_codes(me: Any, spread: str, tma: bool, seed: int) -> dict[str, float]:
+def products_of_codes(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
+    """On tiles of the usual size or on small ones, of which two share a block of the weights."""
+    if small:
+        triton_scaled.SHAPE_OF_FEW = triton_scaled.SHAPE_OF_MANY = triton_mm.Shape(32, 64, 128, 2, 4, 2, flat=True, programs=2)
     where, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
     height, width = 192, 320
     w = quantise.quantise_weights(normal(seed, 5, height, width))
@@ -324,7 +327,7 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, tiles))
         types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
         tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
-        variants.append((scaled.scaled_rows_by_weights, types, tiles))
+        variants.append((scaled.scaled_rows_by_weights, types, {**tiles, "SIDE": 128, "FLAT": False}))
         variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**tiles, "MX": 32}))
         beside_step = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "CHUNK": 2}
         waits = {"ASSEMBLY": True, "WINDOW": 256, "LINES": 8}

@@ -79,5 +79,7 @@ def laid_out(w: tuple[torch.Tensor, torch.Tensor], transposed: bool) -> tuple[to
 
     Tensor cores take codes along the sum only. A 128x128 block has the same codes when it is transposed.
     """
-    codes, scale = (t.mT if transposed else t for t in w)
+    codes, scale = w
+    if transposed:
+        codes, scale = codes.mT, scale.mT
     return codes.contiguous(), scale.contiguous()

@@ -109,13 +109,13 @@ class _Product:
         self.scaled = not isinstance(x, torch.Tensor)
         values, scale = (x, out) if isinstance(x, torch.Tensor) else (x[0], x[1])
         weights, weights_scale = (w, out) if isinstance(w, torch.Tensor) else (w[0], w[1].contiguous())
-        values, flat = values.contiguous(), weights.contiguous().flatten(0, 1)
+        values, weights = values.contiguous(), weights.contiguous()
         self.shape = s = _shape(where, self.scaled, len(values))
         self.empty = not out.numel() or not len(weights)
-        tma = not self.empty and by_tma(values, flat)
+        tma = not self.empty and by_tma(values, weights)
         self.rows = described(values, [s.rows, s.inner]) if tma else values, scale
-        self.weights = described(flat, [s.side, s.inner]) if tma else flat, weights_scale
-        self.bytes_of_weights = flat
+        self.weights = described(weights, [s.side, s.inner]) if tma else weights, weights_scale
+        self.bytes_of_weights = weights
         strides = strides_of_scales(scale) if self.scaled else (0, 0, 0)
         self.sizes = len(weights), where.room, len(values), values.shape[1], weights.shape[1], *strides
         self.options = {

@@ -38,13 +38,13 @@ class TritonMx:
 
         codes, scale = laid_out(w, transposed)
         experts, width, inner = codes.shape
-        rows, flat = x[0].contiguous(), codes.flatten(0, 1)
+        rows = x[0].contiguous()
         out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
         if not out.numel() or not experts:
             return out
-        tma = by_tma(rows, flat) if self._tma is None else self._tma
+        tma = by_tma(rows, codes) if self._tma is None else self._tma
         mx_rows_by_weights[(programs(rows.device),)](
-            described(rows, [128, BLOCK]) if tma else rows, x[1], described(flat, [BLOCK, BLOCK]) if tma else flat, scale,
+            described(rows, [128, BLOCK]) if tma else rows, x[1], described(codes, [BLOCK, BLOCK]) if tma else codes, scale,
             where.where, out, experts, where.room, len(rows), inner, width, *strides_of_scales(x[1]),
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma, ROWS=128, GROUP=8, BLOCK=BLOCK, MX=MX_BLOCK,
             num_warps=4, num_stages=4,

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 
 from pplx_comm.moe.grouped.backend import laid_out
-from pplx_comm.moe.grouped.triton_mm import by_tma, described
+from pplx_comm.moe.grouped.triton_mm import FEW, Shape, by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
+
+SHAPE_OF_FEW = Shape(64, 128, BLOCK, 8, 4, 4)
+SHAPE_OF_MANY = Shape(128, 128, BLOCK, 8, 8, 4)
+
+
+@functools.cache
+def _kernels() -> Any:
+    from pplx_comm.moe.kernels import scaled
+
+    return scaled
 
 
 class TritonScaledMm:
@@ -32,20 +45,18 @@ class TritonScaledMm:
         dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        from pplx_comm.moe.kernels.scaled import scaled_rows_by_weights
-
         codes, scale = laid_out(w, transposed)
-        experts, width, inner = codes.shape
-        rows, flat = x[0].contiguous(), codes.flatten(0, 1)
-        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
+        (experts, width, inner), rows, device = codes.shape, x[0].contiguous(), codes.device
+        many = rows.shape[0]
+        out = torch.empty(many, width, dtype=dtype, device=device) if out is None else out
         if not out.numel() or not experts:
             return out
-        tma = by_tma(rows, flat) if self._tma is None else self._tma
-        high = 64 if where.average(len(rows)) <= 64 else 128
-        scaled_rows_by_weights[(programs(rows.device),)](
-            described(rows, [high, BLOCK]) if tma else rows, x[1], described(flat, [BLOCK, BLOCK]) if tma else flat, scale,
-            where.where, out, experts, where.room, len(rows), inner, width, *strides_of_scales(x[1]),
-            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma, ROWS=high, GROUP=8, BLOCK=BLOCK,
-            num_warps=4 if high == 64 else 8, num_stages=4,
+        tma = by_tma(rows, codes) if self._tma is None else self._tma
+        s = SHAPE_OF_FEW if where.average(many) <= FEW else SHAPE_OF_MANY
+        _kernels().scaled_rows_by_weights[(s.programs * programs(device),)](
+            described(rows, [s.rows, s.inner]) if tma else rows, x[1], described(codes, [s.side, s.inner]) if tma else codes, scale,
+            where.where, out, experts, where.room, many, inner, width, *strides_of_scales(x[1]),
+            EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma,
+            ROWS=s.rows, SIDE=s.side, GROUP=s.group, BLOCK=BLOCK, FLAT=s.flat, num_warps=s.warps, num_stages=s.stages,
         )  # fmt: skip
         return out

@@ -122,7 +122,7 @@ def store_product(
     if SCALED:
         sums = scaled_tile_of_product(
             x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-            TMA, ROWS, SIDE,
+            TMA, ROWS, SIDE, INNER,
         )  # fmt: skip
     else:
         sums = tile_of_product(x, w, expert, row, column_tile * SIDE, rows, inner, width, False, TMA, ROWS, SIDE, INNER)

@@ -16,16 +16,27 @@ def power_of_two(amax, bad):
 
 
 @triton.jit
+def inverse(scale, bad):
+    """Scales are powers of two, so that one over them is exact; a division takes twenty instructions. 1 where `bad`."""
+    return ((254 << 23) - tl.where(bad, 1.0, scale).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def codes_of(values, scale, bad):
-    """e4m3 as bytes. Scales are powers of two, so that one over them is exact; a division takes twenty instructions."""
-    inverse = ((254 << 23) - tl.where(bad, 1.0, scale).to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    codes = (values * inverse).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    """e4m3 as bytes."""
+    codes = (values * inverse(scale, bad)).to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     return tl.where(bad, 0x7F, codes).to(tl.uint8)
 
 
 @triton.jit
 def codes_and_scales(values):
-    """values: float32 [rows, block]. e4m3 codes as bytes, and a float32 for each row."""
-    bad = tl.max((~(tl.abs(values) < float("inf"))).to(tl.int32), 1) > 0
-    scale = power_of_two(tl.max(tl.where(bad[:, None], 0.0, tl.abs(values)), 1), bad)
-    return codes_of(values, scale[:, None], bad[:, None]), scale
+    """values: float32 [rows, block]. e4m3 codes as bytes, and a float32 for each row.
+
+    These kernels are bound by instructions as much as by memory, so that there are few for each value. As integers NaN and infinity
+    are larger than any number: one maximum finds both. A row that has one is multiplied by NaN, whose code is 0x7F.
+    """
+    largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    bad = largest >= 0x7F800000
+    scale = power_of_two(largest.to(tl.float32, bitcast=True), bad)
+    factor = tl.where(bad, float("nan"), inverse(scale, bad))
+    return (values * factor[:, None]).to(tl.float8e4nv).to(tl.uint8, bitcast=True), scale
