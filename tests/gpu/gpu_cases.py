@@ -212,6 +212,10 @@ def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
     return torch.cat([torch.arange(begin, begin + int(n)) for begin, n in zip(begins, d.counts, strict=False)])
 
 
+open_on_cpu = rank_cases.open_all_to_all
+"""Also where the emulation has put its own in the other's place."""
+
+
 def both_devices(
     me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None
 ) -> None:
@@ -226,7 +230,7 @@ def both_devices(
     g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
-        rank_cases.open_all_to_all(me, on_cpu, device="cpu", timeout=60.0) as cpu,
+        open_on_cpu(me, on_cpu, device="cpu", timeout=60.0) as cpu,
         rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0, num_sms=num_sms) as gpu,
     ):
         for step in range(steps):
