@@ -310,8 +310,8 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         (formats.numbers_of_rows, {"codes": e4m3, "scales": u8, "out": bf16}, {**rows, "BLOCK": 32, "E8M0": True}),
         (
             formats.rescale_rows,
-            {"codes": e4m3, "scales": u8, "out": u8, "out_scales": f32, "became_subnormal": "*i64"},
-            {"ROWS": 16, "MX": 32, "GROUPS": 4},
+            {"codes": "*i32", "scales": u8, "out": "*i32", "out_scales": f32, "became_subnormal": "*i64"},
+            {"ROWS": 16, "MX": 32, "GROUPS": 4, "ASSEMBLY": True},
         ),
     ]
     for tma in (False, True):

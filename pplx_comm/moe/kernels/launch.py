@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from pplx_comm.errors import Error
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
 from pplx_comm.moe.segments import Segments
 
@@ -27,7 +28,9 @@ class Tile:
     programs: int
 
 
-SWIGLU = SWIGLU_QUANTISE = SWIGLU_BACKWARD = QUANTISE = DEQUANTISE = RESCALE = Tile(16, 4, 16)
+# Measured: bench/notes.md.
+SWIGLU = SWIGLU_BACKWARD = DEQUANTISE = Tile(16, 4, 16)
+SWIGLU_QUANTISE, QUANTISE, RESCALE = Tile(32, 8, 8), Tile(32, 4, 8), Tile(8, 1, 32)
 
 
 def _grid(t: torch.Tensor, tile: Tile) -> tuple[int]:
@@ -146,11 +149,15 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, s: 
 
 def rescale_mx(codes: torch.Tensor, scale: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See quantise.rescale_mx."""
-    out, scales = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device), _scales(codes.shape[0], codes.shape[1], s)
+    rows, width = codes.shape
+    if width % 4:
+        raise Error(f"rescale_mx() takes four codes at a time: rows of {width} are no multiple of that")
+    out, scales = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device), _scales(rows, width, s)
     became = torch.zeros((), dtype=torch.int64, device=codes.device)
     where, experts, room = _place(s)
     _formats().rescale_rows[_grid(codes, RESCALE)](
-        codes, scale, where, out, scales, became, experts, room, codes.shape[1],
+        codes.contiguous().view(torch.int32), scale, where, out.view(torch.int32), scales, became, experts, room, width,
         *strides_of_scales(scale), *strides_of_scales(scales), **_tiles(s, RESCALE), MX=MX_BLOCK, GROUPS=BLOCK // MX_BLOCK,
+        ASSEMBLY=codes.is_cuda,
     )  # fmt: skip
     return out.view(E4M3), scales, became

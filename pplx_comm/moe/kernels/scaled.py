@@ -50,9 +50,11 @@ def scaled_tile_of_product(
     row_scales = scales_of(x_scale, here, expert, row_stride, skew)
     weight_scales = w_scale + (expert * columns + column // BLOCK) * depth
     sums = tl.zeros((ROWS, SIDE), dtype=tl.float32)
+    of_rows, of_weights = tl.load(row_scales, mask=here < end, other=0.0), tl.load(weight_scales)
     for block in range(depth):
         a = load_tile(x, row, block * BLOCK, rows, inner, inner, ROWS, BLOCK, TMA)
         b = load_tile(w, above + column, block * BLOCK, above + width, inner, inner, SIDE, BLOCK, TMA)
-        scale = tl.load(row_scales + block * scale_stride, mask=here < end, other=0.0) * tl.load(weight_scales + block)
+        scale, later = of_rows * of_weights, tl.minimum(block + 1, depth - 1)  # scales come a turn ahead
+        of_rows, of_weights = tl.load(row_scales + later * scale_stride, mask=here < end, other=0.0), tl.load(weight_scales + later)
         sums += tl.dot(a, b.T) * scale[:, None]
     return sums
