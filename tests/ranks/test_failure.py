@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -31,7 +32,9 @@ EXITED = 15.0  # close() and the end of three interpreters with torch in them, o
 def left_in_shm(crew: Crew) -> list[str]:
     """Files whose name says that one of these processes made them; only that, since other programs run here too."""
     pids = [*crew.pids.values(), *crew.past_pids]
-    return [name for name in os.listdir("/dev/shm") if any(f".{pid}." in name or name.endswith(str(pid)) for pid in pids)]
+    return [
+        name for name in os.listdir("/dev/shm") if any(f".{pid}." in name or re.search(rf"(?<!\d){pid}$", name) for pid in pids)
+    ]
 
 
 def check_survivors(results: list[dict[str, Any]], victim: int, died: float) -> None:
