@@ -398,8 +398,10 @@ def test_bulk_copies_of_many_chunks() -> None:
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("float32", "ragged"), ("bfloat16", "ragged"), ("bfloat16", "padded"), ("bfloat16", "compact"), ("float16", "compact")],
+)
 def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
     """Tokens with no rows, one, two and more, of which this rank's own are the first, the last, or between."""
     with Crew(4, BULK) as crew:
