@@ -42,7 +42,7 @@ struct DealtRows {
   }
 };
 
-// Where in the ring somebody is.
+// A place of the ring, which the dealer and each adder go through by themselves.
 class RingPlace {
  public:
   __device__ explicit RingPlace(std::uint32_t row_bytes)
@@ -183,7 +183,7 @@ class SumDealer {
     add(0, dealt, 0);
   }
 
-  // What this lane has, in the next place of the ring.
+  // The lane `by` puts what it has into the next place of the ring.
   __device__ void add(std::uint32_t by, const DealtRow& dealt, std::uint32_t bytes) {
     if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
     linger(k_, std::uint64_t{step_} << 32 | dealt.token);
@@ -235,7 +235,7 @@ class SumAdder {
 
  private:
   __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  // Of the part's vectors this lane's j-th.
+  // Where in a part this lane's vector j is.
   __device__ std::uint32_t at(int j) const { return ((j * kAdders + number_) * 32 + lane()) * 16; }
 
   __device__ const DealtRow& look() {
@@ -304,7 +304,7 @@ class SumAdder {
       if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
   }
 
-  // What a peer would have sent: rounded as there.
+  // The sum of own rows, rounded as the sum of a peer is before it is sent.
   __device__ void add_own(std::uint32_t rows, std::uint32_t bytes, uint4 (&own)[kVectors]) {
     Sums<T, kVectors> sums;
     if (rows != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero

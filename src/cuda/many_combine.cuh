@@ -14,7 +14,7 @@ inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
 inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
 static_assert(kCopies * kCopyBytes <= kCombinerBytes, "copies have the memory of tiles");
 
-// Of a warp.
+// The barriers of a warp, for tiles and for copies on their way to its memory.
 struct CombinerTurns {
   std::uint64_t loaded[kSumTiles], copied[kCopies];
 
@@ -319,7 +319,7 @@ class ManyCombiner {
     if (kPieces && !kPlain) told_source_ = run.source;
   }
 
-  // What was stored from there has left it.
+  // Tiles and copies share the memory: who changes from one to the other waits until all stores from it are done.
   __device__ void use_memory_for(bool copies) {
     if (copies_ == copies) return;
     copies_ = copies;
@@ -519,7 +519,7 @@ class ManyCombiner {
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
-  // Of a token's n rows, of each of the first n lanes. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
+  // Adds a token's n rows, which the first n lanes have. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
   template <typename Give>
   __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row, const Give& give) {
     const Inputs inputs{row, 1.0f, n};

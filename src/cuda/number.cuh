@@ -10,6 +10,23 @@
 
 namespace pplx::cuda {
 
+template <typename Sum>
+__device__ inline uint4 by_words(const uint4& a, const uint4& b, const Sum& sum) {
+  return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
+}
+
+// 0 + a + b in fp32, rounded once more, of two numbers in a word. fp32 has twice the bits of the narrow types, and two more, so adding in
+// those rounds to the same. The sum of two -0 is +0, since it began with 0: the zeros that are added.
+template <typename Pair>
+__device__ inline std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b, const Pair& zeros) {
+  Pair x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  const Pair sum = __hadd2_rn(__hadd2_rn(x, y), zeros);
+  memcpy(&a, &sum, 4);
+  return a;
+}
+
 struct BFloat16 {
   static constexpr int kPerVector = 8;
   __device__ static void unpack(const uint4& v, float* f) {
@@ -29,20 +46,8 @@ struct BFloat16 {
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
-  // 0 + a + b in fp32, rounded once more: fp32 has more than twice the bits and two, so adding in the narrow type rounds to the same.
-  // Adding 0 makes -0 of two of them what it is there.
   __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
-    return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
-  }
-
- private:
-  __device__ static std::uint32_t sum(std::uint32_t a, std::uint32_t b) {
-    __nv_bfloat162 x, y;
-    memcpy(&x, &a, 4);
-    memcpy(&y, &b, 4);
-    const __nv_bfloat162 z = __hadd2_rn(__hadd2_rn(x, y), __floats2bfloat162_rn(0.0f, 0.0f));
-    memcpy(&a, &z, 4);
-    return a;
+    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, __floats2bfloat162_rn(0.0f, 0.0f)); });
   }
 };
 
@@ -68,19 +73,8 @@ struct Float16 {
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
-  // As there: fp32 has twice the bits and two.
   __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
-    return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
-  }
-
- private:
-  __device__ static std::uint32_t sum(std::uint32_t a, std::uint32_t b) {
-    __half2 x, y;
-    memcpy(&x, &a, 4);
-    memcpy(&y, &b, 4);
-    const __half2 z = __hadd2_rn(__hadd2_rn(x, y), __floats2half2_rn(0.0f, 0.0f));
-    memcpy(&a, &z, 4);
-    return a;
+    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, __floats2half2_rn(0.0f, 0.0f)); });
   }
 };
 
@@ -96,12 +90,9 @@ struct Float32 {
     return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
   }
   __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
-    return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
-  }
-
- private:
-  __device__ static std::uint32_t sum(std::uint32_t a, std::uint32_t b) {
-    return __float_as_uint(__fadd_rn(__fadd_rn(0.0f, __uint_as_float(a)), __uint_as_float(b)));
+    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) {
+      return __float_as_uint(__fadd_rn(__fadd_rn(0.0f, __uint_as_float(x)), __uint_as_float(y)));
+    });
   }
 };
 

@@ -77,8 +77,8 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
-// Of a plain one: warps that send, those that add up, and their vectors of a row of 14 KB at most, of which so many are in shared memory. With
-// the dealer they are twelve, so that each thread can have 168 registers.
+// A plain combine has warps that send, warps that add up, and a dealer: twelve, so that each thread can have 168 registers. A part of a row
+// has so many vectors for each lane that adds, and shared memory has so many parts.
 inline constexpr std::uint32_t kDealtSenders = 4, kAdders = 7, kDealtParts = 9;
 inline constexpr int kVectorsOfAdder = 4;
 // Rows of such a sender that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out.

@@ -12,7 +12,7 @@ import torch
 
 GPUS = torch.cuda.device_count()
 UNDER_MPS = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-"""A process has a part of the multiprocessors, and few queues to them."""
+"""A process has a part of the multiprocessors."""
 AT_ONCE = GPUS * int(os.environ.get("PPLX_TEST_RANKS_PER_GPU", "1"))
 """How many ranks run beside each other, none of them in turns."""
 APART = [n for n in (1, 2, 4, 8) if n <= AT_ONCE]

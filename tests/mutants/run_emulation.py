@@ -551,7 +551,7 @@ MUTANTS = [
     Mutant(
         "dealt: two rows keep their sign of zero",
         "src/cuda/number.cuh",
-        "__hadd2_rn(__hadd2_rn(x, y), __floats2bfloat162_rn(0.0f, 0.0f))",
+        "__hadd2_rn(__hadd2_rn(x, y), zeros)",
         "__hadd2_rn(x, y)",
         "-0 and -0 are -0, where a sum begins with 0",
         DEALT,
