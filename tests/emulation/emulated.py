@@ -1,4 +1,4 @@
-"""What the ranks of test_emulation.py run: device="cuda" on a CPU.
+"""What the ranks of tests/emulation run: device="cuda" on a CPU.
 
 pplx_comm._cuda is the one that tests/emulation builds, and the tensors are the CPU's, which is its GPU. Each call waits for what it
 launched, and raises what went wrong with it.

@@ -1,0 +1,152 @@
+"""Dispatches and combines of many tokens, in bulk copies, as steps of few take them here."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cases import Case
+from emulation_cases import BULK, ON_X86_64, case_of, module, run_refused
+from harness import Crew, seed
+from open_step_cases import small_case
+
+pytestmark = ON_X86_64
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bulk_copies(world: int, least: int) -> None:
+    """Ranks with fewer tokens take the other way, in the same step."""
+    with Crew(world, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+        for number in range(8):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("room", [1, 2, 7])
+def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
+    """It counts the chunks that the others would have counted, and sends all."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in range(3):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
+        for tokens in (3, 60):
+            case = Case(seed() + tokens, 2, num_experts=8, top_k=2, hidden=64, max_tokens=tokens, crowd="full", steps=6)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+def test_bulk_copies_of_many_chunks() -> None:
+    """More than the thread blocks begin with, and rows of several tiles and parts."""
+    counts: list[list[list[int]]] = []
+    with Crew(2, BULK) as crew:
+        for number, (wire, dtype, hidden, tokens) in enumerate(
+            [
+                ("native", "bfloat16", 8192, 30),
+                ("fp8", "bfloat16", 8192, 40),
+                ("fp8_ue8m0", "float32", 2304, 70),
+                ("mxfp8", "bfloat16", 64, 300),
+            ]
+        ):
+            case = Case(
+                seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3
+            )
+            counts.append(crew.run("emulated:by_bulk", module(), case, timeout=200))
+    assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
+
+
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [("float32", "ragged"), ("bfloat16", "ragged"), ("bfloat16", "padded"), ("bfloat16", "compact"), ("float16", "compact")],
+)
+def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
+    """Tokens with no rows, one, two and more, of which this rank's own are the first, the last, or between."""
+    with Crew(4, BULK) as crew:
+        case = Case(
+            seed(), 4, num_experts=10, top_k=2, hidden=144, max_tokens=30, dtype=dtype, layout=layout, routing="sparse", steps=4
+        )
+        crew.run("emulated:call", module(), "rank_cases:exchange", case)
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", replace(case, top_k=5), 4, odd=True)
+
+
+def test_bulk_copies_beside_rows_that_show() -> None:
+    """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
+    with Crew(4, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+        for number in range(4):
+            case = Case(
+                seed() + number, 4, num_experts=8, top_k=3, hidden=2048, max_tokens=24, layout="compact", crowd="uneven", steps=4
+            )
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+def test_bulk_copies_of_any_bits(wire: str) -> None:
+    """Places are blank again for what comes after."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
+        crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
+
+
+def test_long_rows_of_many_from_ranks_with_few() -> None:
+    """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
+        for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
+            case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
+        crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_bulk_copies_among_replays(in_flight: int) -> None:
+    with Crew(2, BULK) as crew:
+        case = small_case(seed(), 2, in_flight)
+        crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
+        run_refused(crew, "refused", case, "replay", None)
+
+
+def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2)
+    with Crew(4, BULK) as crew:
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
+
+
+@pytest.mark.parametrize("near", ["none", "odd"])
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed", "mixed:tcp"])
+def test_no_bulk_copies_across_nodes(transport: str, near: str) -> None:
+    with Crew(4, {**BULK, "PPLX_EMULATION_NEAR": near}) as crew:
+        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
+        for remote in crew.run("emulated:none_by_bulk", module(), case, []):
+            assert len(remote) == (2 if transport == "mixed:tcp" else 1 if near == "odd" else 3 if transport == "nvshmem" else 2)
+
+
+@pytest.mark.parametrize("transport", ["auto:tcp", "nvshmem"])
+def test_no_bulk_copies_where_others_are_apart(transport: str) -> None:
+    """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
+    with Crew(3, BULK) as crew:
+        case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
+        assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
+
+
+@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
+def test_bulk_copies_where_nvshmem_has_nobody_to_put_to(transport: str) -> None:
+    """All are near, or of one node."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_NEAR": "all"}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport=transport)
+        counts = crew.run("emulated:by_bulk", module(), case)
+    assert all(sum(rank[i] for rank in counts) > 0 for i in (0, 1)), counts
+
+
+def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
+    with Crew(2, BULK) as crew:
+        crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)

@@ -1,0 +1,191 @@
+"""The emulated kernels with blocks in pieces, over every carrier."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from cases import Case
+from emulation_cases import CHAOS, ON_X86_64, module, piece_case
+from harness import Crew, seed
+from open_step_cases import small_case
+
+pytestmark = ON_X86_64
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_pieces(world: int) -> None:
+    with Crew(world) as crew:
+        for number in range(8):
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "proxy:shm")])
+def test_pieces_between_nodes(world: int, transport: str) -> None:
+    """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
+    with Crew(world) as crew:
+        for number in range(6):
+            case = replace(piece_case(300 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("world", "transport", "near"),
+    [
+        (2, "nvshmem", "none"),
+        (2, "nvshmem", "all"),
+        (3, "nvshmem", "none"),
+        (4, "nvshmem", "odd"),
+        (4, "nvshmem-mixed", "none"),
+        (4, "nvshmem", "one way"),
+    ],
+)
+def test_pieces_by_kernels(world: int, transport: str, near: str) -> None:
+    """Peers that are put to, mapped ones, and both in one job."""
+    with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
+        for number in range(6):
+            case = replace(piece_case(350 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_the_bits_of_mapped_memory_in_pieces(layout: str) -> None:
+    wire = {"ragged": "fp8", "padded": "native", "compact": "mxfp8"}[layout]
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=96, max_tokens=40, wire=wire, layout=layout, transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": "none"}) as crew:
+        crew.run("emulated:in_pieces", module(), 4, "nvshmem_cases:against_mapped", case, 6, timeout=120)
+
+
+def test_several_all_to_alls_in_pieces() -> None:
+    """Of one Communicator, in steps that interleave, over every carrier."""
+    transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]
+    with Crew(3) as crew:
+        cases = [replace(piece_case(370 + i, 3), in_flight=1, steps=4, transport=t) for i, t in enumerate(transports)]
+        crew.run("emulated:all_in_pieces", module(), 4, "rank_cases:interleaved", cases, timeout=120)
+
+
+@pytest.mark.parametrize("near", ["none", "odd"])
+@pytest.mark.parametrize("late", [301, 330, 364])
+def test_a_piece_that_lands_after_its_generation(near: str, late: int) -> None:
+    """A piece, or a credit, comes later than the reset: it must not count in the new generation."""
+    case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=30, in_flight=2, crowd="full", transport="nvshmem")
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"4500@{late}"}) as crew:
+        run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 2.0, again=True)
+        for r in run(timeout=60):
+            assert r.get("is_peer") and r["is_timeout"], r
+
+
+@pytest.mark.parametrize("context", [0, 1], ids=["dispatch", "combine"])
+def test_a_piece_that_is_not_the_next(context: int) -> None:
+    """A signal counts one too many: what lies there is an earlier piece of the same step, whose number says so."""
+    case = Case(seed(), 2, num_experts=4, top_k=2, hidden=64, max_tokens=60, crowd="full", steps=3, transport="nvshmem")
+    with Crew(2, {"PPLX_EMULATION_TWICE": f"{context}@18"}) as crew:
+        results = crew.run("emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 5.0, again=False, timeout=60)
+    assert all(r.get("is_peer") and not r["is_timeout"] for r in results), results
+    assert any("must not send" in r["message"] for r in results), results
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
+def test_pieces_in_a_chaos(world: int, transport: str) -> None:
+    with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in range(4):
+            case = replace(piece_case(400 + number, world), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_that_leave_late() -> None:
+    """A peer has read a piece, and given its credit, before the network says that it has left."""
+    with Crew(2, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,delay_us=1000000"}) as crew:
+        case = Case(seed(), 2, num_experts=4, top_k=2, hidden=32, max_tokens=30, transport="proxy:tcp", steps=3)
+        crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+def test_pieces_in_gpu_memory() -> None:
+    """Threads of one process, whose blocks a copy engine carries."""
+    cases = [replace(piece_case(500 + number, 2), transport="copy") for number in range(4)]
+    with Crew(1) as crew:
+        crew.run("emulated:all_in_pieces", module(), 4, "placement_cases:random_shapes", cases, "", timeout=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("room", [1, 2])
+def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
+    """It claims the rounds in their order, whoever else was to have them."""
+    with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
+        for number in range(3):
+            case = replace(piece_case(100 + number, 2), transport=transport)
+            crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem"])
+def test_pieces_of_ranks_with_few(transport: str) -> None:
+    """Those take part in the rounds of others by the kernels of steps of few; steps of few alone come in between."""
+    with Crew(3) as crew:
+        for number, whole in enumerate((16, 24)):
+            case = replace(piece_case(200 + number, 3), max_tokens=60, crowd="uneven", num_experts=6, routing="uniform", steps=6)
+            case = replace(case, transport=transport)
+            crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
+    """As on the CPU device, in the same memory."""
+    with Crew(2) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        case = replace(case, transport=transport)
+        tokens_of = [80, 3, 3, 41, 16, 17, 1, 1, *[40, 5] * 3]
+        crew.run(
+            "emulated:in_pieces", module(), 16, "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=120
+        )
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+def test_pieces_among_replays(transport: str) -> None:
+    """With one step open: those draw their order for each of several."""
+    with Crew(2) as crew:
+        case = replace(small_case(seed(), 2, 1), max_tokens=20, transport=transport)
+        crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+def test_pieces_in_order(transport: str) -> None:
+    with Crew(2) as crew:
+        case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)
+        for first, second in crew.run("emulated:in_pieces", module(), 4, "pieces_cases:out_of_order", case):
+            assert "dispatch_recv: step 2 before step 1" in first and "received in order" in first, first
+            assert "combine_recv: step 2 before step 1" in second and "slot_bytes" in second, second
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
+def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) -> None:
+    """The other says who, where, and which piece it waits for; then both reset and go on."""
+    case = Case(2, 2, max_tokens=30, num_experts=2, transport=transport)
+    with Crew(2) as crew:
+        _, r = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=60)
+        assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] == phase, r
+        found = re.search(r"waited for (piece [2-9]) of the (dispatch|combine) block of rank 0", r["message"])
+        assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
+
+
+@pytest.mark.parametrize(
+    ("transport", "near"),
+    [("mapped", ""), ("proxy:tcp", ""), ("mixed:tcp", ""), ("nvshmem", "none"), ("nvshmem", "odd"), ("nvshmem-mixed", "none")],
+)
+def test_pieces_after_a_reset(tmp_path: Path, transport: str, near: str) -> None:
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2, transport=transport)
+    with Crew(4, {"PPLX_EMULATION_NEAR": near} if near else {}) as crew:
+        crew.start("emulated:in_pieces", module(), 4, "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
+        crew.leave()
