@@ -121,7 +121,7 @@ def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
 def test_hooks_of_pieces(world: int, transport: str) -> None:
     """Ranks with few tokens, and with many."""
     with Crew(world) as crew:
-        for number in range(8):
+        for number in range(5):
             case = replace(piece_case(600 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 

@@ -29,7 +29,7 @@ def test_pieces(world: int) -> None:
 def test_pieces_between_nodes(world: int, transport: str) -> None:
     """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
     with Crew(world) as crew:
-        for number in range(6):
+        for number in range(4):
             case = replace(piece_case(300 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
@@ -49,7 +49,7 @@ def test_pieces_between_nodes(world: int, transport: str) -> None:
 def test_pieces_by_kernels(world: int, transport: str, near: str) -> None:
     """Peers that are put to, mapped ones, and both in one job."""
     with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
-        for number in range(6):
+        for number in range(4):
             case = replace(piece_case(350 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
