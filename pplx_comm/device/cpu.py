@@ -20,7 +20,7 @@ from pplx_comm.handles import Combining, Dispatched, Owner, Plan
 from pplx_comm.hooks import HOOK_ROWS, RAISED, Hooks
 from pplx_comm.wiring.record import CLOSED
 
-_BETWEEN_LOOKS = 50e-6  # seconds
+_BETWEEN_LOOKS = 50e-6  # seconds: threads that raise words wake nobody
 
 
 class CpuPlan(Plan):

@@ -235,7 +235,7 @@ class SumAdder {
 
  private:
   __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  // Where in a part this lane's vector j is.
+  // This lane's vector j of a part begins here.
   __device__ std::uint32_t at(int j) const { return ((j * kAdders + number_) * 32 + lane()) * 16; }
 
   __device__ const DealtRow& look() {

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mutants import Planted
+
 CARRIER, PUTS, NETWORK = "src/cuda/carrier.cuh", "src/cuda/puts.cpp", "tests/emulation/network.cpp"
 REMOTE = "src/cuda/remote.cuh"
 
 
 @dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    old: str
-    new: str
-    why: str
+class Mutant(Planted):
     tests: str  # for pytest -k
     module: str = "_nvshmem"
 

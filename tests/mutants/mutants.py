@@ -48,12 +48,16 @@ CATCHERS = {
 
 
 @dataclass(frozen=True)
-class Mutant:
+class Planted:
     name: str
     file: str
     old: str
     new: str
     why: str
+
+
+@dataclass(frozen=True)
+class Mutant(Planted):
     catch: str = "sim"
 
 

@@ -19,14 +19,14 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from mutants import CATCHERS, MUTANTS, Catcher, Mutant
+from mutants import CATCHERS, MUTANTS, Catcher, Mutant, Planted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WORK = ROOT / "build" / "mutants"
@@ -41,6 +41,7 @@ FASTER = "-O1"  # than what `make build` compiles with: most mutants are caught 
 AT_ONCE = (os.cpu_count() or 1) + 1  # one more than cores: some mutants are caught by waiting
 
 T = TypeVar("T")
+P = TypeVar("P", bound=Planted)
 
 
 class Broken(Exception):
@@ -64,8 +65,13 @@ def copy_sources(to: Path = SOURCES) -> None:
         old.unlink()
 
 
-def check_list(mutants: list[Mutant], sources: Path = SOURCES, catchers: dict[str, Catcher] | None = CATCHERS) -> list[str]:
-    problems = [f"{m.name}: there is no catcher {m.catch!r}" for m in mutants if catchers is not None and m.catch not in catchers]
+def named(mutants: Sequence[P], words: list[str]) -> list[P]:
+    """Those whose names have one of the words; without words all."""
+    return [m for m in mutants if not words or any(word.lower() in m.name.lower() for word in words)]
+
+
+def check_list(mutants: Sequence[Planted], sources: Path = SOURCES) -> list[str]:
+    problems = [f"{m.name}: there is no catcher {m.catch!r}" for m in mutants if isinstance(m, Mutant) and m.catch not in CATCHERS]
     for m in mutants:
         found = (sources / m.file).read_text().count(m.old) if (sources / m.file).is_file() else 0
         if found != 1:
@@ -227,7 +233,7 @@ def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Pat
 
 def main(words: list[str]) -> int:
     begun = time.monotonic()
-    mutants = [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
+    mutants = named(MUTANTS, words)
     copy_sources()
     problems = check_list(MUTANTS)
     if problems:

@@ -476,8 +476,8 @@ def prepare(number: int, mutant: Mutant | None) -> Path:
 
 
 def main(words: list[str]) -> int:
-    mutants = [m for m in MUTANTS if not words or any(word.lower() in m.name.lower() for word in words)]
-    problems = run.check_list(MUTANTS, ROOT, catchers=None)
+    mutants = run.named(MUTANTS, words)
+    problems = run.check_list(MUTANTS, ROOT)
     if problems:
         print("\n".join(problems))
         return 1

@@ -85,19 +85,13 @@ def build(mutant: Mutant, folder: Path) -> None:
 
 
 def main(words: list[str]) -> int:
-    problems = [
-        f"{m.name}: its old text stands in {m.file} {n} times, must be once"
-        for m in MUTANTS
-        if (n := (run.ROOT / m.file).read_text().count(m.old)) != 1
-    ]
+    problems = run.check_list(MUTANTS, run.ROOT)
     if problems:
         print("\n".join(problems))
         return 1
     run.checked(["cmake", "--build", str(run.BUILD), "--target", "pplx_emulation"])
-    survivors, tried, begun = 0, 0, time.monotonic()
-    for mutant in MUTANTS:
-        if words and not any(word.lower() in mutant.name.lower() for word in words):
-            continue
+    mutants, survivors, begun = run.named(MUTANTS, words), 0, time.monotonic()
+    for mutant in mutants:
         shutil.rmtree(WORK, ignore_errors=True)
         started = time.monotonic()
         build(mutant, WORK)
@@ -107,11 +101,10 @@ def main(words: list[str]) -> int:
         lines = [line.removeprefix("E").strip() for line in output.splitlines()]
         said = [line for line in lines if re.match(r"a put |outcomes.Failed|\S*Error: ", line)] or ["it hangs"]
         survivors += not caught
-        tried += 1
         verdict = said[-1][:110] if caught else f"passes (exit {code}), though {mutant.why}"
         print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({time.monotonic() - started:.0f} s): {verdict}", flush=True)
     shutil.rmtree(WORK, ignore_errors=True)
-    print(f"{tried - survivors} of {tried} mutants caught in {time.monotonic() - begun:.0f} s")
+    print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
     return 1 if survivors else 0
 
 

@@ -10,5 +10,5 @@ import run_emulation
 
 def test_they_apply() -> None:
     assert run.check_list(mutants.MUTANTS, run.ROOT) == []
-    assert run.check_list(run_cuda.MUTANTS, run.ROOT, catchers=None) == []
-    assert run.check_list(run_emulation.MUTANTS, run.ROOT, catchers=None) == []
+    assert run.check_list(run_cuda.MUTANTS, run.ROOT) == []
+    assert run.check_list(run_emulation.MUTANTS, run.ROOT) == []
