@@ -23,8 +23,9 @@ bool is_socket_provider(const std::string& provider) {
   return provider == "tcp" || provider == "tcp;ofi_rxm" || provider == "net" || provider == "sockets";
 }
 
-// shm of 1.17 guards a queue in shared memory with a spin lock: a peer killed while it holds it hangs the reader's poll for good (measured: within
-// 60 kills of a busy peer, each of four times). Who asks for shm by name gets it all the same.
+// shm of 1.17 guards a process's queue in shared memory with a spin lock, which writers and the reader take: a peer killed while it holds one hangs
+// whoever wants it for good (measured: a survivor's poll within 60 kills of a peer that writes, each of four times; its write within 430 kills of a peer
+// that only polls). Who asks for shm by name gets it all the same.
 bool shm_survives_dead_peers(const Library& library) { return library.version >= version(1, 18); }
 
 std::string text(const char* pointer) { return pointer == nullptr ? std::string() : std::string(pointer); }
