@@ -26,16 +26,13 @@ from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.machine import rdma_devices
-from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks
+from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks, raise_first
+from pplx_comm.wiring.nvshmem_heap import GRANULE, OWN_BYTES, check_growth, failed_to_grow, lost_heap, too_small
 
 T = TypeVar("T")
 
 INSTALL = "pip install 'pplx_comm[nvshmem]'"
 LIBRARY = "libnvshmem_host.so.3"
-_GRANULE = 2 << 20
-_OWN_BYTES = 64 << 20
-"""What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
-
 _PLACE = 4096
 
 MOST_IN_FLIGHT_WITH_PARTS = 2
@@ -251,7 +248,7 @@ class Library:
         number = min(common) if common else len(self.made)
         if not common:
             _check_all_are_here(module, [rank for rank, answer in enumerate(answers) if answer is not None], nbytes)
-            size = -(-nbytes // _GRANULE) * _GRANULE
+            size = -(-nbytes // GRANULE) * GRANULE
             self.made.append(_Made(self._allocate(control, module, gpu, size, timeout), size))
         made = self.made[number]
         made.free = False
@@ -264,10 +261,20 @@ class Library:
     def _allocate(self, control: ControlPlane, module: Any, gpu: int, size: int, timeout: float) -> int:
         """Collective over all PEs."""
         attempts = Attempts()
-        address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
+        room = attempts.run(lambda: module.room(gpu))
+        answers = agree(control, "AllToAll: room for NVSHMEM", {"error": attempts.error, "room": room}, timeout)
+        rooms = {rank: answer["room"] for rank, answer in enumerate(answers) if answer is not None}
+        grows = any(room["grows"] for room in rooms.values())
+        if grows:
+            check_growth(rooms, size, sum(made.nbytes for made in self.made))
+        address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_malloc"))
         if address == 0:
-            attempts.error = too_small(size)
-        agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
+            attempts.error = failed_to_grow(size) if grows else too_small(size)
+        answers = control.all_gather({"error": attempts.error}, "AllToAll: NVSHMEM memory", 2 * timeout)
+        errors = [answer["error"] for answer in answers if answer is not None and answer["error"]]
+        if errors and (grows or address != 0):  # else nothing was taken on any rank
+            self.lost = self.lost or lost_heap(errors[0])
+        raise_first(control, answers)
         assert address is not None
         return address
 
@@ -307,17 +314,9 @@ def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
     return result[0]
 
 
-def too_small(nbytes: int) -> str:
-    size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
-    return (
-        f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes "
-        f"of this AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + _OWN_BYTES} more than it is, before NVSHMEM starts"
-    )
-
-
 def try_alone(gpu: int) -> str | None:
     """Why one PE does not start on that GPU; None: it does."""
-    environment = {**os.environ, **variables(_GRANULE, one_host=True)}
+    environment = {**os.environ, **variables(GRANULE, one_host=True)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", MODULE_PROBE, str(gpu)]
     try:
@@ -335,7 +334,7 @@ def try_alone(gpu: int) -> str | None:
 def variables(nbytes: int, one_host: bool, depth: int = _DEPTH) -> dict[str, str]:
     """NVSHMEM's own, for one that we start. What the caller has set stays."""
     wanted = {
-        "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + _OWN_BYTES) // _GRANULE) * _GRANULE)),
+        "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + OWN_BYTES) // GRANULE) * GRANULE)),
         "NVSHMEM_DISABLE_NVLS": "1",  # multicast: nothing here uses it, and it fails on hosts that say they have it
     }
     if one_host or not any(name.startswith("mlx5") for name in rdma_devices()):

@@ -18,22 +18,26 @@ import torch
 from harness import threads
 
 import pplx_comm as pc
-from pplx_comm.wiring import nvshmem
+from pplx_comm.wiring import nvshmem, nvshmem_heap
 from pplx_comm.wiring.config import make_config
 from pplx_comm.wiring.peers import Peers
 from pplx_comm.wiring.record import Wiring
 
 MIB = 1 << 20
+GIB = 1 << 30
 _here = threading.local()
 
 
 class World:
     """What the PEs of one NVSHMEM share."""
 
-    def __init__(self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = 1 << 30) -> None:
-        self.pes, self.begun, self.n_pes, self.room = pes, begun, n_pes or len(pes), room
+    def __init__(
+        self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = GIB, grows: bool = False
+    ) -> None:
+        self.pes, self.begun, self.n_pes, self.room, self.grows = pes, begun, n_pes or len(pes), room, grows
         self.barrier = threading.Barrier(len(pes), timeout=10)
         self.calls: list[tuple[Any, ...]] = []
+        self.allocations: list[int] = []
 
     def module(self, rank: int) -> Module:
         return Module(self, rank)
@@ -47,6 +51,7 @@ class Module:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.begun, self.taken = world, rank, world.begun, 0
         self.unreached: set[int] = set()
+        self.gpu, self.free, self.at_most, self.fails, self.ibgda = f"GPU of {rank}", 8 * GIB, 128 * GIB, False, False
 
     def device_count(self) -> int:
         return 1
@@ -73,9 +78,16 @@ class Module:
     def n_pes(self) -> int:
         return self.world.n_pes
 
+    def runs_ibgda(self, device: int) -> bool:
+        return self.ibgda
+
+    def room(self, device: int) -> dict[str, Any]:
+        return {"gpu": self.gpu, "free": self.free, "grows": self.world.grows, "at_most": self.at_most}
+
     def allocate(self, device: int, nbytes: int) -> int:
+        self.world.allocations.append(nbytes)
         self.world.barrier.wait()
-        if self.taken + nbytes > self.world.room:
+        if self.fails or (not self.world.grows and self.taken + nbytes > self.world.room):
             return 0
         self.taken += nbytes
         return 1000 * MIB + self.taken - nbytes
@@ -336,6 +348,106 @@ def test_a_heap_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "4M")
     for error in on_ranks(World([0, 1], room=4 * MIB), one):
         assert "NVSHMEM_SYMMETRIC_SIZE" in str(error) and f"{6 * MIB} bytes" in str(error), error
+
+
+def test_a_heap_without_room_is_no_loss() -> None:
+    """One that does not grow: nothing of it has changed, and a smaller AllToAll finds room."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> nvshmem.Segment:
+        with pytest.raises(pc.Error, match="has no room"):
+            library.segment(control, 0, 64 * MIB, None, start(control, library), 5.0)
+        return one(control, library, module)
+
+    for segment in on_ranks(World([0, 1], room=16 * MIB), call):
+        assert isinstance(segment, nvshmem.Segment), segment
+
+
+def allocated(world: World) -> list[int]:
+    """But for the place that the first start takes."""
+    return [nbytes for nbytes in world.allocations if nbytes > 4096]
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["a GPU each", "one GPU"])
+def test_a_gpu_without_room_for_a_heap_that_grows(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM unmaps the whole heap where that fails: so it is not asked. Ranks that share a GPU need room for all of them."""
+    monkeypatch.delenv("NVSHMEM_CUMEM_GRANULARITY", raising=False)
+    world = World([0, 1, 2], grows=True)
+
+    def call(free: int) -> Callable[[Any, nvshmem.Library, Module], Any]:
+        def one_with(control: Any, library: nvshmem.Library, module: Module) -> Any:
+            reach = start(control, library)
+            module.gpu = "shared" if share and control.rank else module.gpu
+            module.free = free if control.rank else 8 * GIB
+            try:
+                return library.segment(control, 0, 5 * MIB + control.rank, None, reach, 5.0)
+            except pc.Error as error:
+                assert library.lost is None
+                return error
+
+        return one_with
+
+    needed = 512 * MIB * (1 + share) + 64 * MIB
+    for error in on_ranks(world, call(needed - 1)):
+        assert isinstance(error, pc.Error) and f"{needed} bytes" in str(error) and f"{needed - 1} are free" in str(error), error
+        assert ("ranks 1, 2" if share else "rank 1") in str(error) and "NVSHMEM_CUMEM_GRANULARITY" in str(error), error
+    assert allocated(world) == [], "NVSHMEM is asked all the same"
+    for segment in on_ranks(world, call(needed)):
+        assert isinstance(segment, nvshmem.Segment), segment
+
+
+def test_a_heap_that_may_not_grow_so_far() -> None:
+    world = World([0, 1], grows=True)
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        module.at_most = 64 * MIB + 512 * MIB + control.rank
+        return library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+
+    for error in on_ranks(world, call):
+        assert "NVSHMEM_MAX_MEMORY_PER_GPU" in str(error) and f"{512 * MIB} more" in str(error), error
+    assert allocated(world) == []
+
+
+def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, by in (("2M", 6), ("", 512), ("1g", 1024), ("8G", 2048), ("1", 6), ("0.5G", 512), ("nonsense", 512)):
+        monkeypatch.setenv("NVSHMEM_CUMEM_GRANULARITY", setting)
+        assert nvshmem_heap.growth(5 * MIB) == by * MIB, setting
+    monkeypatch.delenv("NVSHMEM_CUMEM_GRANULARITY")
+    assert nvshmem_heap.growth(512 * MIB + 1) == 1024 * MIB
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("how", ["nothing", "an error"])
+def test_an_allocation_that_fails_on_one_rank(grows: bool, how: str) -> None:
+    """What the heap holds is then not the same everywhere, or it is gone: no AllToAll may have of it, on any rank."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        if control.rank == 1 and how == "nothing":
+            module.fails = True
+        elif control.rank == 1:
+            module.allocate = lambda *_: (module.world.barrier.wait(), 1 / 0)  # type: ignore[assignment, method-assign, return-value]
+        with pytest.raises(pc.Error) as failed:
+            library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+        module.fails = False
+        with pytest.raises(pc.Error) as later:
+            start(control, library)
+        return f"{failed.value}", f"{later.value}"
+
+    for failed, later in on_ranks(World([0, 1, 2], grows=grows), call):
+        assert "rank 1 could not" in failed or "ZeroDivision" in failed or "NVSHMEM's heap" in failed, failed
+        assert "cannot use NVSHMEM any more" in later and "start the ranks again" in later, later
+
+
+def test_a_growth_that_fails_everywhere() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        module.fails = True
+        with pytest.raises(pc.Error, match="could not grow"):
+            library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+        return library.lost
+
+    assert all(lost and "start the ranks again" in lost for lost in on_ranks(World([0, 1], grows=True), call))
 
 
 def test_a_start_that_does_not_end() -> None:
