@@ -23,7 +23,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code mutants mutants-carrier cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code carrier-calls mutants mutants-carrier cpp cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -98,6 +98,10 @@ lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are 
 # 5 s when nothing has changed. The compiler is from PyPI and lies in build/; a toolkit of this machine is not looked at.
 machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes, spills
 	$(PY) tools/machine_code.py
+
+# Minutes: each kernel once more, with the carrier's calls in it.
+carrier-calls: $(deps)  ## what kernels and the host side of transport="nvshmem" ask of NVSHMEM: nothing that waits
+	$(PY) tools/carrier_calls.py
 
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py

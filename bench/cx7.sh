@@ -13,6 +13,8 @@
 set -euo pipefail
 . "$(dirname "$0")/over_mpi.sh"
 
+export NVSHMEM_DISABLE_NVLS="${NVSHMEM_DISABLE_NVLS:-1}"  # multicast: also for an NVSHMEM that something else starts
+
 hosts="" ranks="" node_size=8 p2p=""
 options "--hosts --ranks --node-size --p2p" "$@"
 if [ -n "$hosts" ]; then

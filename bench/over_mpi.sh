@@ -1,6 +1,7 @@
-# What bench/p5.sh and bench/cx7.sh share, which source it: bench/latency.py on ranks that mpirun starts.
+# What bench/p5.sh and bench/cx7.sh share, which source it: bench/latency.py on ranks that mpirun starts, or where there is no mpirun on
+# ranks of this host that it starts itself.
 
-launch=(mpirun) more=()
+launch=(mpirun) started=() more=()
 open_mpi=$(mpirun --version 2>&1 | grep -c 'Open MPI' || true)  # MPICH's mpirun knows neither of these options and needs neither
 [ "$open_mpi" = 0 ] || launch+=(--allow-run-as-root)
 
@@ -23,6 +24,8 @@ options() {
 
 on_hosts() {
     [ -r "$hosts" ] || stop "cannot read $hosts"
+    [ "$open_mpi" != 0 ] || stop "--hosts needs Open MPI's mpirun in PATH"
+    hosts=$(realpath "$hosts")  # measure() goes elsewhere
     # MPI itself only starts the ranks: it needs no NIC of theirs, and TCP is always there.
     launch+=(-N "$node_size" --hostfile "$hosts" --bind-to none --mca pml ob1 --mca btl tcp,self -x PATH -x LD_LIBRARY_PATH)
     for name in "$@"; do launch+=(-x "$name"); done
@@ -30,6 +33,7 @@ on_hosts() {
 }
 
 here() {
+    command -v mpirun > /dev/null || { launch=() && started=(-n "$1") && return; }
     [ "$open_mpi" = 0 ] || launch+=(--oversubscribe)
     launch+=(--bind-to none -n "$1")
 }
@@ -37,6 +41,6 @@ here() {
 measure() {
     cd "$(dirname "$0")/.."
     set -x
-    exec "${launch[@]}" "${PYTHON:-python3}" bench/latency.py --device cuda --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
-        --wire fp8 --transport "$1" --node-size "$node_size" "${more[@]}"
+    exec "${launch[@]}" "${PYTHON:-python3}" bench/latency.py "${started[@]}" --device cuda --tokens 1,8,32,128 --hidden 7168 \
+        --experts 256 --top-k 8 --wire fp8 --transport "$1" --node-size "$node_size" "${more[@]}"
 }

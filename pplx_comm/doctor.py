@@ -27,7 +27,7 @@ from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of
 from pplx_comm.layouts import Padded
 from pplx_comm.machine import machine, versions
 from pplx_comm.settings import Settings, Start, in_force, read, unknown
-from pplx_comm.wiring import libfabric, nvshmem
+from pplx_comm.wiring import ibgda, libfabric, nvshmem
 from pplx_comm.wiring.config import make_config
 from pplx_comm.wiring.memory import threads_of_a_rank
 from pplx_comm.wiring.placement import placement
@@ -36,6 +36,7 @@ EFA_INSTALLER = (
     "curl -sO https://efa-installer.amazonaws.com/aws-efa-installer-latest.tar.gz && "
     "tar xf aws-efa-installer-latest.tar.gz && cd aws-efa-installer && sudo ./efa_installer.sh -y"
 )
+PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -250,24 +251,13 @@ def _version(number: int) -> str:
 
 
 def _nvshmem() -> list[Finding]:
-    """Whether transport='nvshmem' works here, and what it would post to a ConnectX by."""
-    if nvshmem.library_path() is None:
-        return [Finding("nvshmem", False, "NVSHMEM is not installed: transport='nvshmem' needs it", nvshmem.INSTALL)]
-    findings = [_nvshmem_module()]
-    lacks = nvshmem.missing_for_ibgda(sysfs_here())
-    findings.append(Finding("ibgda", not lacks, "; ".join(lacks) or "GPUs can post to the ConnectX of this host themselves"))
-    chosen = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
-    shown = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
-    # Queues that a GPU posts to take these from NVSHMEM alone, whatever the host's defaults are.
-    priority = (
-        f"traffic class {chosen.get('NVSHMEM_IB_TRAFFIC_CLASS', '0')}, service level {chosen.get('NVSHMEM_IB_SL', '0')} "
-        "(NVSHMEM_IB_TRAFFIC_CLASS, NVSHMEM_IB_SL; the host's defaults do not count here)"
-    )
-    findings.append(Finding("nvshmem settings", None, f"{priority}; set: {shown or 'nothing of NVSHMEM'}"))
-    return findings
+    """Whether transport='nvshmem' works here, and who would post to a ConnectX: that is the host's, whatever is installed."""
+    return [_nvshmem_module(), _ibgda(), _nvshmem_settings()]
 
 
 def _nvshmem_module() -> Finding:
+    if nvshmem.library_path() is None:
+        return Finding("nvshmem", False, "NVSHMEM is not installed: transport='nvshmem' needs it", nvshmem.INSTALL)
     try:
         module = nvshmem.kernels()
     except Error as problem:
@@ -275,8 +265,39 @@ def _nvshmem_module() -> Finding:
     if module.device_count() == 0:
         says = f"built with NVSHMEM {module.version}, but this process sees no GPU"
         return Finding("nvshmem", False, says, "needs a GPU and its driver: nvidia-smi must list it")
-    refused = nvshmem.try_alone(0)
+    refused = nvshmem.try_alone(0, by_nic=False).refused
     return Finding("nvshmem", refused is None, refused or f"NVSHMEM {module.version} starts; transport='nvshmem' uses it")
+
+
+def _ibgda() -> Finding:
+    """What files say of this host, and where NVSHMEM can be started what came of it."""
+    expected = ibgda.verdict(sysfs_here(), PROC)
+    if expected.rung_by is None or not _nvshmem_usable():
+        return Finding("ibgda", expected.rung_by is not None, expected.says, expected.turn_on)
+    alone = nvshmem.try_alone(0, by_nic=True)
+    if alone.ibgda:
+        return Finding("ibgda", True, f"{expected.says}; one PE alone has started with it", expected.turn_on)
+    came = alone.refused or "one PE alone has started without it"
+    says = f"no: {came}, though by its files this host could ({expected.says})"
+    return Finding("ibgda", False, says, "NVSHMEM_DEBUG=INFO makes it say why")
+
+
+def _nvshmem_usable() -> bool:
+    try:
+        return int(nvshmem.usable_kernels().device_count()) > 0
+    except Error:
+        return False
+
+
+def _nvshmem_settings() -> Finding:
+    chosen = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+    shown = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
+    # Queues that a GPU posts to take these from NVSHMEM alone, whatever the host's defaults are.
+    priority = (
+        f"traffic class {chosen.get('NVSHMEM_IB_TRAFFIC_CLASS', '0')}, service level {chosen.get('NVSHMEM_IB_SL', '0')} "
+        "(NVSHMEM_IB_TRAFFIC_CLASS, NVSHMEM_IB_SL; the host's defaults do not count here)"
+    )
+    return Finding("nvshmem settings", None, f"{priority}; set: {shown or 'nothing of NVSHMEM'}")
 
 
 def _environment() -> list[Finding]:

@@ -33,13 +33,18 @@ class Attempts:
 def agree(control: ControlPlane, tag: str, payload: dict[str, Any], timeout: float) -> Answers:
     """Exchanges payloads; if any rank reports an error, all raise it."""
     answers = control.all_gather(payload, tag, timeout)
+    raise_first(control, answers)
+    return answers
+
+
+def raise_first(control: ControlPlane, answers: Answers) -> None:
+    """The error of the first rank that reports one, on all ranks."""
     for rank, answer in enumerate(answers):
         if answer is not None and answer.get("error"):
             text = answer["error"]
             if rank == control.rank:
                 raise Error(text)
             raise PeerError(f"rank {rank} could not make its AllToAll: {text}", peer=rank, phase="AllToAll()")
-    return answers
 
 
 def raised_by_all(problem: BaseException) -> bool:

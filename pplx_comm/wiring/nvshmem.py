@@ -25,17 +25,14 @@ import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
-from pplx_comm.machine import rdma_devices
-from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks
+from pplx_comm.wiring import ibgda
+from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks, raise_first
+from pplx_comm.wiring.nvshmem_heap import GRANULE, OWN_BYTES, check_growth, failed_to_grow, lost_heap, too_small
 
 T = TypeVar("T")
 
 INSTALL = "pip install 'pplx_comm[nvshmem]'"
 LIBRARY = "libnvshmem_host.so.3"
-_GRANULE = 2 << 20
-_OWN_BYTES = 64 << 20
-"""What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
-
 _PLACE = 4096
 
 MOST_IN_FLIGHT_WITH_PARTS = 2
@@ -48,7 +45,8 @@ _DEPTH = 1024
 
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
-    " k.init(gpu, k.unique_id(), 0, 1); sys.exit(0 if k.allocate(gpu, 4096) else 3)"
+    " k.init(gpu, k.unique_id(), 0, 1); there = k.allocate(gpu, 4096); print('IBGDA' if k.runs_ibgda(gpu) else 'no IBGDA');"
+    " sys.exit(0 if there else 3)"
 )
 
 
@@ -134,6 +132,16 @@ class _Made:
     free: bool = False
 
 
+@dataclass(frozen=True)
+class Alone:
+    """What one PE in a process of its own came to."""
+
+    refused: str | None
+    """Why it does not start."""
+    ibgda: bool = False
+    """Whether it posts to a NIC itself."""
+
+
 @dataclass
 class Library:
     """What the process has of NVSHMEM."""
@@ -141,7 +149,8 @@ class Library:
     attached: bool = False
     lost: str | None = None
     """Why it is not to be used any more."""
-    probed: dict[int, str | None] = field(default_factory=dict)
+    probed: dict[tuple[int, bool], Alone] = field(default_factory=dict)
+    """By GPU, and whether IBGDA was asked for."""
     made: list[_Made] = field(default_factory=list)
     depth: int = _DEPTH
     """Of its queues, if NVSHMEM_QP_DEPTH does not say."""
@@ -167,11 +176,12 @@ class Library:
         if begun is False:
             self.depth = _depth_for(queue)
         attempts.run(lambda: _check_queue(self.depth, queue))
+        connectx = ibgda.has_connectx()
         if begun is False:
-            attempts.run(lambda: self._probe(gpu))
+            attempts.run(lambda: self._probe(gpu, connectx and not control.one_network))
         if self.lost is not None:
             attempts.error = attempts.error or self.lost
-        mine = {"error": attempts.error, "begun": begun, "nbytes": nbytes, "given": given is not None}
+        mine = {"error": attempts.error, "begun": begun, "nbytes": nbytes, "given": given is not None, "connectx": connectx}
         answers = agree(control, "AllToAll: NVSHMEM", mine, timeout)
         _check_alike(answers)
         assert module is not None
@@ -191,7 +201,9 @@ class Library:
             self.place = self._allocate(control, module, gpu, _PLACE, timeout)
         place = self.place if given is None else given.data_ptr()
         others = [rank for rank in alive if rank != control.rank]
-        near = attempts.run(lambda: [rank for rank in others if looks and module.reached_at(place, pes[rank])])
+        reached = attempts.run(lambda: {rank for rank in others if module.reached_at(place, pes[rank])}) or set()
+        attempts.run(lambda: _check_far(module, gpu, [rank for rank in others if rank not in reached and rank not in mapped]))
+        near = sorted(reached) if looks else []
         answers = agree(control, "AllToAll: reach", {"error": attempts.error, "near": near, "mapped": mapped}, timeout)
         return Reach(pes, *([set(answer[name]) if answer else set() for answer in answers] for name in ("mapped", "near")))
 
@@ -217,12 +229,13 @@ class Library:
         agree(control, "AllToAll: symmetric memory", {"error": attempts.error}, timeout)
         return segment
 
-    def _probe(self, gpu: int) -> None:
+    def _probe(self, gpu: int, by_nic: bool) -> None:
         """In a process of its own, which NVSHMEM may end."""
-        if gpu not in self.probed:
-            self.probed[gpu] = try_alone(gpu)
-        if self.probed[gpu] is not None:
-            raise Error(f"transport='nvshmem': NVSHMEM does not start on this host: {self.probed[gpu]}")
+        if (gpu, by_nic) not in self.probed:
+            self.probed[gpu, by_nic] = try_alone(gpu, by_nic=by_nic)
+        refused = self.probed[gpu, by_nic].refused
+        if refused is not None:
+            raise Error(f"transport='nvshmem': NVSHMEM does not start on this host: {refused}")
 
     def _begin(self, control: ControlPlane, module: Any, gpu: int, nbytes: int, answers: Answers, timeout: float) -> None:
         """Collective. The PEs are the living ranks, in their order."""
@@ -231,8 +244,8 @@ class Library:
         unique = attempts.run(lambda: module.unique_id().hex()) if control.rank == alive[0] else None
         told = agree(control, "AllToAll: NVSHMEM id", {"error": attempts.error, "id": unique}, timeout)
         identity = bytes.fromhex(told[alive[0]]["id"])  # type: ignore[index]
-        one_host = control.one_network
-        with _environment(variables(nbytes, one_host, self.depth)):
+        by_nic = not control.one_network and _all_have_connectx(answers)
+        with _environment(variables(nbytes, by_nic=by_nic, depth=self.depth)):
             attempts.run(
                 lambda: self._in_time(
                     lambda: module.init(gpu, identity, alive.index(control.rank), len(alive)), timeout, "nvshmem_init"
@@ -251,7 +264,7 @@ class Library:
         number = min(common) if common else len(self.made)
         if not common:
             _check_all_are_here(module, [rank for rank, answer in enumerate(answers) if answer is not None], nbytes)
-            size = -(-nbytes // _GRANULE) * _GRANULE
+            size = -(-nbytes // GRANULE) * GRANULE
             self.made.append(_Made(self._allocate(control, module, gpu, size, timeout), size))
         made = self.made[number]
         made.free = False
@@ -264,10 +277,20 @@ class Library:
     def _allocate(self, control: ControlPlane, module: Any, gpu: int, size: int, timeout: float) -> int:
         """Collective over all PEs."""
         attempts = Attempts()
-        address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_calloc"))
+        room = attempts.run(lambda: module.room(gpu))
+        answers = agree(control, "AllToAll: room for NVSHMEM", {"error": attempts.error, "room": room}, timeout)
+        rooms = {rank: answer["room"] for rank, answer in enumerate(answers) if answer is not None}
+        grows = any(room["grows"] for room in rooms.values())
+        if grows:
+            check_growth(rooms, size, sum(made.nbytes for made in self.made))
+        address = attempts.run(lambda: self._in_time(lambda: int(module.allocate(gpu, size)), timeout, "nvshmem_malloc"))
         if address == 0:
-            attempts.error = too_small(size)
-        agree(control, "AllToAll: NVSHMEM memory", {"error": attempts.error}, 2 * timeout)
+            attempts.error = failed_to_grow(size) if grows else too_small(size)
+        answers = control.all_gather({"error": attempts.error}, "AllToAll: NVSHMEM memory", 2 * timeout)
+        errors = [answer["error"] for answer in answers if answer is not None and answer["error"]]
+        if errors and (grows or address != 0):  # else nothing was taken on any rank
+            self.lost = self.lost or lost_heap(errors[0])
+        raise_first(control, answers)
         assert address is not None
         return address
 
@@ -307,17 +330,20 @@ def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
     return result[0]
 
 
-def too_small(nbytes: int) -> str:
-    size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
-    return (
-        f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes "
-        f"of this AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + _OWN_BYTES} more than it is, before NVSHMEM starts"
-    )
+def _check_far(module: Any, gpu: int, far: list[int]) -> None:
+    """far: ranks that only a NIC reaches. NVSHMEM goes on where its IBGDA does not start, and gives puts to a host thread."""
+    if far and not module.runs_ibgda(gpu):
+        raise Error(
+            f"transport='nvshmem': only a NIC reaches {name_ranks(far)}, and NVSHMEM's IBGDA does not run on this rank; puts of "
+            "kernels would wait for a host thread of NVSHMEM's without end. `python -m pplx_comm doctor` says what is missing, and "
+            "NVSHMEM_DEBUG=INFO why it did not start; an NVSHMEM that something else starts needs NVSHMEM_IB_ENABLE_IBGDA=1 "
+            f"(here: {os.environ.get('NVSHMEM_IB_ENABLE_IBGDA', 'not set')}). Or take transport='auto'"
+        )
 
 
-def try_alone(gpu: int) -> str | None:
-    """Why one PE does not start on that GPU; None: it does."""
-    environment = {**os.environ, **variables(_GRANULE, one_host=True)}
+def try_alone(gpu: int, *, by_nic: bool) -> Alone:
+    """How one PE fares on that GPU. by_nic: with IBGDA."""
+    environment = {**os.environ, **variables(GRANULE, by_nic=by_nic)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", MODULE_PROBE, str(gpu)]
     try:
@@ -325,27 +351,38 @@ def try_alone(gpu: int) -> str | None:
             command, env=environment, capture_output=True, text=True, timeout=deadlines.PROBE_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"one PE alone did not come up within {deadlines.PROBE_SECONDS:.0f} s"
+        return Alone(f"one PE alone did not come up within {deadlines.PROBE_SECONDS:.0f} s")
     if done.returncode == 0:
-        return None
+        return Alone(None, ibgda="IBGDA" in done.stdout.splitlines())
     said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()
-    return f"one PE alone ended with status {done.returncode}: {' | '.join(said[-3:])}"
+    return Alone(f"one PE alone ended with status {done.returncode}: {' | '.join(said[-3:])}")
 
 
-def variables(nbytes: int, one_host: bool, depth: int = _DEPTH) -> dict[str, str]:
-    """NVSHMEM's own, for one that we start. What the caller has set stays."""
+def variables(nbytes: int, *, by_nic: bool, depth: int = _DEPTH) -> dict[str, str]:
+    """NVSHMEM's own, for one that we start. What the caller has set stays. by_nic: there are hosts, each with a ConnectX."""
     wanted = {
-        "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + _OWN_BYTES) // _GRANULE) * _GRANULE)),
+        "NVSHMEM_SYMMETRIC_SIZE": str(max(1 << 30, -(-(nbytes + OWN_BYTES) // GRANULE) * GRANULE)),
         "NVSHMEM_DISABLE_NVLS": "1",  # multicast: nothing here uses it, and it fails on hosts that say they have it
     }
-    if one_host or not any(name.startswith("mlx5") for name in rdma_devices()):
-        wanted["NVSHMEM_REMOTE_TRANSPORT"] = "none"
-    else:
+    if by_nic:
         # Its doorbells by the GPU where the driver lets it, else by a host thread without GDRCopy.
         wanted |= {"NVSHMEM_IB_ENABLE_IBGDA": "1", "NVSHMEM_IBGDA_NIC_HANDLER": "auto"}
         if depth != _DEPTH:
             wanted["NVSHMEM_QP_DEPTH"] = str(depth)
+    else:
+        wanted["NVSHMEM_REMOTE_TRANSPORT"] = "none"
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _all_have_connectx(answers: Answers) -> bool:
+    """Alike on all ranks: whether IBGDA is to be started. Raises where only some could."""
+    some, others = ([rank for rank, a in enumerate(answers) if a is not None and a["connectx"] is has] for has in (True, False))
+    if some and others:
+        raise Error(
+            f"transport='nvshmem': no ConnectX (mlx5) in /sys/class/infiniband of {name_ranks(others)}, but of {name_ranks(some)}: "
+            "across hosts all need one, for kernels post to it (in a container: --device /dev/infiniband)"
+        )
+    return bool(some)
 
 
 @contextlib.contextmanager
@@ -423,37 +460,3 @@ def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:
 
 library = Library()
 """Of this process, as NVSHMEM is."""
-
-
-def missing_for_ibgda(sysfs: Path = Path("/sys")) -> list[str]:
-    """What stands between this host and kernels that post to its ConnectX themselves."""
-    lacks = []
-    if not any(name.startswith("mlx5") for name in rdma_devices(sysfs)):
-        lacks.append("no mlx5 device in /sys/class/infiniband")
-    module = sysfs / "module"
-    if not ((module / "nvidia_peermem").exists() or _dmabuf(module)):
-        lacks.append("neither nvidia_peermem (modprobe nvidia_peermem) nor dmabuf, so NICs do not reach GPU memory")
-    registry = Path("/proc/driver/nvidia/params")
-    options = registry.read_text() if registry.exists() else ""
-    by_gpu = "PeerMappingOverride=1" in options.replace(" ", "")
-    if not by_gpu and not _has_gdrcopy():
-        lacks.append(
-            'the GPU may not ring the NIC\'s doorbell (driver option NVreg_RegistryDwords="PeerMappingOverride=1;" with '
-            "NVreg_EnableStreamMemOPs=1) and there is no GDRCopy: NVSHMEM takes its CPU-assisted mode, a host thread rings it"
-        )
-    return lacks
-
-
-def _dmabuf(module: Path) -> bool:
-    """The open kernel modules hand GPU memory out as dmabufs."""
-    version = module / "nvidia/version"
-    license_of = Path("/proc/driver/nvidia/version")
-    return version.exists() and license_of.exists() and "Open Kernel Module" in license_of.read_text()
-
-
-def _has_gdrcopy() -> bool:
-    try:
-        ctypes.CDLL("libgdrapi.so.2")
-    except OSError:
-        return False
-    return Path("/dev/gdrdrv").exists()

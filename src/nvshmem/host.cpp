@@ -1,6 +1,8 @@
 // The host side of NVSHMEM: its start, its heap, and where this GPU's stores reach other PEs' memory. Python says when each may be
 // called: where NVSHMEM itself would end the process, or wait for a rank that has died (pplx_comm/wiring/nvshmem.py).
+#include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <device_host/nvshmem_types.h>
 #include <nvshmem_host.h>
 #include <pybind11/pybind11.h>
 
@@ -11,6 +13,9 @@
 #include "../cuda/error.h"
 
 namespace py = pybind11;
+
+// Of libnvshmem_device.a, in no header: where the device state of this module's kernels lies on the current GPU.
+extern "C" void nvshmemi_get_mem_handle(void** device_state, void** ibgda_device_state);
 
 namespace pplx::cuda {
 namespace {
@@ -48,6 +53,80 @@ void init(int device, const std::string& id, int rank, int world) {
 // Of an NVSHMEM that another library of this process has begun: this module's kernels have a device state of their own.
 void attach(int device) { begin(device, 0, nullptr); }
 
+// One that the default stream does not order: that may have a step of another AllToAll in front, which waits for a rank that is here.
+class OwnStream {
+ public:
+  OwnStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
+  ~OwnStream() { cudaStreamDestroy(stream_); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  operator cudaStream_t() const { return stream_; }
+  void finish(const char* what) const { check(cudaStreamSynchronize(stream_), what); }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+using State = nvshmemi_device_host_state_t;
+
+// What kernels of this module go by. On the host NVSHMEM has no call that tells it.
+State state_of(int device) {
+  constexpr const char* what = "reading NVSHMEM's device state";
+  check(cudaSetDevice(device), "cudaSetDevice");
+  void* common = nullptr;
+  void* of_ibgda = nullptr;
+  nvshmemi_get_mem_handle(&common, &of_ibgda);
+  if (common == nullptr) throw CudaError("NVSHMEM has no device state for this module");
+  State found;
+  const OwnStream stream;
+  check(cudaMemcpyAsync(&found, common, sizeof found, cudaMemcpyDeviceToHost, stream), what);
+  stream.finish(what);
+  return found;
+}
+
+// Whether the heap takes more of the GPU's memory as it fills: CUDA's virtual memory, unless NVSHMEM_DISABLE_CUDA_VMM is set.
+bool is_virtual(void* heap) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  check(cudaGetDriverEntryPointByVersion("cuMemRetainAllocationHandle", &found, 12000, cudaEnableDefault, &result),
+        "cuMemRetainAllocationHandle");
+  if (result != cudaDriverEntryPointSuccess) return false;
+  CUmemGenericAllocationHandle handle;
+  if (reinterpret_cast<decltype(&cuMemRetainAllocationHandle)>(found)(&handle, heap) != CUDA_SUCCESS) return false;
+  check(cudaGetDriverEntryPointByVersion("cuMemRelease", &found, 12000, cudaEnableDefault, &result), "cuMemRelease");
+  reinterpret_cast<decltype(&cuMemRelease)>(found)(handle);
+  return true;
+}
+
+py::dict room(int device) {
+  std::size_t free = 0, total = 0;
+  cudaDeviceProp properties;
+  bool grows = false;
+  State state;
+  {
+    const py::gil_scoped_release unlocked;
+    state = state_of(device);
+    check(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+    check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    grows = is_virtual(state.heap_base);
+  }
+  const py::bytes uuid(properties.uuid.bytes, sizeof properties.uuid.bytes);
+  return py::dict(py::arg("gpu") = uuid.attr("hex")(), py::arg("free") = free, py::arg("grows") = grows,
+                  py::arg("at_most") = state.heap_size);
+}
+
+// nvshmem_calloc() ends the process where a heap that does not grow has no room; nvshmem_malloc() returns nothing.
+std::uintptr_t allocate(int device, std::size_t bytes) {
+  constexpr const char* what = "clearing symmetric memory";
+  check(cudaSetDevice(device), "cudaSetDevice");
+  void* const memory = nvshmem_malloc(bytes);
+  if (memory == nullptr) return 0;
+  const OwnStream stream;
+  check(cudaMemsetAsync(memory, 0, bytes, stream), what);
+  stream.finish(what);
+  return reinterpret_cast<std::uintptr_t>(memory);
+}
+
 }  // namespace
 
 void bind_carrier(py::module_& m) {
@@ -66,14 +145,12 @@ void bind_carrier(py::module_& m) {
   m.def("attach", &attach, py::arg("device"), Unlocked(), "Where is_initialized(): gives this module's kernels its state.");
   m.def("my_pe", [] { return nvshmem_my_pe(); });
   m.def("n_pes", [] { return nvshmem_n_pes(); });
-  m.def(
-      "allocate",
-      [](int device, std::size_t bytes) {
-        check(cudaSetDevice(device), "cudaSetDevice");
-        return reinterpret_cast<std::uintptr_t>(nvshmem_calloc(1, bytes));
-      },
-      py::arg("device"), py::arg("nbytes"), Unlocked(),
-      "The address of zeroed symmetric memory, or 0. Collective over all PEs; may wait for ever for one that does not come.");
+  m.def("runs_ibgda", [](int device) { return state_of(device).ibgda_is_initialized; }, py::arg("device"), Unlocked(),
+        "Whether kernels post to a NIC themselves. Where not, what they put to a far peer is a host thread's, for which they wait.");
+  m.def("room", &room, py::arg("device"),
+        "gpu: its UUID; free: bytes of its memory; grows: whether the heap takes of them; at_most: what the heap may come to.");
+  m.def("allocate", &allocate, py::arg("device"), py::arg("nbytes"), Unlocked(),
+        "The address of zeroed symmetric memory, or 0. Collective over all PEs; may wait for ever for one that does not come.");
   m.def(
       "reached_at",
       [](std::uintptr_t address, int pe) { return reinterpret_cast<std::uintptr_t>(nvshmem_ptr(reinterpret_cast<void*>(address), pe)); },

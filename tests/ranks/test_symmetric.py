@@ -5,11 +5,11 @@ Ranks are threads. What a GPU runs is tests/gpu/test_nvshmem.py's.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,22 +18,26 @@ import torch
 from harness import threads
 
 import pplx_comm as pc
-from pplx_comm.wiring import nvshmem
+from pplx_comm.wiring import ibgda, nvshmem, nvshmem_heap
 from pplx_comm.wiring.config import make_config
 from pplx_comm.wiring.peers import Peers
 from pplx_comm.wiring.record import Wiring
 
 MIB = 1 << 20
+GIB = 1 << 30
 _here = threading.local()
 
 
 class World:
     """What the PEs of one NVSHMEM share."""
 
-    def __init__(self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = 1 << 30) -> None:
-        self.pes, self.begun, self.n_pes, self.room = pes, begun, n_pes or len(pes), room
+    def __init__(
+        self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = GIB, grows: bool = False
+    ) -> None:
+        self.pes, self.begun, self.n_pes, self.room, self.grows = pes, begun, n_pes or len(pes), room, grows
         self.barrier = threading.Barrier(len(pes), timeout=10)
         self.calls: list[tuple[Any, ...]] = []
+        self.allocations: list[int] = []
 
     def module(self, rank: int) -> Module:
         return Module(self, rank)
@@ -47,6 +51,7 @@ class Module:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.begun, self.taken = world, rank, world.begun, 0
         self.unreached: set[int] = set()
+        self.gpu, self.free, self.at_most, self.fails, self.ibgda = f"GPU of {rank}", 8 * GIB, 128 * GIB, False, False
 
     def device_count(self) -> int:
         return 1
@@ -73,9 +78,16 @@ class Module:
     def n_pes(self) -> int:
         return self.world.n_pes
 
+    def runs_ibgda(self, device: int) -> bool:
+        return self.ibgda
+
+    def room(self, device: int) -> dict[str, Any]:
+        return {"gpu": self.gpu, "free": self.free, "grows": self.world.grows, "at_most": self.at_most}
+
     def allocate(self, device: int, nbytes: int) -> int:
+        self.world.allocations.append(nbytes)
         self.world.barrier.wait()
-        if self.taken + nbytes > self.world.room:
+        if self.fails or (not self.world.grows and self.taken + nbytes > self.world.room):
             return 0
         self.taken += nbytes
         return 1000 * MIB + self.taken - nbytes
@@ -93,7 +105,7 @@ def on_ranks(world: World, call: Callable[[Any, nvshmem.Library, Module], Any]) 
     """What each rank's call returns, or the Error that it raises."""
 
     def rank(me: Any) -> Any:
-        library = nvshmem.Library(probed={0: None})
+        library = nvshmem.Library(probed={(0, by_nic): nvshmem.Alone(None) for by_nic in (False, True)})
         try:
             return call(me.comm.control, library, _here.module)
         except pc.Error as error:
@@ -135,6 +147,7 @@ def test_begun_by_another_library() -> None:
 
 def test_near_is_what_stores_reach_both_ways() -> None:
     def call(control: Any, library: nvshmem.Library, module: Module) -> list[int]:
+        module.ibgda = True
         if control.rank == 0:
             module.unreached = {5}
         return sorted(one(control, library, module).near)
@@ -196,18 +209,17 @@ def queue_of(in_flight: int, **options: Any) -> int:
 def test_the_queue_that_pieces_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that we start gets it; of another's, unless it says how deep it is, it has NVSHMEM's own 1024."""
     monkeypatch.delenv("NVSHMEM_QP_DEPTH", raising=False)
-    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["mlx5_0"])
     assert queue_of(8) == 880
     assert [queue_of(n, slot_bytes=1 << 20) for n in (1, 4, 8)] == [880, 928, 1792]
 
     def begin(control: Any, library: nvshmem.Library, module: Module) -> tuple[int, dict[str, str]]:
         library.start(control, 0, MIB, None, 5.0, [], True, 1792)
         start(control, library)
-        return library.depth, nvshmem.variables(MIB, False, library.depth)
+        return library.depth, nvshmem.variables(MIB, by_nic=True, depth=library.depth)
 
     for depth, variables in on_ranks(World([0, 1]), begin):
         assert depth == 2048 and variables["NVSHMEM_QP_DEPTH"] == "2048"
-    assert "NVSHMEM_QP_DEPTH" not in nvshmem.variables(MIB, False)
+    assert "NVSHMEM_QP_DEPTH" not in nvshmem.variables(MIB, by_nic=True)
 
     def later(control: Any, library: nvshmem.Library, module: Module) -> Any:
         start(control, library)
@@ -338,6 +350,187 @@ def test_a_heap_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "NVSHMEM_SYMMETRIC_SIZE" in str(error) and f"{6 * MIB} bytes" in str(error), error
 
 
+def test_a_heap_without_room_is_no_loss() -> None:
+    """One that does not grow: nothing of it has changed, and a smaller AllToAll finds room."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> nvshmem.Segment:
+        with pytest.raises(pc.Error, match="has no room"):
+            library.segment(control, 0, 64 * MIB, None, start(control, library), 5.0)
+        return one(control, library, module)
+
+    for segment in on_ranks(World([0, 1], room=16 * MIB), call):
+        assert isinstance(segment, nvshmem.Segment), segment
+
+
+def allocated(world: World) -> list[int]:
+    """But for the place that the first start takes."""
+    return [nbytes for nbytes in world.allocations if nbytes > 4096]
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["a GPU each", "one GPU"])
+def test_a_gpu_without_room_for_a_heap_that_grows(share: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM unmaps the whole heap where that fails: so it is not asked. Ranks that share a GPU need room for all of them."""
+    monkeypatch.delenv("NVSHMEM_CUMEM_GRANULARITY", raising=False)
+    world = World([0, 1, 2], grows=True)
+
+    def call(free: int) -> Callable[[Any, nvshmem.Library, Module], Any]:
+        def one_with(control: Any, library: nvshmem.Library, module: Module) -> Any:
+            reach = start(control, library)
+            module.gpu = "shared" if share and control.rank else module.gpu
+            module.free = free if control.rank else 8 * GIB
+            try:
+                return library.segment(control, 0, 5 * MIB + control.rank, None, reach, 5.0)
+            except pc.Error as error:
+                assert library.lost is None
+                return error
+
+        return one_with
+
+    needed = 512 * MIB * (1 + share) + 64 * MIB
+    for error in on_ranks(world, call(needed - 1)):
+        assert isinstance(error, pc.Error) and f"{needed} bytes" in str(error) and f"{needed - 1} are free" in str(error), error
+        assert ("ranks 1, 2" if share else "rank 1") in str(error) and "NVSHMEM_CUMEM_GRANULARITY" in str(error), error
+    assert allocated(world) == [], "NVSHMEM is asked all the same"
+    for segment in on_ranks(world, call(needed)):
+        assert isinstance(segment, nvshmem.Segment), segment
+
+
+def test_a_heap_that_may_not_grow_so_far() -> None:
+    world = World([0, 1], grows=True)
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        module.at_most = 64 * MIB + 512 * MIB + control.rank
+        return library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+
+    for error in on_ranks(world, call):
+        assert "NVSHMEM_MAX_MEMORY_PER_GPU" in str(error) and f"{512 * MIB} more" in str(error), error
+    assert allocated(world) == []
+
+
+def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    for setting, by in (("2M", 6), ("", 512), ("1g", 1024), ("8G", 2048), ("1", 6), ("0.5G", 512), ("nonsense", 512)):
+        monkeypatch.setenv("NVSHMEM_CUMEM_GRANULARITY", setting)
+        assert nvshmem_heap.growth(5 * MIB) == by * MIB, setting
+    monkeypatch.delenv("NVSHMEM_CUMEM_GRANULARITY")
+    assert nvshmem_heap.growth(512 * MIB + 1) == 1024 * MIB
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("how", ["nothing", "an error"])
+def test_an_allocation_that_fails_on_one_rank(grows: bool, how: str) -> None:
+    """What the heap holds is then not the same everywhere, or it is gone: no AllToAll may have of it, on any rank."""
+
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        if control.rank == 1 and how == "nothing":
+            module.fails = True
+        elif control.rank == 1:
+            module.allocate = lambda *_: (module.world.barrier.wait(), 1 / 0)  # type: ignore[assignment, method-assign, return-value]
+        with pytest.raises(pc.Error) as failed:
+            library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+        module.fails = False
+        with pytest.raises(pc.Error) as later:
+            start(control, library)
+        return f"{failed.value}", f"{later.value}"
+
+    for failed, later in on_ranks(World([0, 1, 2], grows=grows), call):
+        assert "rank 1 could not" in failed or "ZeroDivision" in failed or "NVSHMEM's heap" in failed, failed
+        assert "cannot use NVSHMEM any more" in later and "start the ranks again" in later, later
+
+
+def test_a_growth_that_fails_everywhere() -> None:
+    def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
+        reach = start(control, library)
+        module.fails = True
+        with pytest.raises(pc.Error, match="could not grow"):
+            library.segment(control, 0, 5 * MIB, None, reach, 5.0)
+        return library.lost
+
+    assert all(lost and "start the ranks again" in lost for lost in on_ranks(World([0, 1], grows=True), call))
+
+
+def test_far_peers_without_ibgda() -> None:
+    """NVSHMEM starts without, and would give their puts to a thread that kernels wait for."""
+
+    def call(ibgda_on: set[int], mapped: dict[int, list[int]], looks: bool = True) -> Callable[..., Any]:
+        def on(control: Any, library: nvshmem.Library, module: Module) -> Any:
+            module.ibgda = control.rank in ibgda_on
+            module.unreached = {0: {6}, 1: set(), 2: {4}}[control.rank]
+            reach = library.start(control, 0, MIB, None, 5.0, mapped.get(control.rank, []), looks)
+            return sorted(reach.near[control.rank])
+
+        return on
+
+    def world() -> World:
+        return World([4, 5, 6], begun=True)
+
+    for error in on_ranks(world(), call({0, 1}, {})):
+        assert isinstance(error, pc.Error) and "only a NIC reaches rank 0" in str(error) and "doctor" in str(error), error
+    for error in on_ranks(world(), call(set(), {})):
+        assert "only a NIC reaches rank 2" in str(error) and "NVSHMEM_IB_ENABLE_IBGDA=1" in str(error), error
+    assert on_ranks(world(), call({0, 2}, {})) == [[1], [0, 2], [1]], "IBGDA has them"
+    assert on_ranks(world(), call(set(), {0: [2], 2: [0]})) == [[1], [0, 2], [1]], "the node maps them"
+    assert on_ranks(World([4, 5, 6], begun=True), call({0, 2}, {}, looks=False)) == [[], [], []]
+
+
+def test_some_hosts_without_a_connectx(monkeypatch: pytest.MonkeyPatch) -> None:
+    has: set[int] = set()
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(ibgda, "has_connectx", lambda: _here.module.rank in has)
+    monkeypatch.setattr(nvshmem, "_environment", lambda values: asked.append(values) or contextlib.nullcontext())
+
+    def call(one_network: bool) -> Callable[[Any, nvshmem.Library, Module], Any]:
+        def on(control: Any, library: nvshmem.Library, module: Module) -> Any:
+            control.one_network = one_network
+            return one(control, library, module)
+
+        return on
+
+    has.update({0, 2})
+    for error in on_ranks(World([0, 1, 2, 3]), call(False)):
+        assert isinstance(error, pc.Error) and "ranks 1, 3" in str(error) and "ranks 0, 2" in str(error), error
+    assert asked == []
+    for has_all, one_network, remote in (({0, 2}, True, "none"), ({0, 1, 2, 3}, False, None), (set(), False, "none")):
+        has.clear()
+        has.update(has_all)
+        asked.clear()
+        assert all(isinstance(s, nvshmem.Segment) for s in on_ranks(World([0, 1, 2, 3]), call(one_network)))
+        assert [values.get("NVSHMEM_REMOTE_TRANSPORT") for values in asked] == [remote] * 4
+
+
+def test_the_start_is_tried_as_it_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With IBGDA where kernels will post to a NIC."""
+    tried: list[bool] = []
+    connectx = True
+    monkeypatch.setattr(ibgda, "has_connectx", lambda: connectx)
+    monkeypatch.setattr(nvshmem, "try_alone", lambda gpu, by_nic: tried.append(by_nic) or nvshmem.Alone(None))
+
+    def call(one_network: bool) -> Callable[[Any, nvshmem.Library, Module], Any]:
+        def on(control: Any, library: nvshmem.Library, module: Module) -> Any:
+            library.probed, control.one_network = {}, one_network
+            return one(control, library, module)
+
+        return on
+
+    for one_network in (False, True):
+        on_ranks(World([0, 1]), call(one_network))
+    assert tried == [True, True, False, False]
+
+
+@pytest.mark.parametrize("by_nic", [False, True])
+def test_what_a_process_of_its_own_is_told(by_nic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
+        monkeypatch.delenv(name, raising=False)
+    show = "import os; print(os.environ.get('NVSHMEM_REMOTE_TRANSPORT'), os.environ.get('NVSHMEM_IB_ENABLE_IBGDA'));"
+    monkeypatch.setattr(nvshmem, "MODULE_PROBE", show + " raise SystemExit(5)")
+    refused = nvshmem.try_alone(0, by_nic=by_nic).refused
+    assert refused is not None and "status 5" in refused and ("None 1" if by_nic else "none None") in refused, refused
+    for said in (True, False):
+        monkeypatch.setattr(nvshmem, "MODULE_PROBE", f"print('some text of NVSHMEM'); print('{'' if said else 'no '}IBGDA')")
+        assert nvshmem.try_alone(0, by_nic=by_nic) == nvshmem.Alone(None, ibgda=said)
+
+
 def test_a_start_that_does_not_end() -> None:
     """It waits for a rank that does not come: every rank goes on, and says so again later."""
     left = threading.Event()
@@ -362,7 +555,8 @@ def test_a_start_that_does_not_end() -> None:
 
 def test_an_nvshmem_that_does_not_start_alone() -> None:
     def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
-        library.probed = {0: "one PE alone ended with status 255: no driver"} if control.rank == 1 else {0: None}
+        if control.rank == 1:
+            library.probed = {(0, False): nvshmem.Alone("one PE alone ended with status 255: no driver")}
         return one(control, library, module)
 
     for error in on_ranks(World([0, 1]), call):
@@ -372,25 +566,13 @@ def test_an_nvshmem_that_does_not_start_alone() -> None:
 def test_what_is_set_for_an_nvshmem_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_DISABLE_NVLS", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["mlx5_0"])
-    here = nvshmem.variables(3 << 30, one_host=True)
+    here = nvshmem.variables(3 << 30, by_nic=False)
     assert int(here["NVSHMEM_SYMMETRIC_SIZE"]) > 3 << 30 and here["NVSHMEM_DISABLE_NVLS"] == "1"
     assert here["NVSHMEM_REMOTE_TRANSPORT"] == "none" and "NVSHMEM_IB_ENABLE_IBGDA" not in here
-    across = nvshmem.variables(MIB, one_host=False)
+    across = nvshmem.variables(MIB, by_nic=True)
     assert across["NVSHMEM_IB_ENABLE_IBGDA"] == "1" and "NVSHMEM_REMOTE_TRANSPORT" not in across
-    monkeypatch.setattr(nvshmem, "rdma_devices", lambda: ["efa_0"])
-    assert nvshmem.variables(MIB, one_host=False)["NVSHMEM_REMOTE_TRANSPORT"] == "none"
     monkeypatch.setenv("NVSHMEM_SYMMETRIC_SIZE", "9G")
-    assert "NVSHMEM_SYMMETRIC_SIZE" not in nvshmem.variables(MIB, one_host=True)
-
-
-def test_what_is_missing_for_ibgda(tmp_path: Path) -> None:
-    assert any("no mlx5 device" in lack for lack in nvshmem.missing_for_ibgda(tmp_path))
-    (tmp_path / "class/infiniband/mlx5_0").mkdir(parents=True)
-    (tmp_path / "module/nvidia_peermem").mkdir(parents=True)
-    lacks = nvshmem.missing_for_ibgda(tmp_path)
-    assert not any("mlx5 device" in lack or "peermem" in lack for lack in lacks), lacks
-    assert all("CPU-assisted" in lack for lack in lacks), lacks
+    assert "NVSHMEM_SYMMETRIC_SIZE" not in nvshmem.variables(MIB, by_nic=False)
 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:

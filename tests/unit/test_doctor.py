@@ -13,7 +13,7 @@ import pplx_comm
 from pplx_comm import doctor
 from pplx_comm.cli import main
 from pplx_comm.settings import Settings
-from pplx_comm.wiring import libfabric
+from pplx_comm.wiring import ibgda, libfabric, nvshmem
 from pplx_comm.wiring.placement import OWNER, placement
 
 LAYER = {"num_experts": 64, "top_k": 4, "hidden": 1024}
@@ -85,6 +85,49 @@ def test_a_build_or_host_without_libfabric(monkeypatch: pytest.MonkeyPatch, caps
     off = finding(report(capsys), "libfabric")
     assert (off["on"], off["says"]) == (False, "no libfabric.so.1 found")
     assert "PPLX_LIBFABRIC" in off["turn_on"]
+
+
+def test_ibgda_before_anything_is_installed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What the host lacks, and the traffic class, are there to be seen without NVSHMEM."""
+    monkeypatch.setattr(nvshmem, "library_path", lambda: None)
+    monkeypatch.setattr(ibgda, "loads", lambda library: True)
+    monkeypatch.setenv("SYSFS_PATH", str(tmp_path / "sys"))
+    monkeypatch.setattr(doctor, "PROC", tmp_path / "proc")
+    monkeypatch.setenv("NVSHMEM_IB_TRAFFIC_CLASS", "106")
+    found = report(capsys)
+    assert "not installed" in finding(found, "nvshmem")["says"]
+    off = finding(found, "ibgda")
+    assert off["on"] is False and off["says"].startswith("no: no mlx5 device"), off
+    says = finding(found, "nvshmem settings")["says"]
+    assert "traffic class 106, service level 0" in says and "NVSHMEM_IB_TRAFFIC_CLASS=106" in says, says
+    (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
+    (tmp_path / "sys/module/nvidia_peermem").mkdir(parents=True)
+    on = finding(report(capsys), "ibgda")
+    assert on["on"] is True and on["says"].startswith("CPU-assisted") and "PeerMappingOverride" in on["turn_on"], on
+
+
+@pytest.mark.parametrize(
+    ("alone", "on", "words"),
+    [
+        (nvshmem.Alone(None, ibgda=True), True, "one PE alone has started with it"),
+        (nvshmem.Alone(None), False, "no: one PE alone has started without it"),
+        (nvshmem.Alone("one PE alone ended with status 255"), False, "no: one PE alone ended with status 255"),
+    ],
+    ids=["runs", "does not run", "ends"],
+)
+def test_ibgda_where_nvshmem_can_be_started(alone: nvshmem.Alone, on: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what a process of its own came to, not by files."""
+    tried: list[bool] = []
+    usable: Any = type("Module", (), {"device_count": staticmethod(lambda: 1)})
+    monkeypatch.setattr(nvshmem, "usable_kernels", lambda: usable)
+    monkeypatch.setattr(nvshmem, "try_alone", lambda gpu, *, by_nic: tried.append(by_nic) or alone)
+    monkeypatch.setattr(ibgda, "verdict", lambda *_: ibgda.Verdict("gpu", "the driver has what it takes"))
+    found = doctor._ibgda()
+    assert found.on is on and words in found.says and "the driver has what it takes" in found.says and tried == [True], found
+    monkeypatch.setattr(ibgda, "verdict", lambda *_: ibgda.Verdict(None, "no mlx5 device"))
+    assert doctor._ibgda().on is False and tried == [True], "nothing to start without a NIC"
 
 
 def test_the_secret_stays_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
