@@ -16,7 +16,19 @@ from pathlib import Path
 from bench.model import plot, published, report
 from bench.model.fabrics import FABRICS
 from bench.model.kernels import given
-from bench.model.predict import beside, garden, microbenchmarks, of_many_ranks, ours, reference, sensitivity, shape, validation
+from bench.model.predict import (
+    beside,
+    deepep,
+    garden,
+    microbenchmarks,
+    of_gpus_that_post,
+    of_many_ranks,
+    ours,
+    reference,
+    sensitivity,
+    shape,
+    validation,
+)
 from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
@@ -25,6 +37,7 @@ BY_GPU = ("cx7",)
 """Where GPUs can post to the NIC themselves, with transport="nvshmem"."""
 SENSITIVITY = ("efa-p5en", 64, 128)
 MANY_RANKS = ("efa-p5en", 1024, 128)
+POSTING = ("cx7, by GPUs", 64, 128)
 
 
 def numbers(text: str) -> list[int]:
@@ -74,14 +87,16 @@ def main() -> int:
         "reference": list(reference(options.seed)),
         "decode": list(validation(published.DECODE, options.seed)),
         "beyond": list(validation(published.BEYOND, options.seed)),
+        "posted": list(validation(published.BY_DEEPEP, options.seed, deepep)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
     }
     gpus = list(beside(published.BY_GPUS, options.kernels, options.seed)) if "cx7" in fabrics and 128 in options.tokens else []
     asked = {}
-    for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks)):
+    for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks), (POSTING, of_gpus_that_post)):
         name, ranks, tokens = point
         if point in predicted:
-            asked[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(FABRICS[name], ranks, tokens, options.seed))
+            fabric = FABRICS[name.partition(",")[0]]
+            asked[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(fabric, ranks, tokens, options.seed))
     command = " ".join(["python -m bench.model", *sys.argv[1:]])
     date = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     head = {

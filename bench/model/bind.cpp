@@ -9,6 +9,7 @@
 #include "ours.h"
 #include "protocol/block.h"
 #include "proxy/fabric.h"
+#include "rows.h"
 
 namespace py = pybind11;
 
@@ -42,6 +43,14 @@ std::vector<Result> run_garden(const Shape& shape, const FabricCosts& fabric, co
   Garden garden(shape, routing, fabric, costs);
   Result dispatch = garden.dispatch();
   return {std::move(dispatch), garden.combine()};
+}
+
+std::vector<Result> run_rows(const Shape& shape, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed) {
+  check(shape, fabric);
+  const Routing routing = random_routing(shape, seed);
+  Rows rows(shape, routing, fabric, costs, seed);
+  Result dispatch = rows.dispatch();
+  return {std::move(dispatch), rows.combine()};
 }
 
 // The bytes that must have travelled between nodes: {dispatch, combine}, headers included.
@@ -115,6 +124,12 @@ PYBIND11_MODULE(_model, m) {
       .def_readwrite("flag_us", &GardenCosts::flag_us)
       .def_readwrite("route_row_us", &GardenCosts::route_row_us)
       .def_readwrite("private_copies", &GardenCosts::private_copies);
+  py::class_<RowsCosts>(m, "RowsCosts")
+      .def(py::init<>())
+      .def_readwrite("dispatch", &RowsCosts::dispatch)
+      .def_readwrite("combine", &RowsCosts::combine)
+      .def_readwrite("gpu_post_us", &RowsCosts::gpu_post_us)
+      .def_readwrite("signal_us", &RowsCosts::signal_us);
   py::class_<Result>(m, "Result")
       .def_readonly("finished", &Result::finished)
       .def_readonly("posted", &Result::posted)
@@ -127,6 +142,7 @@ PYBIND11_MODULE(_model, m) {
       .def_readonly("host_us", &Result::host_us);
   m.def("run_ours", &run_ours, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked(), "A dispatch, and its combine.");
   m.def("run_garden", &run_garden, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
+  m.def("run_rows", &run_rows, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
   m.def("bytes_between_nodes", &bytes_between_nodes, py::arg("shape"), py::arg("seed"), Unlocked());
   m.def("single_write_us", &single_write_us, py::arg("fabric"), py::arg("submit_us"), py::arg("bytes"));
   m.def("paged_writes_us", &paged_writes_us, py::arg("fabric"), py::arg("submit_us"), py::arg("bytes"), py::arg("pages"));

@@ -65,6 +65,20 @@ KERNELS = {
 }
 
 
+def of_copies(few: float, many: float) -> _model.KernelTime:
+    """The line through what 32 and 128 tokens take at top-8 with a row for each choice, less the way of a flag between GPUs."""
+    row = (many - few) / (96 * 8)
+    return _model.KernelTime(few - 32 * 8 * row - _model.OurCosts().mapped_us, row)
+
+
+# bench/results/h200-2-gpus.md has them.
+DEEPEP_SOURCE = (
+    "measured: DeepEP V1's low-latency kernels on 2 x H200 over NVLink, 32 and 128 tokens: "
+    "dispatch 17.8 and 31.9 us, combine 26.0 and 46.7 us"
+)
+DEEPEP_DISPATCH, DEEPEP_COMBINE = of_copies(17.8, 31.9), of_copies(26.0, 46.7)
+
+
 def given(text: str) -> Kernels:
     """By name, or as four numbers: dispatch fixed and per row, combine fixed and per row."""
     if text in KERNELS:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from bench.model import _model, published
 from bench.model.fabrics import FABRICS, KIB, SUBMIT_US, Fabric, Parameter
-from bench.model.kernels import KERNELS, Kernels
+from bench.model.kernels import DEEPEP_COMBINE, DEEPEP_DISPATCH, DEEPEP_SOURCE, KERNELS, Kernels
 
 NODE = 8
 PAGES = 4096
@@ -72,6 +72,12 @@ GARDEN_HOST = (
     Parameter("private_copies", _GARDEN.private_copies, "tokens", "its benchmark's --max-private-tokens"),
 )
 
+DEEPEP_GPUS = tuple(
+    Parameter(f"{phase}_{name}", value, "us", DEEPEP_SOURCE)
+    for phase, kernel in (("dispatch", DEEPEP_DISPATCH), ("combine", DEEPEP_COMBINE))
+    for name, value in (("fixed_us", kernel.fixed_us), ("row_us", kernel.row_us))
+)
+
 
 def fabric_costs(fabric: Fabric, s: _model.Shape, changed: Mapping[str, float]) -> _model.FabricCosts:
     return fabric.costs({"chunk_bytes": CHUNK_BYTES if s.tokens <= 512 else CHUNK_BYTES_MANY_TOKENS, **changed})
@@ -118,6 +124,7 @@ def ours(
     block_us: float | None = None,
     by_gpu: bool = False,
     gpu_post_us: float | None = None,
+    signal_us: float | None = None,
     part_bytes: int | None = None,
     changed: Mapping[str, float] = NOTHING,
 ) -> tuple[Predicted, Predicted]:
@@ -126,6 +133,8 @@ def ours(
     costs.by_gpu = by_gpu
     if gpu_post_us is not None:
         costs.gpu_post_us = gpu_post_us
+    if signal_us is not None:
+        costs.signal_us = signal_us
     if block_us is not None:
         costs.block_us = block_us
     costs.part_bytes = (PART_BYTES if s.ranks <= PARTS_UP_TO else 0) if part_bytes is None else part_bytes
@@ -140,6 +149,17 @@ def garden(
     costs = _model.GardenCosts()
     costs.submit_us = SUBMIT_US
     dispatch, combine = _model.run_garden(s, f, costs, seed)
+    return _predicted(dispatch, s, f), _predicted(combine, s, f)
+
+
+def deepep(
+    fabric: Fabric, s: _model.Shape, *, seed: int = 1, changed: Mapping[str, float] = NOTHING
+) -> tuple[Predicted, Predicted]:
+    """Its low-latency mode: a put for each row of each expert, by kernels."""
+    f = fabric_costs(fabric, s, changed)
+    costs = _model.RowsCosts()
+    costs.dispatch, costs.combine = DEEPEP_DISPATCH, DEEPEP_COMBINE
+    dispatch, combine = _model.run_rows(s, f, costs, seed)
     return _predicted(dispatch, s, f), _predicted(combine, s, f)
 
 
@@ -192,9 +212,12 @@ def microbenchmarks() -> Iterator[Held]:
             yield Held(f"{fabric.name}, many writes of {kib} KiB", gbit, PAGES * kib * KIB * 8 / us / 1e3, "Gbit/s", "Table 2")
 
 
-def validation(points: tuple[published.Point, ...], seed: int) -> Iterator[Held]:
+Replay = Callable[..., tuple[Predicted, Predicted]]
+
+
+def validation(points: tuple[published.Point, ...], seed: int, replay: Replay = garden) -> Iterator[Held]:
     for p in points:
-        dispatch, combine = garden(FABRICS[p.fabric], shape(p.ranks, p.tokens, p.experts), seed=seed)
+        dispatch, combine = replay(FABRICS[p.fabric], shape(p.ranks, p.tokens, p.experts), seed=seed)
         name = f"{p.fabric} EP{p.ranks}"
         yield Held(f"{name} dispatch", p.dispatch_us, dispatch.median_us, "us", p.source)
         if p.combine_us is not None:
@@ -230,6 +253,20 @@ def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterato
     }
     for what, changed in cases.items():
         yield Sensitivity(what, None, total(ours(fabric, s, seed=seed, changed=changed)))
+
+
+def of_gpus_that_post(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
+    """What is assumed of them: nobody has published how long a post or a signal takes."""
+    s, post, signal = shape(ranks, tokens), _OURS.gpu_post_us, _OURS.signal_us
+    for what, times_post, times_signal in (
+        ("as above", 1.0, 1.0),
+        ("a post takes nothing", 0.0, 1.0),
+        ("a post takes four times as long", 4.0, 1.0),
+        ("a signal takes nothing", 1.0, 0.0),
+        ("a signal takes four times as long", 1.0, 4.0),
+    ):
+        took = ours(fabric, s, seed=seed, by_gpu=True, gpu_post_us=post * times_post, signal_us=signal * times_signal)
+        yield Sensitivity(what, None, total(took))
 
 
 def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:

@@ -9,7 +9,7 @@ from typing import Any
 from bench.model import published
 from bench.model.fabrics import FABRICS, Parameter
 from bench.model.kernels import Kernels
-from bench.model.predict import GARDEN_HOST, OUR_GPUS, OUR_HOST, Beside, Held, Predicted, Sensitivity
+from bench.model.predict import DEEPEP_GPUS, GARDEN_HOST, OUR_GPUS, OUR_HOST, Beside, Held, Predicted, Sensitivity
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "
@@ -132,6 +132,7 @@ def markdown(
     reference: list[Held],
     decode: list[Held],
     beyond: list[Held],
+    posted: list[Held],
     prefill: list[Held],
     predicted: Ours,
     replayed: Ours,
@@ -159,6 +160,13 @@ def markdown(
     lines += held(decode)
     lines += [f"Beyond the paper ({sources(published.BEYOND)}). p6's costs are p5en's, scaled:", ""]
     lines += held(beyond)
+    lines += [
+        f"GPUs that post themselves ({sources(published.BY_DEEPEP)}): DeepEP's low-latency",
+        "mode in the same model, a put for each row of each expert, NVLink inside a node. Its kernels enter as they were measured",
+        "over NVLink, and the NIC is the ConnectX of the table above: nothing is tuned to these points.",
+        "",
+    ]
+    lines += held(posted)
     if prefill:
         lines += [
             f"4096 tokens ({sources(published.PREFILL)}). Kernel times at this size were not published, so the small ones stand:",
@@ -190,7 +198,8 @@ def markdown(
         lines += by_gpus(gpus)
         lines += [
             "No host is in the way: a put when a part of a block is complete, a signal in GPU memory when it has landed. Ours are",
-            "predicted, the published ones measured by their authors on hosts of theirs, so the ratio is no measurement.",
+            "predicted, the published ones measured by their authors on hosts of theirs, so the ratio is no measurement. DeepEP's",
+            "times the model explains (above). pplx-kernels' it does not: they fall as ranks are added, though bytes grow.",
             "",
         ]
     for of, cases in sensitivity.items():
@@ -204,6 +213,7 @@ def markdown(
         lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
     lines += parameters("this library's hosts", OUR_HOST)
     lines += parameters("this library's GPUs, where they post", OUR_GPUS)
+    lines += parameters("DeepEP's kernels", DEEPEP_GPUS)
     lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
     lines += ["The microbenchmarks themselves, in the model (ConnectX posts pages in chains of four, which is not modelled):", ""]
     lines += held(microbenchmarks)

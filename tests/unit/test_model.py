@@ -258,6 +258,48 @@ def test_receivers_use_all_their_nics() -> None:
 # ---- pplx-garden's protocol, and the costs ----
 
 
+def rows_costs(fixed: float, row: float) -> Any:
+    costs = m.RowsCosts()
+    costs.dispatch = costs.combine = m.KernelTime(fixed, row)
+    costs.gpu_post_us, costs.signal_us = 1.0, 0.5
+    return costs
+
+
+def test_rows_that_gpus_post_by_hand() -> None:
+    """Half of 6 us, the post 1, rows and a count on the link, latency 10, the signal 0.5, the other half."""
+    s = two_ranks(tokens=5, node_size=1)
+    dispatch, combine = m.run_rows(s, fabric(), rows_costs(6.0, 0.0), SEED)
+    row, back, count = 128 + 4 + 16, 256, 8  # codes, a scale and a header; bfloat16
+    assert (dispatch.writes, combine.writes) == (2 * (5 + 1), 2 * (5 + 1))
+    assert dispatch.bytes_posted == dispatch.bytes_landed == 2 * (5 * row + count)
+    around = 3 + 1 + 10 + 0.5 + 3
+    assert dispatch.finished == [pytest.approx(around + (5 * row + count) / 100)] * 2
+    assert combine.finished == [pytest.approx(around + (5 * back + count) / 100)] * 2
+
+
+def test_rows_within_a_node_take_the_kernels_time() -> None:
+    dispatch, combine = m.run_rows(two_ranks(tokens=5, node_size=2), fabric(), rows_costs(6.0, 0.5), SEED)
+    assert dispatch.writes == combine.writes == 0
+    assert dispatch.finished == combine.finished == [pytest.approx(6.0 + 10 * 0.5)] * 2  # two choices a token, sent and received
+
+
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_rows_are_one_for_each_choice(ranks: int) -> None:
+    s = predict.shape(ranks, 128)
+    for operation, row in zip(m.run_rows(s, CX7.costs(), rows_costs(10.0, 0.01), SEED), (7168 + 224 + 16, 14336), strict=True):
+        counts = ranks * (ranks - 8) * (256 // ranks)
+        copies = (operation.bytes_posted - counts * 8) / row
+        assert operation.writes == copies + counts
+        assert copies == pytest.approx(ranks * 128 * 8 * (1 - 8 / ranks), rel=0.02)
+        assert operation.bytes_landed == operation.bytes_posted
+
+
+def test_what_is_assumed_of_posts_enters() -> None:
+    cases = {case.what: case.ours_us for case in predict.of_gpus_that_post(CX7, 16, 128, SEED)}
+    assert cases["a post takes nothing"] < cases["as above"] < cases["a post takes four times as long"]
+    assert cases["a signal takes nothing"] < cases["as above"] < cases["a signal takes four times as long"]
+
+
 def test_the_replay_halves_its_peers_by_nic() -> None:
     """At EP16 all eight remote peers of a receiver send to the same one of its two NICs."""
     dispatch, combine = predict.garden(EFA, predict.shape(16, 128), seed=SEED)

@@ -1,0 +1,37 @@
+// What DeepEP's low-latency kernels put on the modelled fabric, to hold what is assumed of GPUs that post against published figures. Per step:
+//
+//   dispatch: a row of a token to the rank of each of its experts, one put for each; then a count for each expert, behind its rows
+//   combine:  a row back for each row that came, and a flag for each expert
+//
+// Within a node rows go by NVLink. Kernels post all the while that they send; a rank is done when all rows and counts are there. Rows of a
+// rank leave in a random order, as tokens choose.
+#pragma once
+
+#include <memory>
+
+#include "ours.h"
+#include "result.h"
+#include "routing.h"
+
+namespace pplx::model {
+
+// Half of a kernel's time is before the network and half behind it, as ours.
+struct RowsCosts {
+  KernelTime dispatch, combine;
+  double gpu_post_us = 1.0;   // as OurCosts has them
+  double signal_us = 1.0;
+};
+
+class Rows {
+ public:
+  Rows(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed);
+  ~Rows();
+  Result dispatch();
+  Result combine();
+
+ private:
+  struct World;
+  std::unique_ptr<World> world_;
+};
+
+}  // namespace pplx::model

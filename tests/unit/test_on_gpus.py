@@ -1,0 +1,113 @@
+"""tools/on_gpus.py: its runs are commands that this tree has, and it keeps to its time."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+import on_gpus  # noqa: E402
+from gpu_runs import RUNS, Run  # noqa: E402
+
+TWO = on_gpus.Machine(gpus=2, ranks=2)
+
+
+def options_of(script: str) -> set[str]:
+    shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", shown.stdout))
+
+
+def test_names_are_unique() -> None:
+    assert len({run.name for run in RUNS}) == len(RUNS)
+
+
+@pytest.mark.slow
+def test_scripts_have_their_options(tmp_path: Path) -> None:
+    known: dict[str, set[str]] = {}
+    for run in RUNS:
+        python, *words = on_gpus.command_of(run, TWO, tmp_path)
+        assert python == sys.executable
+        if words[0] == "-m":
+            continue
+        asked = {word for word in words[1:] if word.startswith("-")}
+        if asked and words[0] not in known:
+            known[words[0]] = options_of(words[0])
+        assert not asked or asked <= known[words[0]], f"{run.name}: {words[0]} has no {asked - known[words[0]]}"
+
+
+@pytest.mark.slow
+def test_there_are_tests_to_run(tmp_path: Path) -> None:
+    for run in RUNS:
+        command = on_gpus.command_of(run, TWO, tmp_path)
+        if "pytest" in command:
+            found = subprocess.run([*command, "--collect-only", "-q"], cwd=ROOT, capture_output=True, text=True)
+            assert found.returncode == 0, f"{run.name}: {found.stdout[-2000:]}"
+
+
+def plan(tmp_path: Path, runs: list[Run], seconds: float = 600) -> tuple[bool, str]:
+    good = on_gpus.run_all(runs, TWO, tmp_path, on_gpus.time.monotonic() + seconds)
+    return good, (tmp_path / "summary.txt").read_text()
+
+
+def test_what_succeeded_is_not_run_again(tmp_path: Path) -> None:
+    program = tmp_path / "one.py"
+    program.write_text("print('seen')\nopen(__file__ + '.count', 'a').write('x')\n")
+    runs = [Run("one", "", 1, f"{{python}} {program}")]
+    good, summary = plan(tmp_path, runs)
+    assert good and re.search(r"^one +ok .* seen$", summary, re.MULTILINE)
+    good, summary = plan(tmp_path, runs)
+    assert good and summary.endswith("ok before\n")
+    assert (tmp_path / "one.py.count").read_text() == "x"
+
+
+def test_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    runs = [Run("bad", "", 1, "{python} -c 'raise SystemExit(3)'"), Run("next", "", 1, "{python} -c 'print(1)'")]
+    good, summary = plan(tmp_path, runs)
+    assert not good and re.search(r"^bad +failed \(3\)", summary, re.MULTILINE) and re.search(r"^next +ok", summary, re.MULTILINE)
+    assert not (tmp_path / "bad.ok").exists()
+
+
+def test_a_hang_is_ended_with_its_children(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    program = f"import os, time; child = os.fork(); child and open({str(child)!r}, 'w').write(str(child)); time.sleep(600)"
+    good, summary = plan(tmp_path, [Run("hang", "", 0.02, f'{{python}} -c "{program}"')])
+    assert not good and re.search(r"^hang +cut off", summary, re.MULTILINE)
+    # Killed, it is gone or waits for init to collect it.
+    state = Path(f"/proc/{child.read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_none_is_begun_without_its_time_or_its_gpus(tmp_path: Path) -> None:
+    runs = [Run("long", "", 5, "{python} -c 0"), Run("wide", "", 1, "{python} -c 0", gpus=4), Run("short", "", 1, "{python} -c 0")]
+    good, summary = plan(tmp_path, runs, 120)
+    assert good and "long                 not run: takes 5 minutes, and 2.0 are left" in summary
+    assert re.search(r"^wide +not run: needs 4 GPUs, or as many ranks under MPS$", summary, re.MULTILINE)
+    assert re.search(r"^short +ok", summary, re.MULTILINE)
+
+
+def test_ranks_under_mps_prove_and_do_not_measure() -> None:
+    shared = on_gpus.Machine(gpus=1, ranks=2)
+    assert shared.lacks(Run("proof", "", 1, "", gpus=2)) == ""
+    assert shared.lacks(Run("figure", "", 1, "", gpus=2, figure=True)) == "needs 2 GPUs"
+
+
+def test_of_gpus_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = tmp_path / "nvidia-smi"
+    listed.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: two'\n")
+    listed.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PPLX_TEST_RANKS_PER_GPU", "3")
+    assert on_gpus.this_machine() == on_gpus.Machine(gpus=2, ranks=6)
+
+
+def test_order_and_unknown_names() -> None:
+    assert [run.name for run in on_gpus.chosen("decode,proof-bulk,decode*")] == ["decode", "proof-bulk", "decode-sms"]
+    with pytest.raises(SystemExit, match="no run is called proof-nothing"):
+        on_gpus.chosen("proof-nothing")

@@ -1,0 +1,158 @@
+"""What only GPUs can show: the runs that tools/on_gpus.py starts, proofs first, then figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PYTEST = "{python} -m pytest -p no:cacheprovider --maxfail=8 tests/gpu/"
+DECODE = "--tokens 1,8,32,128,512"
+LARGE = "--tokens 1024,2048,4096,8192 --num-sms 8,16,24,32,all --pairs 16 --replays 5"
+V3 = "--experts {experts} --hidden 7168 --intermediate 2048 --top-k 8"
+FLASH = "--experts {experts} --hidden 4096 --intermediate 2048 --top-k 6"
+
+
+@dataclass(frozen=True)
+class Run:
+    name: str
+    about: str
+    minutes: float
+    """What it takes on H200s, roughly. A run that takes twice as long is ended."""
+    command: str
+    """{python}, {gpus}, {experts} (32 for each GPU) and {out}, a path for files of the run's own, are filled in."""
+    gpus: int = 2
+    figure: bool = False
+    """Measures, so that each rank needs a GPU of its own; else ranks may share one under MPS."""
+    env: tuple[tuple[str, str], ...] = ()
+
+
+def latency(name: str, about: str, minutes: float, options: str, env: tuple[tuple[str, str], ...] = ()) -> Run:
+    command = f"{{python}} bench/latency.py -n {{gpus}} --device cuda --timeout 20 --json {{out}}.json --plot {{out}}.png {options}"
+    return Run(name, about, minutes, command, figure=True, env=env)
+
+
+def layer(name: str, about: str, minutes: float, options: str) -> Run:
+    command = f"{{python}} bench/layer.py -n {{gpus}} --device cuda --timeout 60 --json {{out}}.json {options}"
+    return Run(name, about, minutes, command, figure=True)
+
+
+PROOFS = (
+    Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets, memcheck", 4, PYTEST + "test_gpu.py"),
+    Run("proof-open-steps", "eager steps among replays, refusals", 2, PYTEST + "test_open_steps.py"),
+    Run("proof-bulk", "steps of many tokens", 2, PYTEST + "test_bulk.py"),
+    Run("proof-hooks", "a kernel that spins on d.arrived and raises d.ready", 3, PYTEST + "test_hooks_gpu.py"),
+    Run("proof-pieces", "blocks in pieces", 9, PYTEST + "test_pieces_gpu.py"),
+    Run("proof-replicas", "ranks that hold the same tokens", 2, PYTEST + "test_replicas.py"),
+    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos and deaths among it", 4, PYTEST + "test_across_nodes.py"),
+    Run("proof-placement", "blocks in GPU memory", 3, PYTEST + "test_placement.py"),
+    Run("proof-moe", "the MoE layer, its products and overlaps", 9, PYTEST + "test_moe_gpu.py"),
+    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 4, PYTEST + "test_nvshmem.py -k 'near and not fuzz'"),
+    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 8, PYTEST + "test_nvshmem.py -k 'far and not fuzz'"),
+    Run("proof-nvshmem-else", "heap, doctor", 1, PYTEST + "test_nvshmem.py -k 'heap or doctor'"),
+    Run("proof-fuzz", "kernels with delays from a seed; compiles them first", 9, PYTEST + "test_fuzz.py"),
+    Run("proof-nvshmem-fuzz", "the same over NVSHMEM; compiles them first", 8, PYTEST + "test_nvshmem.py -k fuzz"),
+    Run(
+        "proof-nvshmem-steps",
+        "100,000 steps over NVSHMEM, fewer where peers are far",
+        9,
+        PYTEST + "test_nvshmem.py -m slow -k 100_000",
+    ),
+    Run("proof-efa", "software EFA NICs", 3, PYTEST + "test_efa.py"),
+    Run("proof-mutants", "planted bugs in kernels", 25, "{python} tests/mutants/run_cuda.py"),
+)
+
+FIGURES = (
+    latency(
+        "large-compact",
+        "many tokens, few multiprocessors, beside floor, composite and peers",
+        8,
+        f"--wire fp8 --layout compact {LARGE}",
+    ),
+    latency(
+        "large-ragged", "the same, a copy of a row for each of its experts", 9, f"--wire fp8 --layout ragged {LARGE} --peers none"
+    ),
+    latency(
+        "large-bf16",
+        "a dispatch in bfloat16",
+        2,
+        "--wire native --layout compact --tokens 4096 --num-sms 24,all --pairs 16 --replays 5",
+    ),
+    latency("decode", "few tokens, beside floor and peers", 4, f"--wire fp8 {DECODE}"),
+    latency("decode-sms", "few tokens on few multiprocessors", 5, f"--wire fp8 {DECODE} --num-sms 8,16,24,32,all --peers none"),
+    latency(
+        "across",
+        "nodes of one GPU over shm and tcp, blocks in parts",
+        3,
+        f"--wire fp8 {DECODE},1024 --transport proxy:shm,proxy:tcp --pairs 16 --replays 5 --peers none",
+    ),
+    latency(
+        "across-whole",
+        "the same, blocks as a whole",
+        3,
+        f"--wire fp8 {DECODE},1024 --transport proxy:shm,proxy:tcp --pairs 16 --replays 5 --peers none",
+        (("PPLX_COMM_PART_BYTES", "4294967295"),),
+    ),
+    latency(
+        "nvshmem",
+        "NVSHMEM over P2P beside mapped memory, and torch's symmetric memory",
+        2,
+        "--wire fp8 --tokens 1,8,32,128 --transport mapped,nvshmem --node-size 1 --peers symm_mem",
+    ),
+    Run(
+        "overlap",
+        "a GEMM beside two steps in flight",
+        5,
+        "{python} bench/overlap.py -n {gpus} --tokens 4096 --wire fp8 --layout compact --num-sms 4,8,16,24"
+        " --json {out}.json --plot {out}.png",
+        figure=True,
+    ),
+    layer(
+        "layer-v3",
+        "the layer of DeepSeek-V3, beside all peers",
+        6,
+        f"{V3} --tokens 8,128,1024,4096 --overlap none,groups,signals --plot {{out}}.png",
+    ),
+    layer(
+        "layer-flash",
+        "that of a smaller one",
+        4,
+        f"{FLASH} --tokens 8,128,1024,4096 --overlap none,groups,signals --plot {{out}}.png",
+    ),
+    layer(
+        "layer-across",
+        "nodes of one GPU: what of the network is left beside products",
+        2,
+        f"{V3} --tokens 128,1024,4096 --precisions fp8 --layers ours --overlap none,groups,signals"
+        " --node-size 1 --provider tcp --no-backward --timeline {{out}}.png",
+    ),
+    layer(
+        "layer-capacity",
+        "beside padded capacity",
+        2,
+        f"{V3} --tokens 1024 --precisions bf16 --routings even,zipf,hot --layers ours,capacity"
+        " --capacities 1.25,2,most --capacity-plot {{out}}.png",
+    ),
+    Run(
+        "grouped",
+        "grouped products beside loop, torch and DeepGEMM",
+        8,
+        "{python} bench/grouped.py --device cuda --rounds 7 --json {out}.json --plot {out}.png",
+        gpus=1,
+        figure=True,
+    ),
+    Run(
+        "train-speed",
+        "tokens a second of a model, beside NCCL and torch",
+        2,
+        "{python} bench/train.py -n {gpus} --device cuda --json {out}.json",
+        figure=True,
+    ),
+    Run(
+        "train-losses",
+        "500 steps in three precisions",
+        8,
+        "{python} examples/train.py --device cuda --ranks {gpus} --plot {out}.png",
+        figure=True,
+    ),
+)
+
+RUNS = (*PROOFS, *FIGURES)
