@@ -13,7 +13,9 @@ capacity    a room for each expert, as GShard has it: padding is computed, token
 deep_ep     DeepEP's low-latency mode and DeepGEMM's masked kernels, where both are installed
 mega        DeepGEMM's layer of one call for compute capability 9.0: pip install sgl-deep-gemm==0.1.4.post1 apache-tvm-ffi==0.1.11
 
-All in one run, on the same tokens, experts and weights.
+All in one run, on the same tokens, experts and weights, and held against the same loop in float64. The table says which backend
+multiplied and how the pass ran beside its step; "mega takes" and "nccl takes" are their times over the layer's; "exposed" is
+(forward pass - its products alone) / (dispatch + combine alone), both alone without overlap: docs/benchmarks.md.
 """
 
 from __future__ import annotations

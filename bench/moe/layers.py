@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -12,17 +13,19 @@ from bench.gpu.peers import group_of
 from bench.harness.world import Off, World
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem
+from bench.moe.ran import noted
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
 from pplx_comm.moe import overlap as overlapping
+from pplx_comm.moe.arithmetic import Rows
 from pplx_comm.moe.received import received
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
 from pplx_comm.wire import Wire
 
 Mark = Callable[[str], None]
 """Called behind a stage, with its name."""
-WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
+WIRES = {"bf16": Wire.NATIVE, "fp8-dispatch": Wire.FP8_UE8M0, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
 
 
 class Layer(Protocol):
@@ -59,17 +62,23 @@ class Ours:
         self.name = "ours" if overlap == overlapping.NONE else f"ours {overlap}"
         self._o, self._device, self._precision, self._overlap, self._ranks = options, device, precision, overlap, world.size
         self._comm = world.fresh()  # which carries so many AllToAlls and no more
-        self._quantised = precision != "bf16"
+        self._quantised = precision in ("fp8", "mxfp8")
+        self._ran_beside = overlapping.NONE
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether step and products follow one another, so that each can be measured alone."""
+        return self._overlap == overlapping.NONE
 
     def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> AllToAll:
         o, beside = self._o, self._overlap != overlapping.NONE
-        align = 128 if self._quantised or self._overlap == overlapping.SIGNALS else 16
+        align = 128 if self._precision != "bf16" or self._overlap == overlapping.SIGNALS else 16
         most = most_rows(o, self._ranks, tokens, align, 1 if self._precision != "bf16" else 2)
         return shared_all_to_all(
             self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=tokens,
             dtype=torch.bfloat16, wire=WIRES[self._precision],
             layout=Padded(align=align) if padded else Ragged(align, zero_pad, max_rows=most),
-            scale_layout="tma" if self._precision == "fp8" else "row", device=self._device, timeout=o.timeout,
+            scale_layout="tma" if self._precision.startswith("fp8") else "row", device=self._device, timeout=o.timeout,
             transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes, hooks=beside,
             num_sms=overlapping.sms_of_step(self._device) if beside else None,
         )  # fmt: skip
@@ -104,29 +113,54 @@ class Ours:
             options = self._options()
             one = F.send(a2a, p.x, p.ids, p.choice_weights, options, whole=True)
             y = F.receive(one, *self._plain, options, self._extras)
+            self._ran_beside = one.options.overlap
             mark("all")
             return y
         d = a2a.dispatch(p.x, p.ids, p.choice_weights)
         mark("dispatch")
         rows = received(a2a, d)
-        where, (gate_up, down) = rows.where, self._weights
-        if self._quantised:
-            h = F.scaled_grouped_mm(rows.codes(), gate_up, where, dtype=a2a.dtype)
-            mark("up")
-            a = F.swiglu_quantise(h, where)
-            mark("activation")
-            out = F.scaled_grouped_mm(a, down, where, dtype=a2a.dtype)
-        else:
-            h = F.grouped_mm(rows.x, gate_up, where)
-            mark("up")
-            activated = F.swiglu(h, where)
-            mark("activation")
-            out = F.grouped_mm(activated, down, where)
-        mark("down")
-        sums = a2a.combine(out.view_as(d.x) if where.room else out, d)
+        out = self._computed(rows, mark)
+        sums = a2a.combine(out.view_as(d.x) if rows.where.room else out, d)
         assert isinstance(sums, torch.Tensor)
         mark("combine")
         return sums
+
+    def _computed(self, rows: Rows, mark: Mark) -> torch.Tensor:
+        where, dtype, (gate_up, down) = rows.where, self._a2a.dtype, self._weights
+        if self._quantised:
+            h = F.scaled_grouped_mm(rows.codes(), gate_up, where, dtype=dtype)
+            mark("up")
+            codes = F.swiglu_quantise(h, where)
+            mark("activation")
+            out = F.scaled_grouped_mm(codes, down, where, dtype=dtype)
+        else:
+            h = F.grouped_mm(rows.values(dtype), gate_up, where)
+            mark("up")
+            a = F.swiglu(h, where)
+            mark("activation")
+            out = F.grouped_mm(a, down, where)
+        mark("down")
+        return out
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[Callable[[], object]]:
+        """A call that multiplies the rows of one dispatch, and no rank waits for another."""
+        p = self._p
+        d = self._a2a.dispatch(p.x, p.ids, p.choice_weights)
+        rows = received(self._a2a, d)
+        try:
+            yield lambda: self._computed(rows, lambda _: None)
+        finally:
+            d.release()
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[Callable[[], object]]:
+        """A call that dispatches the tokens and combines rows that are there already."""
+        p, a2a = self._p, self._a2a
+        d = a2a.dispatch(p.x, p.ids, p.choice_weights)
+        d.release()
+        answers = torch.ones(d.x.shape, dtype=a2a.dtype, device=a2a.device)
+        yield lambda: a2a.combine(answers, a2a.dispatch(p.x, p.ids, p.choice_weights))
 
     def train(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         one = F.send(self._training, x, self._p.ids, weights, self._options(), whole=True)
@@ -136,7 +170,10 @@ class Ours:
         p = self._p
         d = self._a2a.dispatch(p.x, p.ids, p.choice_weights)
         d.release()
-        return {"layout": repr(self._a2a.layout), "rows": int(d.counts.sum() if d.offsets is None else d.offsets[-1])}
+        with noted(p.weights.gate_up.shape) as ran:
+            self.forward(lambda _: None)
+        rows = int(d.counts.sum() if d.offsets is None else d.offsets[-1])
+        return {"layout": repr(self._a2a.layout), "rows": rows, "product": str(ran), "overlap": self._ran_beside}
 
     def close(self) -> None:
         self._comm.close()
@@ -179,6 +216,9 @@ def swiglu(h: torch.Tensor) -> torch.Tensor:
 class Theirs:
     """What layers of other libraries have in common here."""
 
+    product = "torch._grouped_mm"
+    """What multiplies."""
+
     def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
         self.group = group_of(world, options, device)
         self.o = options
@@ -198,7 +238,7 @@ class Theirs:
         raise NotImplementedError
 
     def notes(self) -> dict[str, Any]:
-        return {} if self.rows is None else {"rows": self.rows}
+        return {"product": self.product} | ({} if self.rows is None else {"rows": self.rows})
 
     def close(self) -> None: ...
 
@@ -279,7 +319,7 @@ class Capacity(Theirs):
     """An equal room for each rank's tokens at each expert, as GShard and Tutel have it: rows beyond it are dropped, padding is
     computed. "most": the room that the fullest expert takes; all ranks ask for it, and nothing is dropped."""
 
-    trains = True
+    trains, product = True, "torch.bmm"
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device, factor: str) -> None:
         super().__init__(world, options, device)
@@ -326,7 +366,7 @@ class Capacity(Theirs):
 class DeepEp(Theirs):
     """DeepEP's low-latency mode and DeepGEMM's masked kernels, in FP8, for decode sizes."""
 
-    name, trains, in_graphs = "deep_ep", False, True
+    name, trains, in_graphs, product = "deep_ep", False, True, "deepgemm, masked"
     MOST = 512
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
@@ -380,7 +420,7 @@ class DeepEp(Theirs):
 class Mega(Theirs):
     """DeepGEMM's layer in one call, for compute capability 9.0: dispatch, both products and combine, in FP8."""
 
-    name, trains, in_graphs = "mega", False, True
+    name, trains, in_graphs, product = "mega", False, True, "deepgemm, with its step in one kernel"
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
         self._gemm = found("deep_gemm", device)
