@@ -37,7 +37,7 @@ from bench.harness.launch import launch
 from bench.harness.rank import leave, measure
 from bench.harness.reference import Wrong
 from bench.harness.world import World
-from bench.moe.layers import by_all_to_all
+from bench.moe.theirs import by_all_to_all
 from bench.proxy import markdown
 from pplx_comm.control.launch import detect
 from pplx_comm.layer_arguments import positive

@@ -15,7 +15,7 @@ from test_bench import ROOT, ranks_of
 from bench.harness.clock import Figure
 from bench.harness.reference import Wrong
 from bench.harness.world import World
-from bench.moe import layers, measure, ran, report, timeline
+from bench.moe import layers, measure, ran, report, theirs, timeline
 from bench.moe.options import LayerOptions, from_arguments, parser_of
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends
@@ -181,8 +181,8 @@ def test_gradients_are_those_of_the_textbook() -> None:
         every = []
         for make in (
             layers.makers(options, "bf16")["ours"],
-            lambda w, d: layers.Nccl(w, options, d),
-            lambda w, d: layers.Capacity(w, options, d, "most"),
+            lambda w, d: theirs.Nccl(w, options, d),
+            lambda w, d: theirs.Capacity(w, options, d, "most"),
         ):
             layer = make(world, device.device)
             layer.prepare(problem)
