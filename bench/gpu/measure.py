@@ -131,7 +131,7 @@ class Size:
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
             dtype=o.dtype, wire=o.wire, layout=self._shape.layout, device=self._device.device, transport=transport.transport,
             provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=num_sms,
-            in_flight=in_flight,
+            in_flight=in_flight, slot_bytes=o.slot_bytes,
         )  # fmt: skip
 
     def measure(self, peers: list[GpuPeer], results: Results) -> None:
