@@ -32,7 +32,7 @@ from bench.harness.clock import Clock, Figure, Times, total
 from bench.harness.options import Options, Transport
 from bench.harness.progress import Progress
 from bench.harness.reference import Checks, Wrong
-from bench.harness.results import PHASES, PeerPoint, Point, Results
+from bench.harness.results import FUSED, PHASES, PeerPoint, Point, Results
 from bench.harness.world import Off, World
 from bench.harness.writes import Writes, remote_ranks
 from pplx_comm.all_to_all import AllToAll
@@ -239,6 +239,14 @@ class Size:
             self._eager(a2a, point)
             point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
         return point
+
+    def kernels(self, a2a: AllToAll) -> dict[str, Figure]:
+        """A dispatch's, a combine's and a round trip's, after their results have been checked. Collective."""
+        point = Point(MAPPED, self._shape.tokens)
+        if self._options.check:
+            self._check(a2a)
+        self._kernels(a2a, point)
+        return {phase: point.phases[phase] for phase in FUSED}
 
     def _peers(self, peers: list[GpuPeer], results: Results) -> None:
         tokens = self._shape.tokens
