@@ -15,7 +15,7 @@ deep_ep     DeepEP and DeepGEMM, where both are installed: the low-latency mode 
 mega        DeepGEMM's layer of one call for compute capability 9.0: pip install sgl-deep-gemm==0.1.4.post1 apache-tvm-ffi==0.1.11
 
 All in one run, on the same tokens, experts and weights, and held against the same loop in float64. The table says which backend
-multiplied and how the pass ran beside its step; "mega takes" and "nccl takes" are their times over the layer's; "exposed" is
+multiplied and how the pass ran beside its step; "beside mega" and "beside nccl" are their times over the layer's; "exposed" is
 (forward pass - its products alone) / (dispatch + combine alone), both alone without overlap: docs/benchmarks.md.
 """
 

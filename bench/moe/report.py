@@ -75,8 +75,8 @@ def tables(points: Sequence[Point]) -> str:
     many = len({point.routing for point in on}) > 1
     head = ["tokens", *(["routing"] if many else []), "precision", "layer"]
     cells = [[
-        *head, "product", "overlap", "forward, us", "in a graph", "and backward", "mega takes", "nccl takes", "training", "exposed",
-        "error", "",
+        *head, "product", "overlap", "forward, us", "in a graph", "and backward", "beside mega", "beside nccl",
+        "training beside nccl", "exposed", "error", "",
     ]]  # fmt: skip
     stages = [[*head, *STAGES, "compute alone", "step alone"]]
     for point in on:

@@ -136,7 +136,7 @@ def test_what_stands_beside_what() -> None:
     assert all(report.exposed(one, points) is None for one in (nccl, mega, *others))
     head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in report.tables(points).split("\n\n")[0].splitlines())
     [row] = (dict(zip(head, row, strict=True)) for row in rows if row[3] == "ours groups" and row[1] == "8")
-    assert (row["exposed"], row["mega takes"], row["nccl takes"]) == ("50 %", "1.50x", "5.00x")
+    assert (row["exposed"], row["beside mega"], row["beside nccl"]) == ("50 %", "1.50x", "5.00x")
 
 
 def test_which_backend_ran() -> None:
