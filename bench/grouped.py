@@ -1,8 +1,8 @@
 """Grouped products of an MoE layer, and the kernels between them: ours beside what else there is, on one device.
 
 python bench/grouped.py --device cuda                              # bfloat16 and e4m3, forward and backward
-python bench/grouped.py --device cuda --formats bf16 --ops forward --rows 512 --experts 8 --shapes 7168x2048
-ncu -k regex:rows_by_weights --metrics lts__t_sector_hit_rate.pct python bench/grouped.py ... --only triton --rounds 1
+python bench/grouped.py --device cuda --formats bf16 --ops forward --rows 512 --experts 8 --shapes 2048x7168 --group 1
+bench/l2.sh                                                        # L2 hits and time of that product with ncu, by --group
 
 On a GPU a time is that of a replay of a CUDA graph which holds one call: what the device does, and nothing of Python. The loop
 asks the device how many rows there are, as its users would, so no graph can hold it: it is called, and what the host waits for is
@@ -16,13 +16,14 @@ ended. Who calls product after product without a graph gets the larger of both t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +37,14 @@ from bench.moe.report import pyplot
 from bench.proxy import markdown
 from pplx_comm._version import __version__
 from pplx_comm.errors import Error
+from pplx_comm.layer_arguments import positive
 from pplx_comm.machine import machine, versions
+from pplx_comm.moe.grouped import triton_mm, triton_scaled
 from pplx_comm.moe.grouped.choose import backends, scaled_backends
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
-from pplx_comm.moe.quantise import quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
 from pplx_comm.moe.segments import Segments
-from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
+from pplx_comm.moe.swiglu import swiglu, swiglu_backward, swiglu_quantise
 
 SHAPES = {"7168x4096": "V3, first product", "2048x7168": "V3, second", "4096x4096": "Flash, first", "2048x4096": "Flash, second"}
 OPS = ("forward", "dgrad", "wgrad")
@@ -240,19 +243,47 @@ def measured(p: Problem, timer: Timer, seed: int, only: list[str] | None) -> Poi
     return Point(p, timer.figures(calls), timer.host(calls), len(operands.used))
 
 
+@contextlib.contextmanager
+def supergroups(height: int | None) -> Iterator[None]:
+    """While this lasts, our kernels take so many tiles of rows before the next column. None: what they choose by themselves."""
+    if height is None:
+        yield
+        return
+    places = [(triton_mm, "shape_of_rows"), (triton_scaled, "shape_of_codes"), (triton_mm, "SHAPE_OF_WEIGHTS")]
+    before = [getattr(where, name) for where, name in places]
+    rows, codes, weights = before
+    others = [
+        lambda *size: replace(rows(*size), group=height), lambda *size: replace(codes(*size), group=height),
+        replace(weights, group=height),
+    ]  # fmt: skip
+    for (where, name), other in zip(places, others, strict=True):
+        setattr(where, name, other)
+    try:
+        yield
+    finally:
+        for (where, name), own in zip(places, before, strict=True):
+            setattr(where, name, own)
+
+
 def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
-    """The kernels between the products, beside a copy of as many bytes."""
+    """The kernels between the products, beside a copy of as many bytes: those of a forward pass, then what training adds."""
     device = timer.device
     where = Segments(torch.tensor([0, rows], dtype=torch.int32, device=device))
     h = torch.randn(rows, 2 * width, device=device).bfloat16()
     x, codes = h[:, :width].contiguous(), torch.randint(0, 120, (rows, width), dtype=torch.uint8, device=device)
     mx = codes.view(torch.float8_e4m3fn), torch.randint(118, 134, (rows, width // 32), dtype=torch.uint8, device=device)
-    scales = rows * width // 128 * 4
+    of_rows, of_weights = torch.rand(rows, device=device), h[None]  # as many weights: a block is like another, whosever it is
+    quantised = quantise(x, where)
+    one, scales, squares = rows * width, rows * width // 128 * 4, -(-rows // 128) * (2 * width // 128) * 4
     calls: dict[str, tuple[Callable[[], Any], int]] = {
-        "swiglu": (lambda: swiglu(h, where), rows * width * 6),
-        "swiglu + quantise": (lambda: swiglu_quantise(h, where), rows * width * 5 + scales),
-        "quantise": (lambda: quantise(x, where), rows * width * 3 + scales),
-        "MXFP8 to 1x128": (lambda: rescale_mx(*mx, where), rows * width * 2 + rows * width // 32 + scales),
+        "swiglu": (lambda: swiglu(h, where), one * 6),
+        "swiglu + quantise": (lambda: swiglu_quantise(h, where), one * 5 + scales),
+        "quantise": (lambda: quantise(x, where), one * 3 + scales),
+        "MXFP8 to 1x128": (lambda: rescale_mx(*mx, where), one * 2 + one // 32 + scales),
+        "swiglu, backward": (lambda: swiglu_backward(h, x, of_rows, where), one * 12 + rows * 8),
+        "quantise weights": (lambda: quantise_weights(of_weights), one * 6 + squares),
+        "quantise weights, across": (lambda: quantise_weights(of_weights, across=True), one * 6 + squares),
+        "dequantise": (lambda: dequantise(*quantised, torch.bfloat16, where), one * 3 + scales),
     }
     found = []
     for name, (call, moved) in calls.items():
@@ -335,6 +366,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--between", type=numbers, default=[32768], metavar="N,N", help="rows for the kernels between the products; 0: none (32768)"
     )
+    p.add_argument(
+        "--group", type=positive, metavar="N", help="height of our kernels' supergroups, in tiles (what they choose); 1: none"
+    )
     p.add_argument("--rounds", type=int, default=15, help="of which the median is taken (15)")
     p.add_argument("--seed", type=int, default=1, help="(1)")
     p.add_argument("--json", metavar="FILE")
@@ -363,9 +397,11 @@ def main() -> int:
     device = torch.device(args.device)
     timer = Timer(device, args.rounds)
     points = []
-    for problem in problems(args):
-        points.append(measured(problem, timer, args.seed, args.only))
-        print(f"{problem}: " + ", ".join(f"{name} {us:.1f} us" for name, us in points[-1].us.items()), file=sys.stderr, flush=True)
+    with supergroups(args.group):
+        for problem in problems(args):
+            points.append(measured(problem, timer, args.seed, args.only))
+            took = ", ".join(f"{name} {us:.1f} us" for name, us in points[-1].us.items())
+            print(f"{problem}: {took}", file=sys.stderr, flush=True)
     between = [each for rows in args.between if rows for each in passes(timer, rows, 2048)]
     print(tables(points, between))
     name = torch.cuda.get_device_name() if device.type == "cuda" else machine()["cpu"]
@@ -374,6 +410,7 @@ def main() -> int:
         "date": time.strftime("%Y-%m-%d"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": name,
+        "supergroup": args.group,
         "machine": machine(),
         "versions": versions(),
         "points": [asdict(point) for point in points],

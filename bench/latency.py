@@ -2,6 +2,7 @@
 
 mpirun -n 4 python bench/latency.py --tokens 1,8,32,128 --wire fp8 --transport mapped,proxy:shm,proxy:tcp
 python bench/latency.py -n 4 --json result.json --plot result.png
+torchrun --nproc-per-node 2 bench/latency.py --device cuda --wire fp8 --tokens 1024,4096,8192 --slot-bytes 33554432     # in pieces
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ ours        dispatch, grouped products, combine; few tokens forward take Padded 
 nccl        NCCL's all-to-all (gloo's on CPUs) between two sorts, torch._grouped_mm
 ag_rs       all-gather, torch._grouped_mm, reduce-scatter
 capacity    a room for each expert, as GShard has it: padding is computed, tokens beyond it are dropped
-deep_ep     DeepEP's low-latency mode and DeepGEMM's masked kernels, where both are installed
+deep_ep     DeepEP and DeepGEMM, where both are installed: the low-latency mode and masked kernels up to 512 tokens, beyond that the
+            normal mode, tuned, and contiguous kernels between a copy of rows to their experts and a sum
 mega        DeepGEMM's layer of one call for compute capability 9.0: pip install sgl-deep-gemm==0.1.4.post1 apache-tvm-ffi==0.1.11
 
-All in one run, on the same tokens, experts and weights.
+All in one run, on the same tokens, experts and weights, and held against the same loop in float64. The table says which backend
+multiplied and how the pass ran beside its step; "beside mega" and "beside nccl" are their times over the layer's; "exposed" is
+(forward pass - its products alone) / (dispatch + combine alone), both alone without overlap: docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -73,7 +73,8 @@ def table(options: Options, world: World, points: list[Beside], device: str) -> 
     o = options
     lines = [
         f"pplx_comm {__version__}: {world.size} ranks, {device}",
-        f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, wire {o.wire}, {o.layout}, {o.routing} routing",
+        f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, wire {o.wire}, {o.layout}, {o.routing} routing"
+        f"{report.slots(o, world)}",
         f"{STREAMS} steps in flight beside as many GEMMs as last longer; microseconds of a round, slowest rank",
         "",
     ]

@@ -84,20 +84,70 @@ def rows_of_a_rank(tokens: int, world: int) -> int:
     return -(-tokens // step) * step
 
 
+def id_dtype(library: Any) -> torch.dtype:
+    """Of the experts' ids that it takes."""
+    found: torch.dtype = getattr(library, "topk_idx_t", torch.int64)
+    return found
+
+
+def low_latency_buffer(library: Any, group: Any, world: World, experts: int, hidden: int, tokens: Sequence[int]) -> Any:
+    """For as many tokens as any size has that this mode is for."""
+    most = max(rows_of_a_rank(n, world.size) for n in tokens if n <= MOST_LOW_LATENCY)
+    # Its queues must hold two requests for each token; 1024 is its default.
+    os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 1 << (2 * most + 1).bit_length())))
+    size = library.Buffer.get_low_latency_rdma_size_hint(most, hidden, world.size, experts)
+    return library.Buffer(
+        group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=max(1, experts // world.size),
+        explicitly_destroy=True,
+    )  # fmt: skip
+
+
+def normal_buffer(library: Any, group: Any, world: World, row: int, num_sms: Sequence[int]) -> Any:
+    """For rows of so many bytes, and whatever configs_of() has for each of the numbers of multiprocessors."""
+    configs = [config for sms in num_sms for of_phase in configs_of(library, world, sms) for config in of_phase]
+    nvlink, rdma = (
+        max(getattr(config, name)(row, world.size) for config in configs)
+        for name in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
+    )
+    return library.Buffer(group, nvlink, 0 if world.together else rdma, explicitly_destroy=True)
+
+
+def configs_of(library: Any, world: World, sms: int) -> list[list[Any]]:
+    """To try, for dispatch and for combine, with that many multiprocessors from now on."""
+    library.Buffer.set_num_sms(sms)
+    own = library.Buffer.get_dispatch_config(world.size), library.Buffer.get_combine_config(world.size)
+    configs: list[list[Any]] = [[own[0]], [own[1]]]
+    if world.together:  # how to tune it across nodes is another matter
+        for of_phase, chunks in zip(configs, (DISPATCH_CHUNKS, COMBINE_CHUNKS), strict=True):
+            of_phase += [library.Config(sms, chunk, CHUNKS_UNDER_WAY) for chunk in chunks]
+    return configs
+
+
+def best_of(configs: Sequence[Any], call: Callable[[Any], Any], time: Callable[[Callable[[], None]], float], world: World) -> Any:
+    """On every rank the same: what the slowest rank is fastest with."""
+    if len(configs) == 1:
+        return configs[0]
+    times = []
+    for config in configs:
+
+        def calls(config: Any = config) -> None:
+            for _ in range(TUNING_CALLS):
+                call(config)
+
+        calls()
+        world.barrier()
+        times.append(time(calls))
+    slowest = [max(of_ranks) for of_ranks in zip(*world.gather(times, "tuning of deep_ep"), strict=True)]
+    return configs[slowest.index(min(slowest))]
+
+
 class LowLatency:
     how, in_graphs = "low-latency mode", True
 
     def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
         self._world, self._options = world, options
-        self._id_dtype = getattr(library, "topk_idx_t", torch.int64)
-        most = max(rows_of_a_rank(n, world.size) for n in options.tokens if n <= MOST_LOW_LATENCY)
-        # Its queues must hold two requests for each token; 1024 is its default.
-        os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 1 << (2 * most + 1).bit_length())))
-        size = library.Buffer.get_low_latency_rdma_size_hint(most, options.hidden, world.size, options.experts)
-        self._buffer = library.Buffer(
-            group, num_rdma_bytes=size, low_latency_mode=True, num_qps_per_rank=max(1, options.experts // world.size),
-            explicitly_destroy=True,
-        )  # fmt: skip
+        self._id_dtype = id_dtype(library)
+        self._buffer = low_latency_buffer(library, group, world, options.experts, options.hidden, options.tokens)
         self._rows = 0
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
@@ -132,27 +182,11 @@ class Normal:
 
     def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
         self._world, self._options, self._device = world, options, device
-        self._id_dtype = getattr(library, "topk_idx_t", torch.int64)
+        self._id_dtype = id_dtype(library)
         self._library = library
         row = options.hidden * options.dtype.itemsize
-        configs = [config for num_sms in options.num_sms for of_phase in self._configs(_even(num_sms)) for config in of_phase]
-        nvlink, rdma = (
-            max(getattr(config, name)(row, world.size) for config in configs)
-            for name in ("get_nvl_buffer_size_hint", "get_rdma_buffer_size_hint")
-        )
-        self._buffer = library.Buffer(group, nvlink, 0 if world.together else rdma, explicitly_destroy=True)
+        self._buffer = normal_buffer(library, group, world, row, [_even(num_sms) for num_sms in options.num_sms])
         self.in_graphs = world.together and "num_worst_tokens" in inspect.signature(self._buffer.dispatch).parameters
-
-    def _configs(self, sms: int) -> list[list[Any]]:
-        """To try, for dispatch and for combine, with that many multiprocessors from now on."""
-        library, world = self._library, self._world
-        library.Buffer.set_num_sms(sms)
-        own = library.Buffer.get_dispatch_config(world.size), library.Buffer.get_combine_config(world.size)
-        configs: list[list[Any]] = [[own[0]], [own[1]]]
-        if world.together:  # how to tune it across nodes is another matter
-            for of_phase, chunks in zip(configs, (DISPATCH_CHUNKS, COMBINE_CHUNKS), strict=True):
-                of_phase += [library.Config(sms, chunk, CHUNKS_UNDER_WAY) for chunk in chunks]
-        return configs
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         o = self._options
@@ -165,7 +199,7 @@ class Normal:
         self._state: dict[int, tuple[Any, Any, int]] = {}
         sms = _even(num_sms)
         self.how = f"normal mode, {sms} SMs{', tuned' if self._world.together else ''}"
-        configs = self._configs(sms)
+        configs = configs_of(self._library, self._world, sms)
         self._dispatch_config, self._combine_config = (of_phase[0] for of_phase in configs)
         self._tune(configs)
 
@@ -174,25 +208,9 @@ class Normal:
         self.dispatch(0)
         handle, _, rows = self._state[0]
         answers = self._answers[:rows]
-        self._dispatch_config = self._best(configs[0], lambda c: self._buffer.dispatch(self._x[0], handle=handle, config=c))
-        self._combine_config = self._best(configs[1], lambda c: self._buffer.combine(answers, handle, config=c))
-
-    def _best(self, configs: Sequence[Any], call: Callable[[Any], Any]) -> Any:
-        """On every rank the same: what the slowest rank is fastest with."""
-        if len(configs) == 1:
-            return configs[0]
-        times = []
-        for config in configs:
-
-            def calls(config: Any = config) -> None:
-                for _ in range(TUNING_CALLS):
-                    call(config)
-
-            calls()
-            self._world.barrier()
-            times.append(self._device.time(calls))
-        slowest = [max(of_ranks) for of_ranks in zip(*self._world.gather(times, "tuning of deep_ep"), strict=True)]
-        return configs[slowest.index(min(slowest))]
+        x, buffer, time, world = self._x[0], self._buffer, self._device.time, self._world
+        self._dispatch_config = best_of(configs[0], lambda c: buffer.dispatch(x, handle=handle, config=c), time, world)
+        self._combine_config = best_of(configs[1], lambda c: buffer.combine(answers, handle, config=c), time, world)
 
     def dispatch(self, i: int) -> None:
         buffer, ids = self._buffer, self._ids[i]

@@ -64,6 +64,11 @@ class Cuda:
     def no_stamps(self, a2a: Any) -> None:
         a2a._steps.device.core.stamp(0, 0)
 
+    def bulk_launches(self, a2a: Any) -> int:
+        """Launches of dispatches and combines that went by bulk copies."""
+        stats = a2a.stats()
+        return int(stats["bulk_dispatches"] + stats["bulk_combines"])
+
     def ping(self, rounds: int) -> list[float]:
         """Microseconds from the host to the GPU and back."""
         return [ns / 1000 for ns in instruments().ping(self.device.index, rounds)]

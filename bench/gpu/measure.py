@@ -32,7 +32,7 @@ from bench.harness.clock import Clock, Figure, Times, total
 from bench.harness.options import Options, Transport
 from bench.harness.progress import Progress
 from bench.harness.reference import Checks, Wrong
-from bench.harness.results import PHASES, PeerPoint, Point, Results
+from bench.harness.results import FUSED, PHASES, PeerPoint, Point, Results
 from bench.harness.world import Off, World
 from bench.harness.writes import Writes, remote_ranks
 from pplx_comm.all_to_all import AllToAll
@@ -131,7 +131,7 @@ class Size:
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
             dtype=o.dtype, wire=o.wire, layout=self._shape.layout, device=self._device.device, transport=transport.transport,
             provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=num_sms,
-            in_flight=in_flight,
+            in_flight=in_flight, slot_bytes=o.slot_bytes,
         )  # fmt: skip
 
     def measure(self, peers: list[GpuPeer], results: Results) -> None:
@@ -239,6 +239,14 @@ class Size:
             self._eager(a2a, point)
             point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
         return point
+
+    def kernels(self, a2a: AllToAll) -> dict[str, Figure]:
+        """A dispatch's, a combine's and a round trip's, after their results have been checked. Collective."""
+        point = Point(MAPPED, self._shape.tokens)
+        if self._options.check:
+            self._check(a2a)
+        self._kernels(a2a, point)
+        return {phase: point.phases[phase] for phase in FUSED}
 
     def _peers(self, peers: list[GpuPeer], results: Results) -> None:
         tokens = self._shape.tokens

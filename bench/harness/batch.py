@@ -57,12 +57,20 @@ class Shape:
 
     @cached_property
     def config(self) -> _core.Config:
+        return self._config(None)
+
+    def _config(self, slot_bytes: int | None) -> _core.Config:
         o = self.options
         return make_config(
             self.world, self.rank, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden,
             max_tokens_per_rank=self.tokens, dtype=o.dtype, wire=o.wire, layout=self.layout, in_flight=1,
-            scale_layout="row",
+            scale_layout="row", slot_bytes=slot_bytes,
         )  # fmt: skip
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether blocks of so many rows do not fit --slot-bytes."""
+        return bool(self._config(self.options.slot_bytes).in_pieces)
 
     @property
     def wire(self) -> Wire:

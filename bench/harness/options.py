@@ -48,6 +48,7 @@ class Options:
     replays: int
     num_sms: tuple[int | None, ...]
     """Multiprocessors that a launch may take, one setting after the other; None: all."""
+    slot_bytes: int | None
     timeout: float
     json: str | None
     plot: str | None
@@ -116,6 +117,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="uniform",
         help="how tokens choose experts (uniform)",
     )
+    what.add_argument(
+        "--slot-bytes",
+        type=positive,
+        metavar="N",
+        help="of the library: blocks that do not fit go in pieces (no limit)",
+    )
     what.add_argument("--seed", type=int, default=1, help="seed of routing and values, alike for everything measured (1)")
     what.add_argument("--threads", type=positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)")
 
@@ -174,6 +181,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         pairs=arguments.pairs,
         replays=arguments.replays,
         num_sms=arguments.num_sms,
+        slot_bytes=arguments.slot_bytes,
         timeout=arguments.timeout,
         json=arguments.json,
         plot=arguments.plot,

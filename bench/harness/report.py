@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.harness.batch import Shape
 from bench.harness.clock import Figure
 from bench.harness.options import Options
 from bench.harness.results import FUSED, Point, Results
@@ -108,6 +109,19 @@ def _layout(layout: Layout) -> str:
     return type(layout).__name__ if isinstance(layout, Compact) else f"{type(layout).__name__}(align={layout.align})"
 
 
+def in_pieces(options: Options, world: World) -> list[int]:
+    """Tokens of the steps whose blocks go in pieces."""
+    return [tokens for tokens in options.tokens if Shape(options, tokens, 0, world.size).in_pieces]
+
+
+def slots(options: Options, world: World) -> str:
+    """For every table's title, where --slot-bytes was given."""
+    if options.slot_bytes is None:
+        return ""
+    tokens = ", ".join(map(str, in_pieces(options, world)))
+    return f", slots of {options.slot_bytes} bytes: {f'in pieces at {tokens}' if tokens else 'no step in pieces'}"
+
+
 @dataclass(frozen=True)
 class Columns:
     """Those that not every run has."""
@@ -139,7 +153,7 @@ def table(options: Options, results: Results, world: World) -> str:
     lines = [
         f"pplx_comm {__version__}: {world.size} ranks, {world.threads} thread(s) each, {_machine_line()}",
         f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, {str(o.dtype).removeprefix('torch.')}, wire {o.wire}, "
-        f"{_layout(o.layout)}, {o.routing} routing",
+        f"{_layout(o.layout)}, {o.routing} routing{slots(o, world)}",
         f"microseconds {_what_time_is(options, world)}; KiB that a rank sends",
         *([device] if device else []),
         "",
@@ -209,6 +223,7 @@ def origin(options: Options, world: World, arguments: list[str]) -> dict[str, An
         "threads_per_rank": world.threads,
         "one_host": world.together,
         "options": options.described(),
+        "in_pieces": in_pieces(options, world),
         "machine": machine(),
         "software_device": software_device(options, world),
         "versions": libraries,

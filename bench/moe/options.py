@@ -9,7 +9,8 @@ from typing import Any
 from pplx_comm.layer_arguments import numbers, positive
 
 LAYERS = ("ours", "nccl", "ag_rs", "capacity", "deep_ep", "mega")
-PRECISIONS = ("bf16", "fp8", "mxfp8")
+TOKENS = (8, 128, 1024, 4096, 8192)
+PRECISIONS = ("bf16", "fp8-dispatch", "fp8", "mxfp8")
 ROUTINGS = ("even", "zipf", "hot", "ordered")
 OVERLAPS = ("none", "groups", "signals")
 
@@ -71,14 +72,15 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="layer.py", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="start N ranks on this host, without a launcher (1)")
     shape = parser.add_argument_group("the MoE layer")
-    shape.add_argument("--tokens", type=numbers, default=(8, 128, 1024, 4096), metavar="N,N", help="per rank (8,128,1024,4096)")
+    shape.add_argument("--tokens", type=numbers, default=TOKENS, metavar="N,N", help=f"per rank ({','.join(map(str, TOKENS))})")
     shape.add_argument("--hidden", type=positive, default=7168, help="elements of a token (7168)")
     shape.add_argument("--intermediate", type=positive, default=2048, help="between an expert's two products (2048)")
     shape.add_argument("--experts", type=positive, default=256, help="of all ranks together (256)")
     shape.add_argument("--top-k", type=positive, default=8, help="experts per token (8)")
     shape.add_argument(
-        "--precisions", type=_some(PRECISIONS), default=("bf16", "fp8"), metavar="P,P", help="bf16, fp8, mxfp8 (bf16,fp8)"
-    )
+        "--precisions", type=_some(PRECISIONS), default=("bf16", "fp8"), metavar="P,P",
+        help="bf16, fp8, mxfp8; fp8-dispatch: rows travel as FP8 and are multiplied in bfloat16 (bf16,fp8)",
+    )  # fmt: skip
     what = parser.add_argument_group("what is measured")
     what.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the tensors (cpu)")
     what.add_argument("--layers", type=_some(LAYERS), default=LAYERS, metavar="L,L", help=f"of {', '.join(LAYERS)} (all)")

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,65 @@ def record(options: LayerOptions, points: Sequence[Point], ranks: int, where: st
         "ranks": ranks,
         "cores": os.cpu_count(),
         "options": options.described(),
-        "points": [point.described() for point in points],
+        "points": [point.described() | {"beside": beside(point, points), "exposed": exposed(point, points)} for point in points],
     }
+
+
+BESIDE = ("mega", "nccl")
+"""Layers of others beside whose times ours stand."""
+
+
+def beside(point: Point, points: Sequence[Point]) -> dict[str, float]:
+    """How many times as long others take for the same tokens in the same run, in whatever precision they have: above 1, this layer
+    is faster. "training": forward and backward."""
+    found = {}
+    for name in BESIDE:
+        it = _like(points, point, layer=name)
+        if it is None:
+            continue
+        if it.best and point.best:
+            found[name] = it.best.p50 / point.best.p50
+        if it.both and point.both:
+            found[f"{name}, training"] = it.both.p50 / point.both.p50
+    return found
+
+
+def exposed(point: Point, points: Sequence[Point]) -> float | None:
+    """Of what dispatch and combine take alone, the part by which a forward pass is longer than its products alone."""
+    it = _like(points, point, layer="ours", precision=point.precision) if point.layer.split()[0] == "ours" else None
+    if it is None or not it.alone or point.best is None:
+        return None
+    return (point.best.p50 - it.alone["compute"].p50) / it.alone["step"].p50
+
+
+def _like(points: Sequence[Point], point: Point, **wanted: str) -> Point | None:
+    """A point that was measured, of the same tokens."""
+    wanted_here = {"tokens": point.tokens, "routing": point.routing, "off": None, **wanted}
+    return next((one for one in points if all(getattr(one, name) == value for name, value in wanted_here.items())), None)
 
 
 def tables(points: Sequence[Point]) -> str:
     """Times, then stages. What is off is named below."""
-    on = [point for point in points if point.off is None]
+    on = sorted((point for point in points if point.off is None), key=_order)
     many = len({point.routing for point in on}) > 1
-    cells = [
-        ["tokens", *(["routing"] if many else []), "precision", "layer", "forward, us", "in a graph", "and backward", "error", ""]
-    ]
-    for point in sorted(on, key=_order):
-        dropped = point.notes.get("dropped")
+    head = ["tokens", *(["routing"] if many else []), "precision", "layer"]
+    cells = [[
+        *head, "product", "overlap", "forward, us", "in a graph", "and backward", "beside mega", "beside nccl",
+        "training beside nccl", "exposed", "error", "",
+    ]]  # fmt: skip
+    stages = [[*head, *STAGES, "compute alone", "step alone"]]
+    for point in on:
+        names = [str(point.tokens), *([point.routing] if many else []), point.precision, point.layer]
+        dropped, others = point.notes.get("dropped"), beside(point, points)
+        ratios = [f"{others[name]:.2f}x" if name in others else "" for name in ("mega", "nccl", "nccl, training")]
+        share = exposed(point, points)
         cells.append([
-            str(point.tokens), *([point.routing] if many else []), point.precision, point.layer, _p50(point.forward),
-            _p50(point.graph), _p50(point.both), f"{100 * point.error:.2f} %",
+            *names, point.notes.get("product", ""), point.notes.get("overlap", ""), _p50(point.forward), _p50(point.graph),
+            _p50(point.both), *ratios, "" if share is None else f"{100 * share:.0f} %", f"{100 * point.error:.2f} %",
             f"{100 * dropped:.1f} % of choices dropped" if dropped else "",
         ])  # fmt: skip
-    stages = [["tokens", *(["routing"] if many else []), "precision", "layer", *STAGES]]
-    for point in sorted(on, key=_order):
         times = [_number(point.stages[stage]) if stage in point.stages else "" for stage in STAGES]
-        stages.append([str(point.tokens), *([point.routing] if many else []), point.precision, point.layer, *times])
+        stages.append([*names, *times, *(_p50(point.alone.get(what)) for what in ("compute", "step"))])
     off = {f"{point.layer} ({point.precision}): {point.off}" for point in points if point.off is not None}
     return "\n".join([*markdown(cells), "", *markdown(stages), "", *(f"off: {one}" for one in sorted(off))])
 
@@ -94,7 +131,7 @@ def plot(of: dict[str, Any], path: str) -> None:
             ]
             known = [(tokens, us) for tokens, us in times if us is not None]
             if known:
-                style = {"bf16": "-", "fp8": "--", "mxfp8": ":"}[precision]
+                style = {"bf16": "-", "fp8-dispatch": "-.", "fp8": "--", "mxfp8": ":"}[precision]
                 axis.plot(*zip(*known, strict=True), style, marker="o", color=colours[layer], label=f"{layer}, {precision}")
         axis.set(title=title, xscale="log", yscale="log", xlabel="tokens per rank")
         axis.set_xticks(of["options"]["tokens"], [str(n) for n in of["options"]["tokens"]])
@@ -108,33 +145,40 @@ def plot(of: dict[str, Any], path: str) -> None:
 
 
 def plot_capacity(of: dict[str, Any], path: str) -> None:
-    """What experts compute, ours and with padded capacity, by routing, at the largest size; what was dropped is on the bars."""
+    """What experts compute, ours and with padded capacity, by routing, at the largest size, and how long a forward pass takes; what
+    was dropped is on the bars of both."""
     plt = pyplot()
     o = of["options"]
-    routings, tokens = o["routings"], max(o["tokens"])
+    tokens = max(o["tokens"])
     points = [
         p for p in of["points"] if p["tokens"] == tokens and p["precision"] == "bf16" and p["off"] is None
         and (p["layer"] == "ours" or p["layer"].startswith("capacity"))
     ]  # fmt: skip
-    layers = list(dict.fromkeys(p["layer"] for p in points))
-    figure, axis = plt.subplots(figsize=(8.5, 5))
-    for place, layer in enumerate(layers):
-        for p in (p for p in points if p["layer"] == layer):
-            at = routings.index(p["routing"]) + (place - (len(layers) - 1) / 2) * 0.8 / len(layers)
-            label = ("ours, dropless" if layer == "ours" else layer) if p["routing"] == routings[0] else None
-            height = p["notes"]["rows"] / (tokens * o["top_k"])
-            axis.bar(at, height, width=0.75 / len(layers), color=f"C{place}", label=label)
-            dropped = p["notes"].get("dropped")
-            text = f"{height:.1f}" + (f"\n{100 * dropped:.2g} %\ndropped" if dropped else "")
-            axis.text(at, height, text, ha="center", va="bottom", fontsize=8)
-    axis.set_xticks(range(len(routings)), [f"{routing} routing" for routing in routings])
-    axis.set(ylabel="rows of the fullest rank's experts, beside an even share", title=f"{tokens} tokens per rank")
-    axis.margins(y=0.15)
-    axis.legend(frameon=False)
-    figure.suptitle(heading(of), fontsize=10)
+    figure, axes = plt.subplots(1, 2, figsize=(15, 5))
+    _bars(axes[0], points, o["routings"], lambda p: p["notes"]["rows"] / (tokens * o["top_k"]), "{:.1f}")
+    _bars(axes[1], points, o["routings"], lambda p: (p["graph"] or p["forward"])["p50"], "{:.0f}")
+    axes[0].set_ylabel("rows of the fullest rank's experts, beside an even share")
+    axes[1].set_ylabel("us of a forward pass, p50 of the slowest rank")
+    axes[0].legend(frameon=False)
+    figure.suptitle(f"{heading(of)}; {tokens} tokens per rank", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _bars(axis: Any, points: list[dict[str, Any]], routings: list[str], height_of: Callable[..., float], form: str) -> None:
+    """By routing, a bar for each layer."""
+    layers = list(dict.fromkeys(p["layer"] for p in points))
+    for p in points:
+        place = layers.index(p["layer"])
+        at = routings.index(p["routing"]) + (place - (len(layers) - 1) / 2) * 0.8 / len(layers)
+        label = ("ours, dropless" if p["layer"] == "ours" else p["layer"]) if p["routing"] == routings[0] else None
+        height, dropped = height_of(p), p["notes"].get("dropped")
+        axis.bar(at, height, width=0.75 / len(layers), color=f"C{place}", label=label)
+        text = form.format(height) + (f"\n{100 * dropped:.2g} %\ndropped" if dropped else "")
+        axis.text(at, height, text, ha="center", va="bottom", fontsize=8)
+    axis.set_xticks(range(len(routings)), [f"{routing} routing" for routing in routings])
+    axis.margins(y=0.15)
 
 
 def pyplot() -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import composite_host
 import torch
 
+from bench.cpu import ours
 from bench.gpu import measure as gpu
 from bench.harness.rank import leave
 from bench.latency import main
@@ -112,6 +114,17 @@ class Cpu:
         return contextlib.nullcontext()
 
 
+def slots_seen(make: Any) -> Any:
+    """Makes AllToAlls, and insists on the slots that the command line asks for."""
+    given = sys.argv.index("--slot-bytes") if "--slot-bytes" in sys.argv else None
+
+    def made(*arguments: Any, **options: Any) -> Any:
+        assert given is None or options.get("slot_bytes") == int(sys.argv[given + 1]), options
+        return make(*arguments, **options)
+
+    return made
+
+
 _open = gpu.Size.open
 
 
@@ -125,4 +138,6 @@ def opened(size: Any, comm: Any, transport: Any, *rest: Any) -> Any:
 if __name__ == "__main__":
     setattr(gpu, "opened", lambda rank: Cpu())  # noqa: B010
     setattr(gpu.Size, "open", opened)  # noqa: B010
+    for module in (gpu, ours.all_to_all):
+        setattr(module, "AllToAll", slots_seen(module.AllToAll))  # noqa: B010
     leave(main())

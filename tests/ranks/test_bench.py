@@ -156,6 +156,20 @@ def test_figures_of_the_software_device_are_named_so(tmp_path: Path, monkeypatch
     assert "31 NICs" in (named("proxy:efa") or "")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_blocks_in_pieces(device: str, tmp_path: Path) -> None:
+    """--slot-bytes reaches the library, right results come of it, and table and JSON say at which sizes blocks go in pieces."""
+    written = tmp_path / "bench.json"
+    arguments = ["--tokens", "200,600", "--slot-bytes", "600000", "--peers", "none", "--iters", "8", "--json", str(written)]
+    arguments += ["--device", device, "--pairs", "2", "--replays", "1", "--transport", "mapped"]
+    statuses, said = ranks_of(HERE / "bench_on_cpu.py", *TINY, *arguments)
+    assert statuses == [0, 0], said
+    record = json.loads(written.read_text())
+    assert record["options"]["slot_bytes"] == 600000 and record["in_pieces"] == [600]
+    assert "slots of 600000 bytes: in pieces at 600" in said
+    assert [point["off"] for point in record["points"]] == [None, None]
+
+
 @pytest.mark.parametrize(("plant", "says"), [("combine", "combine: y[0, 0]"), ("dispatch", "d.src_token")])
 def test_a_wrong_result_fails_the_run(plant: str, says: str) -> None:
     statuses, said = ranks_of(HERE / "bench_planted.py", plant, *TINY, "--tokens", "2", "--iters", "4", "--peers", "none")

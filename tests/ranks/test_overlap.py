@@ -21,6 +21,8 @@ from bench.harness.clock import Figure
 
 PROGRAM = Path(__file__).resolve().parent / "overlap_on_cpu.py"
 SMALL = ["--gemm-size", "64", "--gemm-experts", "3", "--gemm-rows", "4", "--intermediate", "32", "--delay-us", "30"]
+SLOTS = 600000
+"""Bytes, of which a step of 600 tokens does not find enough."""
 RUN = ["--tokens", "5", "--num-sms", "4,2", "--rounds", "6", "--calm", "3", *SMALL, *TINY]
 
 
@@ -306,6 +308,15 @@ def test_up_to_its_cuda_calls(tmp_path: Path) -> None:
         assert 0 < point["traffic"]["pushed"] < point["traffic"]["written"]
     assert "24 rounds of 2 steps with delays: no timeout" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_in_pieces(tmp_path: Path) -> None:
+    written = tmp_path / "overlap.json"
+    arguments = [*RUN, "--tokens", "600", "--num-sms", "2", "--gemm", "compute", "--slot-bytes", str(SLOTS)]
+    statuses, said = ranks_of(PROGRAM, "none", *arguments, "--json", str(written))
+    assert statuses == [0, 0] and f"slots of {SLOTS} bytes: in pieces at 600" in said, said
+    record = json.loads(written.read_text())
+    assert record["options"]["slot_bytes"] == SLOTS and record["in_pieces"] == [600]
 
 
 @pytest.mark.parametrize(("plant", "says"), [("wrong", "is not the one of the first round"), ("late", "planted: a step timed out")])

@@ -1,0 +1,218 @@
+"""DeepEP and DeepGEMM as their users put them together, in FP8: decode sizes in the low-latency mode with masked kernels, more in
+the normal mode with contiguous ones. Settings are those of bench/gpu/deep_ep.py."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from bench.gpu import deep_ep
+from bench.harness.world import World
+from bench.moe.options import LayerOptions
+from bench.moe.problem import Problem
+from bench.moe.theirs import Mark, Theirs, found
+from pplx_comm.moe import functional as F
+
+ALIGN = 128
+"""Rows of an expert begin at multiples of it: DeepGEMM's contiguous kernels ask for that."""
+
+
+class Mode(Protocol):
+    in_graphs: bool
+    product: str
+
+    def prepare(self, problem: Problem, weights: list[Any]) -> None: ...
+
+    def forward(self, mark: Mark) -> torch.Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class DeepEp(Theirs):
+    name, trains = "deep_ep", False
+
+    def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
+        self._libraries = found("deep_ep", device), found("deep_gemm", device)
+        super().__init__(world, options, device)
+        self._world = world
+        self._modes: dict[type[LowLatency | Normal], Mode] = {}
+
+    def prepare(self, problem: Problem) -> None:
+        super().prepare(problem)
+        kind = LowLatency if problem.tokens <= deep_ep.MOST_LOW_LATENCY else Normal
+        if kind not in self._modes:
+            self._modes[kind] = kind(*self._libraries, self.group, self._world, self.o)
+        mode = self._mode = self._modes[kind]
+        weights = [F.quantise_weights(t) for t in (problem.weights.gate_up, problem.weights.down)]
+        mode.prepare(problem, weights)
+        self.in_graphs, self.product = mode.in_graphs, mode.product
+
+    def forward(self, mark: Mark) -> torch.Tensor:
+        return self._mode.forward(mark)
+
+    def close(self) -> None:
+        for mode in self._modes.values():
+            mode.close()
+
+
+class LowLatency:
+    in_graphs, product = True, "deepgemm, masked"
+
+    def __init__(self, library: Any, gemm: Any, group: Any, world: World, options: LayerOptions) -> None:
+        self._gemm, self._world, self._o = gemm, world, options
+        self._id_dtype = deep_ep.id_dtype(library)
+        self._buffer = deep_ep.low_latency_buffer(library, group, world, options.experts, options.hidden, options.tokens)
+        self._rows = 0
+
+    def prepare(self, problem: Problem, weights: list[Any]) -> None:
+        o, rows = self._o, deep_ep.rows_of_a_rank(problem.tokens, self._world.size)
+        if rows != self._rows:  # its words lie elsewhere now
+            self._buffer.clean_low_latency_buffer(rows, o.hidden, o.experts)
+            self._rows = rows
+        self._p, self._weights, self._ids = problem, weights, problem.ids.to(self._id_dtype)
+        self._expected = max(1, problem.world * problem.tokens * o.top_k // o.experts)
+
+    def forward(self, mark: Mark) -> torch.Tensor:
+        p, buffer = self._p, self._buffer
+        (x, scale), counts, handle, _, _ = buffer.low_latency_dispatch(p.x, self._ids, self._rows, self._o.experts, use_fp8=True)
+        mark("dispatch")
+        h = self._product((x, scale), 0, counts)
+        mark("up")
+        where = F.Segments(counts, x.shape[1], self._expected)
+        codes, scales = F.swiglu_quantise(h.flatten(0, 1), where)
+        mark("activation")
+        out = self._product((codes.unflatten(0, (-1, x.shape[1])), scales), 1, counts)
+        mark("down")
+        y: torch.Tensor = buffer.low_latency_combine(out, self._ids, p.choice_weights, handle)[0]
+        mark("combine")
+        return y
+
+    def _product(self, x: Any, which: int, counts: torch.Tensor) -> torch.Tensor:
+        codes, scale = self._weights[which]
+        out = torch.empty(*x[0].shape[:2], codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+        self._gemm.m_grouped_fp8_fp4_gemm_nt_masked(x, (codes, scale), out, counts, self._expected)
+        return out
+
+    def close(self) -> None:
+        self._buffer.destroy()
+
+
+class Normal:
+    """Each token once a rank: its user copies rows to their experts and adds up what comes of them. The host waits for the counts,
+    which say how many rows to make."""
+
+    in_graphs, product = False, "deepgemm, contiguous"
+
+    def __init__(self, library: Any, gemm: Any, group: Any, world: World, options: LayerOptions) -> None:
+        self._library, self._gemm, self._world, self._o = library, gemm, world, options
+        self._id_dtype = deep_ep.id_dtype(library)
+        row = options.hidden * torch.bfloat16.itemsize
+        self._buffer = deep_ep.normal_buffer(library, group, world, row, [deep_ep.SMS])
+
+    def prepare(self, problem: Problem, weights: list[Any]) -> None:
+        self._p, self._weights, self._ids = problem, weights, problem.ids.to(self._id_dtype)
+        tokens = torch.tensor([0, problem.tokens], dtype=torch.int32, device=problem.device)
+        self._tokens = F.Segments(tokens)
+        configs = deep_ep.configs_of(self._library, self._world, deep_ep.SMS)
+        self._dispatch_config, self._combine_config = (of_phase[0] for of_phase in configs)
+        self._tune(configs)
+
+    def _tune(self, configs: list[list[Any]]) -> None:
+        x, buffer = self._codes(), self._buffer
+        (rows, _), _, _, _, handle = self._dispatched(x)
+        answers = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
+        best = deep_ep.best_of
+        self._dispatch_config = best(configs[0], lambda c: buffer.dispatch(x, handle=handle, config=c), microseconds, self._world)
+        self._combine_config = best(configs[1], lambda c: buffer.combine(answers, handle, config=c), microseconds, self._world)
+
+    def _codes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This mode carries what it is given."""
+        codes, scale = F.quantise(self._p.x, self._tokens)
+        return codes, scale.contiguous()
+
+    def _dispatched(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, torch.Tensor, torch.Tensor, list[int], Any]:
+        """Rows with their scales, ids of local experts or -1, weights, rows of each expert rounded up to ALIGN, and the handle."""
+        p, buffer = self._p, self._buffer
+        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(self._ids, self._o.experts)
+        received, ids, weights, counts, handle, _ = buffer.dispatch(
+            x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
+            num_tokens_per_expert=per_expert, topk_idx=self._ids, topk_weights=p.choice_weights, expert_alignment=ALIGN,
+            config=self._dispatch_config,
+        )  # fmt: skip
+        return received, ids, weights, counts, handle
+
+    def forward(self, mark: Mark) -> torch.Tensor:
+        (codes, scale), ids, weights, counts, handle = self._dispatched(self._codes())
+        begins = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=codes.device)
+        places, experts = places_of(ids, begins), experts_of_rows(counts, codes.device)
+        x = copied(codes, places, len(experts)), copied_scales(scale, places, len(experts))
+        mark("dispatch")
+        h = self._product(x, 0, experts)
+        mark("up")
+        a = F.swiglu_quantise(h, F.Segments(begins))
+        mark("activation")
+        out = self._product(a, 1, experts)
+        mark("down")
+        sums = added_up(out, places, weights)
+        y: torch.Tensor = self._buffer.combine(sums, handle, config=self._combine_config)[0]
+        mark("combine")
+        return y
+
+    def _product(self, x: Any, which: int, experts: torch.Tensor) -> torch.Tensor:
+        codes, scale = self._weights[which]
+        out = torch.empty(len(experts), codes.shape[1], dtype=torch.bfloat16, device=codes.device)
+        if len(experts):
+            self._gemm.m_grouped_fp8_gemm_nt_contiguous(x, (codes, scale), out, experts)
+        return out
+
+    def close(self) -> None:
+        self._buffer.destroy()
+
+
+def places_of(ids: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """Where each choice's row goes among those by expert: [rows, top_k], and begins[-1], past all, for another rank's expert."""
+    experts = len(begins) - 1
+    chosen, order = torch.where(ids < 0, experts, ids).flatten().to(torch.int32).sort(stable=True)
+    first = torch.searchsorted(chosen, torch.arange(experts + 1, dtype=torch.int32, device=ids.device))
+    number = torch.arange(len(chosen), device=ids.device) - first[chosen]
+    sorted_places = torch.where(chosen < experts, begins[chosen] + number, begins[-1])
+    return torch.empty_like(sorted_places).index_copy_(0, order, sorted_places).view(ids.shape)
+
+
+def experts_of_rows(counts: list[int], device: torch.device) -> torch.Tensor:
+    numbers = torch.tensor(counts, dtype=torch.int64, device=device)
+    experts = torch.arange(len(counts), dtype=torch.int32, device=device)
+    return experts.repeat_interleave(numbers, output_size=sum(counts))
+
+
+def copied(codes: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    """Each row to the places of its choices."""
+    made = torch.empty(rows + 1, codes.shape[1], dtype=torch.uint8, device=codes.device)
+    made[places] = codes.view(torch.uint8)[:, None]
+    return made[:rows].view(codes.dtype)
+
+
+def copied_scales(scale: torch.Tensor, places: torch.Tensor, rows: int) -> torch.Tensor:
+    """The same, column by column, as DeepGEMM reads them; a column has a multiple of 16 bytes."""
+    made = torch.empty(scale.shape[1], -(-(rows + 1) // 4) * 4, dtype=scale.dtype, device=scale.device)
+    made[:, places] = scale.T[:, :, None]
+    return made.T[:rows]
+
+
+def added_up(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of each received row, its experts' outputs with their weights."""
+    nowhere = places == len(out)
+    rows = torch.cat([out, out.new_zeros(1, out.shape[1])])[places]
+    return torch.bmm(weights.masked_fill(nowhere, 0)[:, None].to(out.dtype), rows).squeeze(1)
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return 1000 * float(begin.elapsed_time(end))
