@@ -35,6 +35,12 @@ def layer(name: str, about: str, minutes: float, options: str) -> Run:
     return Run(name, about, minutes, command, figure=True)
 
 
+def launched(name: str, about: str, minutes: float, script: str) -> Run:
+    """Of a script that does not start its ranks itself."""
+    command = f"{{python}} -m torch.distributed.run --nproc-per-node {{gpus}} {script} --json {{out}}.json"
+    return Run(name, about, minutes, command, figure=True)
+
+
 PROOFS = (
     Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets, memcheck", 4, PYTEST + "test_gpu.py"),
     Run("proof-open-steps", "eager steps among replays, refusals", 2, PYTEST + "test_open_steps.py"),
@@ -97,13 +103,17 @@ FIGURES = (
         2,
         "--wire fp8 --tokens 1,8,32,128 --transport mapped,nvshmem --node-size 1 --peers symm_mem",
     ),
-    Run(
+    launched(
+        "crossover",
+        "from how many tokens bulk copies win, by multiprocessors",
+        4,
+        "bench/crossover.py --wire fp8 --layout compact --tokens 128,256,384,512,768,1024 --num-sms 8,16,24,32,all",
+    ),
+    launched(
         "overlap",
         "a GEMM beside two steps in flight",
         5,
-        "{python} bench/overlap.py -n {gpus} --tokens 4096 --wire fp8 --layout compact --num-sms 4,8,16,24"
-        " --json {out}.json --plot {out}.png",
-        figure=True,
+        "bench/overlap.py --tokens 4096 --wire fp8 --layout compact --num-sms 4,8,16,24 --plot {out}.png",
     ),
     layer(
         "layer-v3",
@@ -131,6 +141,7 @@ FIGURES = (
         f"{V3} --tokens 1024 --precisions bf16 --routings even,zipf,hot --layers ours,capacity"
         " --capacities 1.25,2,most --capacity-plot {{out}}.png",
     ),
+    Run("l2", "L2 hits of products by the height of supergroups, by ncu", 2, "bash bench/l2.sh", gpus=1, figure=True),
     Run(
         "grouped",
         "grouped products beside loop, torch and DeepGEMM",
