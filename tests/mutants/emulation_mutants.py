@@ -20,6 +20,7 @@ class Mutant(Planted):
 
 
 SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
+ERROR = "a_carrier_with_an_error"
 PROXY = "test_random_shapes and tcp"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
@@ -123,8 +124,8 @@ MUTANTS = [
     Mutant(
         "data overwritten before it left",
         CARRIER,
-        "    return carrier::left(k, peer, context_of(k, step, op)) && (",
-        "    return true || (",
+        "    if (carrier::left(k, peer, context_of(k, step, op)) && (",
+        "    if (true || (",
         "a carrier that still reads a block sends the next step's rows",
         SHAPES,
     ),
@@ -143,6 +144,22 @@ MUTANTS = [
         " / c.in_flight * 0 + 1;\n",
         "headers of earlier steps open this one",
         SHAPES,
+    ),
+    Mutant(
+        "errors are not looked at",
+        CARRIER,
+        "  if (const std::uint64_t error = carrier::error(k))\n",
+        "  if (const std::uint64_t error = 0 * carrier::error(k))\n",
+        "a broken link is only seen by its silence, when the timeout is over",
+        f"{ERROR} and lost",
+    ),
+    Mutant(
+        "errors are not looked at while blocks leave",
+        CARRIER,
+        "    look_for_carrier_errors(k, step, phase, peer);\n    return false;\n  });\n}\n",
+        "    return false;\n  });\n}\n",
+        "who waits for a block to leave waits for its timeout",
+        f"{ERROR} and unheard and whole",
     ),
     Mutant(
         "part not waited for",
