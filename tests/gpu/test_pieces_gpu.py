@@ -168,7 +168,13 @@ def test_replicas_apart(kind: str) -> None:
 
 @pytest.mark.skipif(AT_ONCE < 2, reason="one GPU")
 @pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("place", ["after_dispatch_send", "after_dispatch", "after_combine_send"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "after_dispatch_send", "in_dispatch_recv", "amid_dispatch_recv", "after_dispatch", "after_combine_send", "in_combine_recv",
+        "amid_combine_recv",
+    ],
+)  # fmt: skip
 def test_death(place: str, transport: str, tmp_path: Path) -> None:
     world = max(WORLDS)
     with Crew(world) as crew:
