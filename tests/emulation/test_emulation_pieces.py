@@ -161,6 +161,21 @@ def test_pieces_among_replays(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("through", ["recipe", "autograd"])
+def test_gradients_in_pieces(through: str, transport: str) -> None:
+    """A step and its backward pass, of ranks with many tokens, none and half as many. To the last bit as in whole blocks."""
+    with Crew(3) as crew:
+        for layout in ("ragged", "padded", "compact"):
+            case = Case(
+                seed(), 3, num_experts=7, top_k=4, hidden=64, max_tokens=41, dtype="float32", layout=layout, align=4,
+                transport=transport,
+            )  # fmt: skip
+            run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "training_cases:gradients_in_pieces", case)
+            for errors in run(through, timeout=120):
+                assert all(error < 2e-6 for error in errors.values()), (layout, errors)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_pieces_in_order(transport: str) -> None:
     with Crew(2) as crew:
         case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)

@@ -102,6 +102,23 @@ def test_among_replays(transport: str) -> None:
         crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=300)
 
 
+@pytest.mark.skipif(AT_ONCE < 2, reason="one GPU")
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("through", ["recipe", "autograd"])
+def test_gradients(through: str, layout: str, transport: str) -> None:
+    world = max(WORLDS)
+    with Crew(world) as crew:
+        case = pieces(
+            Case(
+                seed(), world, num_experts=7, top_k=4, hidden=64, max_tokens=1200, dtype="float32", layout=layout, align=4,
+                transport=transport,
+            )
+        )  # fmt: skip
+        for errors in crew.run("gpu_cases:on_gpu", "training_cases:gradients_in_pieces", case, through, timeout=300):
+            assert max(errors.values()) < 1e-5, errors
+
+
 # ---- replicas
 
 RANKS = 4 if max(WORLDS) >= 4 else 2  # fewer GPUs are shared
