@@ -95,6 +95,15 @@ def test_soak(transport: str) -> None:
         crew.run("gpu_cases:both_devices", case, 100, timeout=600)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_streams(transport: str, in_flight: int) -> None:
+    """What a receive half still sends of a step was written on another stream."""
+    with Crew(max(WORLDS)) as crew:
+        case = replace(large(max(WORLDS), "native", tokens=1500), transport=transport, in_flight=in_flight)
+        crew.run("gpu_cases:streams", pieces(replace(case, slot_bytes=None)), 20, timeout=300)
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_among_replays(transport: str) -> None:
     with Crew(max(WORLDS)) as crew:
