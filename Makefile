@@ -101,6 +101,7 @@ machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes
 
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
+	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core)
 
 mutants-carrier: tests-built  ## the same for what kernels promise the proxy, and carriers that they drive: the emulation's tests, ten minutes
 	$(PY) tests/mutants/run_emulation.py
