@@ -105,6 +105,7 @@ carrier-calls: $(deps)  ## what kernels and the host side of transport="nvshmem"
 
 mutants: build  ## plants protocol bugs, one at a time, and shows that the tests catch each
 	$(PY) tests/mutants/run.py
+	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core)
 
 mutants-carrier: tests-built  ## the same for what kernels promise the proxy, and carriers that they drive: the emulation's tests, ten minutes
 	$(PY) tests/mutants/run_emulation.py

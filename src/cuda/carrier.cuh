@@ -95,7 +95,9 @@ __device__ inline bool later_part_landed(const Common& k, std::uint32_t step, Op
 __device__ inline bool wait_until_left(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
   return keep_looking(k, nullptr, phase, step, peer, seen, [&] {
-    return carrier::left(k, peer, context_of(k, step, op)) && (!k.heap.in_pieces || carrier::left(k, peer, context_of(k, step, op, 1)));
+    if (carrier::left(k, peer, context_of(k, step, op)) && (!k.heap.in_pieces || carrier::left(k, peer, context_of(k, step, op, 1)))) return true;
+    look_for_carrier_errors(k, step, phase, peer);
+    return false;
   });
 }
 

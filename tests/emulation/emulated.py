@@ -21,6 +21,7 @@ import failure_cases
 import gpu_cases
 import open_step_cases
 import outcomes
+import pieces_cases
 import placement_cases
 import rank_cases
 import torch
@@ -225,7 +226,7 @@ def use(module: str) -> None:
     setattr(copies, "reserve", lambda: None)  # noqa: B010
     setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
     setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
-    for user in (rank_cases, failure_cases, chaos_cases, training_cases, gpu_cases, placement_cases):
+    for user in (rank_cases, failure_cases, chaos_cases, pieces_cases, training_cases, gpu_cases, placement_cases):
         user.open_all_to_all = _open
 
 

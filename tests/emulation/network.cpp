@@ -10,6 +10,7 @@
 #include <cstring>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -27,13 +28,30 @@ struct Window {
   std::uint32_t peer;
   char* theirs;                 // the peer's, laid out alike
 };
+// PPLX_EMULATION_CUT. "lost=0-2@40": the 40th put of rank 0 to rank 2 and all behind it do not land, which is rank 0's error as soon as the
+// first was to. "unheard=0-2@40": they land, and it is an error once somebody asks whether they have left, which they never have.
+constexpr std::uint64_t kCutError = 12;
+class Cut {
+ public:
+  explicit Cut(const char* how) {
+    char effect[8] = {};
+    if (how != nullptr && std::sscanf(how, "%7[a-z]=%u-%u@%u", effect, &rank_, &peer_, &put_) == 4) loses_ = std::strcmp(effect, "lost") == 0;
+  }
+  // Asked once for each put.
+  bool takes(const Put& of) { return of.rank == rank_ && of.peer == peer_ && ++posted_ >= put_; }
+  bool loses() const { return loses_; }
+
+ private:
+  unsigned rank_ = ~0u, peer_ = 0, put_ = 0, posted_ = 0;
+  bool loses_ = false;
+};
 struct Flight {
   Put put;
   const char* memory;           // the window's
   char *to, *signal;            // in the peer's memory
   std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
   Clock::time_point due;        // of what comes next
-  bool landed = false;
+  bool landed = false, lost = false, unheard = false;
   unsigned counts = 1;
   unsigned asks = 0;            // how often somebody must still ask before it has left
 };
@@ -54,8 +72,10 @@ class Network {
   void close_windows(const char* own) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_own = [&](const Flight& f) { return f.memory == own; };
-    const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed; };
+    const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed && !f.lost; };
     changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), flies); });
+    for (const Flight& f : flights_)
+      if (is_own(f)) errors_.erase(f.put.own);
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
     windows_.erase(std::remove_if(windows_.begin(), windows_.end(), [&](const Window& w) { return w.own == own; }), windows_.end());
   }
@@ -76,6 +96,7 @@ class Network {
     flight.due = Clock::now() + delay();
     if (put.context == twice_context_ && ++of_context_ == twice_put_) flight.counts = 2;
     if (++posted_ == late_put_) flight.due += std::chrono::milliseconds(late_ms_);
+    if (cut_.takes(put)) (cut_.loses() ? flight.lost : flight.unheard) = true;
     flight.asks = static_cast<unsigned>(random_() % 4);
     flights_.push_back(std::move(flight));
     changed_.notify_one();
@@ -93,14 +114,22 @@ class Network {
     for (std::size_t i = flights_.size(); i-- > 0;) {
       Flight& f = flights_[i];
       if (f.put.own != own || f.put.peer != peer || f.put.context != context) continue;
-      if (f.landed && f.asks == 0) {
+      if (f.landed && f.asks == 0 && !f.unheard) {
         flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(i));
         continue;
       }
-      if (f.landed) --f.asks;
+      if (f.landed && f.unheard)
+        errors_.insert(own);
+      else if (f.landed)
+        --f.asks;
       all = false;
     }
     return all;
+  }
+
+  std::uint64_t error_of(const char* own) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return errors_.count(own) != 0 ? kCutError : 0;
   }
 
  private:
@@ -137,6 +166,11 @@ class Network {
   // What is due of a flight.
   void go_on(std::size_t number) {
     Flight& flight = flights_[number];
+    if (flight.lost) {
+      errors_.insert(flight.put.own);
+      flight.due = Clock::time_point::max();
+      return;
+    }
     const Piece piece = flight.pieces.back();
     flight.pieces.pop_back();
     if (piece.bytes > 0)
@@ -174,6 +208,8 @@ class Network {
   std::condition_variable changed_;
   std::vector<Window> windows_;
   std::vector<Flight> flights_;
+  std::set<const char*> errors_;   // whose
+  Cut cut_{std::getenv("PPLX_EMULATION_CUT")};
   std::minstd_rand random_;
   unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
   unsigned of_context_ = 0, twice_context_ = ~0u, twice_put_ = 0;   // "1@3": the third put of context 1 counts twice
@@ -183,6 +219,7 @@ class Network {
 
 void post(const Put& put) { Network::instance().post(put); }
 bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) { return Network::instance().has_left(own, peer, context); }
+std::uint64_t error_of(const char* own) { return Network::instance().error_of(own); }
 
 }  // namespace emulation
 

@@ -1,6 +1,7 @@
 // A network for the stand-in of a carrier that kernels drive: a thread of the process that delivers puts late and in any order, a piece
 // at a time. Its source is read when a piece is delivered. One has left when it has landed and somebody has asked often enough; a put from
-// where an earlier one has not left ends the process. Everything follows from a seed (PPLX_SEED), but when the thread runs.
+// where an earlier one has not left ends the process. A link may break: see Cut in network.cpp. Everything follows from a seed (PPLX_SEED),
+// but when the thread runs.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@ namespace emulation {
 
 struct Put {
   const char* own;        // whose blocks these are
-  std::uint32_t peer, context;
+  std::uint32_t rank, peer, context;
   char* to;               // as this rank has the same place
   const char* from;
   std::uint64_t bytes;    // 0: the signal alone
@@ -18,5 +19,6 @@ struct Put {
 
 void post(const Put& put);
 bool has_left(const char* own, std::uint32_t peer, std::uint32_t context);
+std::uint64_t error_of(const char* own);
 
 }  // namespace emulation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from emulation_cases import ON_X86_64, PARTS, case_of, module
 from harness import Crew, Crews, seed
 
 pytestmark = ON_X86_64
+
+PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
 @pytest.mark.timeout(900)
@@ -88,3 +91,25 @@ def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
     case = Case(seed(), 2, num_experts=6, top_k=3, hidden=64, max_tokens=8, transport="nvshmem")
     with Crew(2, {"PPLX_EMULATION_NEAR": "none"}) as crew:
         assert crew.run("emulated:call", module(), "nvshmem_cases:landed_at_close", case, how)[:-1] == [landed]
+
+
+@pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
+@pytest.mark.parametrize(("world", "near"), [(2, "none"), (4, "odd")])
+@pytest.mark.parametrize("how", ["lost", "unheard"])
+def test_a_carrier_with_an_error(how: str, world: int, near: str, pieces: bool) -> None:
+    """Puts are lost, or land and nobody hears of it. Waits look at the carrier's error, so none lasts until its timeout, and all ranks say
+    what the rank of the error does: the peer, its phase and its step."""
+    peer, timeout = world // 2, 30.0  # the only one that rank 0 puts to
+    case = Case(seed(), world, num_experts=9, top_k=3, hidden=64, max_tokens=30 if pieces else 8, crowd="full", transport="nvshmem")
+    for put in random.Random(f"error {seed()} {how} {world} {pieces}").sample(range(2, 100 if pieces else 12), 2):
+        print(f"{how}=0-{peer}@{put}")
+        with Crew(world, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_CUT": f"{how}=0-{peer}@{put}"}) as crew:
+            call = ["emulated:in_pieces", module(), 4] if pieces else ["emulated:call", module()]
+            results = crew.run(*call, "pieces_cases:until_cut", case, timeout, timeout=100)
+        first = results[0]
+        for r in results:
+            assert r.get("is_peer") and not r["is_timeout"] and r["seconds"] < 0.8 * timeout + r["starved"], r
+            assert r["peer"] == peer and (r["message"], r["step"]) == (first["message"], first["step"]), (r, first)
+            assert r["closing"] < 5, r
+        assert first["phase"] in PHASES, first
+        assert first["message"] == f"rank 0 lost the network to rank {peer} ({first['phase']}, step {first['step']})", first

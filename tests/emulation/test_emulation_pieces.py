@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import random
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from cases import Case
 from emulation_cases import CHAOS, ON_X86_64, module, piece_case
 from harness import Crew, seed
 from open_step_cases import small_case
+from test_failure import check_survivors
 
 pytestmark = ON_X86_64
 
@@ -158,6 +161,21 @@ def test_pieces_among_replays(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("through", ["recipe", "autograd"])
+def test_gradients_in_pieces(through: str, transport: str) -> None:
+    """A step and its backward pass, of ranks with many tokens, none and half as many. To the last bit as in whole blocks."""
+    with Crew(3) as crew:
+        for layout in ("ragged", "padded", "compact"):
+            case = Case(
+                seed(), 3, num_experts=7, top_k=4, hidden=64, max_tokens=41, dtype="float32", layout=layout, align=4,
+                transport=transport,
+            )  # fmt: skip
+            run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "training_cases:gradients_in_pieces", case)
+            for errors in run(through, timeout=120):
+                assert all(error < 2e-6 for error in errors.values()), (layout, errors)
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_pieces_in_order(transport: str) -> None:
     with Crew(2) as crew:
         case = Case(1, 2, max_tokens=30, in_flight=2, transport=transport)
@@ -176,6 +194,45 @@ def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) ->
         assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] == phase, r
         found = re.search(r"waited for (piece [2-9]) of the (dispatch|combine) block of rank 0", r["message"])
         assert found and r["expected"] == found[1] and phase.startswith(found[2]), r
+
+
+@pytest.mark.parametrize("half", ["dispatch", "combine"])
+@pytest.mark.parametrize("how", ["kill", "mute"])
+def test_a_cut_link_between_pieces(how: str, half: str) -> None:
+    """The link breaks in the middle of a dispatch or a combine, whose rows are all for the last rank, or from it: pieces go one way and
+    credits the other."""
+    timeout = 10.0 if how == "kill" else 2.0
+    case = Case(
+        seed(), 3, transport="proxy:tcp", num_experts=3, max_tokens=40, hidden=64, routing="to_one", crowd="full", dtype="float32"
+    )
+    with Crew(3) as crew:
+        writes = set(crew.run("emulated:in_pieces", module(), 4, "pieces_cases:writes_of_a_dispatch", case))
+    assert len(writes) == 1, writes  # to two peers; a combine takes as many
+    of_half = writes.pop() // 2
+    after = random.Random(f"cut {seed()} {how} {half}").randint(2, of_half - 4) + (of_half if half == "combine" else 0)
+    print(f"{how}=0-2@{after} of {2 * of_half}")
+    with Crew(3, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,{how}=0-2@{after}"}) as crew:
+        results = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:until_cut", case, timeout, timeout=60)
+    for r in results:
+        assert r.get("is_peer") and r["peer"] in (0, 2), r
+        assert r["closing"] < 5, r
+        assert (" on " if how == "kill" else " over ") in r["message"], r
+        # A first step has three times the timeout.
+        assert r["seconds"] < (timeout if how == "kill" else 3 * timeout + 10) + r["starved"], r
+        assert not r["is_timeout"] if how == "kill" else r["is_timeout"] or "gave up" in r["message"], r
+    assert [results[rank]["half"] for rank in (0, 2)] == [f"{half} 0"] * 2, results
+    assert results[1]["chaos"]["failed"] + results[1]["chaos"]["swallowed"] + results[1]["chaos"]["lost"] == 0, results
+
+
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
+@pytest.mark.parametrize("place", ["in_dispatch_recv", "amid_dispatch_recv", "in_combine_recv", "amid_combine_recv"])
+def test_death_in_a_receive_half(place: str, transport: str, tmp_path: Path) -> None:
+    """in: while it waits for somebody's first piece. amid: for later ones, which wait for a rank that reads nothing."""
+    case = Case(21, 3, transport=transport, max_tokens=40, hidden=64, crowd="full")
+    with Crew(3, {"PPLX_TEST_STEP_TIMEOUT": "30"}) as crew:
+        crew.start("emulated:in_pieces", module(), 4, "failure_cases:survive", case, 1, place, str(tmp_path / "died"))
+        check_survivors(crew.collect(60, [0, 2]), 1, float((tmp_path / "died").read_text()))
+        assert crew.leave() == [0, -signal.SIGKILL, 0]
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,42 @@
 """One rank of test_memcheck, a process of its own, since compute-sanitizer wants to have started it: RANK and WORLD_SIZE say which.
 
-Arguments: the transport, and the numbers of the random cases.
+Arguments: which steps, the transport, and the numbers of the random cases.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import sys
+from dataclasses import replace
 
-import gpu_cases
-from cases import random_case
+from cases import Case, in_pieces, random_case
 from harness import Member
 
+SIZES = ("few", "bulk", "pieces")
+"""Of few tokens; the same by bulk copies; and of so many that blocks go in pieces. The test sets what bulk takes."""
 
-def main(transport: str, numbers: list[int]) -> None:
+
+def drawn(size: str, number: int, world: int, transport: str) -> Case:
+    case = random_case(number, world, (transport,))
+    if size != "pieces":
+        return case
+    r = random.Random(f"pieces {number}")
+    case = replace(
+        case, max_tokens=case.replicas * r.randint(257, 400), num_experts=r.choice([world, 3 * world]), top_k=r.choice([1, 2, 3]),
+        hidden=16 * r.choice([1, 3, 9, 33]), steps=3,
+    )  # fmt: skip
+    return in_pieces(case, on_gpu=True)
+
+
+def main(size: str, transport: str, numbers: list[int]) -> None:
+    import gpu_cases
+
     me = Member(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     for number in numbers:
-        gpu_cases.exchange(me, random_case(number, me.world_size, (transport,)))
+        gpu_cases.exchange(me, drawn(size, number, me.world_size, transport))
     me.close()
 
 
-main(sys.argv[1], [int(number) for number in sys.argv[2:]])
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], [int(number) for number in sys.argv[3:]])

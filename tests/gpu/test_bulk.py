@@ -89,6 +89,11 @@ def test_soak(few: Crews, wire: str) -> None:
     assert few.run("gpu_cases:soak", case, 2000) == [0] * few.world_size
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_streams(crew: Crews, in_flight: int) -> None:
+    crew.run("gpu_cases:streams", replace(large(crew.world_size, "native", tokens=1500), in_flight=in_flight), 20, timeout=120)
+
+
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
 def test_eager_steps_among_replays(few: Crews, in_flight: int) -> None:
     case = small_case(seed(), few.world_size, in_flight)

@@ -111,10 +111,12 @@ def test_soak_of_replicas(crew: Crew) -> None:
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
-@pytest.mark.parametrize("tokens", [16, 1024])
-def test_hooks(crew: Crew, tokens: int, layout: str) -> None:
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+@pytest.mark.parametrize(("tokens", "pieces"), [(16, False), (1024, False), (1024, True)], ids=["few", "many", "pieces"])
+def test_hooks(crew: Crew, tokens: int, pieces: bool, transport: str, layout: str) -> None:
     pytest.importorskip("triton")
-    case = small_case(seed(), RANKS, 1, layout=layout, hidden=1024, max_tokens=tokens, align=128)
+    case = small_case(seed(), RANKS, 1, transport=transport, layout=layout, hidden=1024, max_tokens=tokens, align=128)
+    case = in_pieces(case, on_gpu=True) if pieces else case
     crew.run("hook_kernels:beside", case, 300 if tokens == 16 else 50, timeout=300)
 
 

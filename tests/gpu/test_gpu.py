@@ -19,6 +19,7 @@ import pytest
 from cases import WIRES, Case, random_case
 from gpus import APART, AT_ONCE, GPUS
 from harness import Crew, Crews, clean_environment, seed
+from memcheck_rank import SIZES
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module
@@ -272,8 +273,9 @@ def test_pci_address() -> None:
 
 
 @pytest.mark.timeout(700)
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
-def test_memcheck(transport: str, tmp_path: Path) -> None:
+def test_memcheck(transport: str, size: str, tmp_path: Path) -> None:
     """Out of bounds, misaligned, leaks of device memory. Its racecheck and synccheck see shared memory only, and are not asked."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
@@ -284,7 +286,7 @@ def test_memcheck(transport: str, tmp_path: Path) -> None:
     for rank in range(world):
         command = [
             sanitizer, "--tool", "memcheck", "--error-exitcode", "9", "--log-file", str(tmp_path / f"{rank}.log"),
-            sys.executable, str(Path(__file__).with_name("memcheck_rank.py")), transport, *(str(begin + i) for i in range(6)),
+            sys.executable, str(Path(__file__).with_name("memcheck_rank.py")), size, transport, *(str(begin + i) for i in range(6)),
         ]  # fmt: skip
         env = {
             **clean_environment(),
@@ -293,7 +295,8 @@ def test_memcheck(transport: str, tmp_path: Path) -> None:
             "LOCAL_WORLD_SIZE": str(world),
             "LOCAL_RANK": str(rank),
         }
-        env |= {"PPLX_COMM_JOB": f"memcheck{os.getpid()}{transport}", "PPLX_TEST_STEP_TIMEOUT": "100"}
+        env |= {"PPLX_COMM_JOB": f"memcheck{os.getpid()}{size}{transport}", "PPLX_TEST_STEP_TIMEOUT": "100"}
+        env |= {"PPLX_COMM_BULK_TOKENS": "1"} if size == "bulk" else {}
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
         said = [rank.communicate(timeout=600)[0] for rank in ranks]

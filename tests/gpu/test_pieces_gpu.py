@@ -95,11 +95,37 @@ def test_soak(transport: str) -> None:
         crew.run("gpu_cases:both_devices", case, 100, timeout=600)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_streams(transport: str, in_flight: int) -> None:
+    """What a receive half still sends of a step was written on another stream."""
+    with Crew(max(WORLDS)) as crew:
+        case = replace(large(max(WORLDS), "native", tokens=1500), transport=transport, in_flight=in_flight)
+        crew.run("gpu_cases:streams", pieces(replace(case, slot_bytes=None)), 20, timeout=300)
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_among_replays(transport: str) -> None:
     with Crew(max(WORLDS)) as crew:
         case = pieces(replace(small_case(seed(), max(WORLDS), 1), max_tokens=900, transport=transport))
         crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=300)
+
+
+@pytest.mark.skipif(AT_ONCE < 2, reason="one GPU")
+@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+@pytest.mark.parametrize("through", ["recipe", "autograd"])
+def test_gradients(through: str, layout: str, transport: str) -> None:
+    world = max(WORLDS)
+    with Crew(world) as crew:
+        case = pieces(
+            Case(
+                seed(), world, num_experts=7, top_k=4, hidden=64, max_tokens=1200, dtype="float32", layout=layout, align=4,
+                transport=transport,
+            )
+        )  # fmt: skip
+        for errors in crew.run("gpu_cases:on_gpu", "training_cases:gradients_in_pieces", case, through, timeout=300):
+            assert max(errors.values()) < 1e-5, errors
 
 
 # ---- replicas
@@ -168,7 +194,13 @@ def test_replicas_apart(kind: str) -> None:
 
 @pytest.mark.skipif(AT_ONCE < 2, reason="one GPU")
 @pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("place", ["after_dispatch_send", "after_dispatch", "after_combine_send"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "after_dispatch_send", "in_dispatch_recv", "amid_dispatch_recv", "after_dispatch", "after_combine_send", "in_combine_recv",
+        "amid_combine_recv",
+    ],
+)  # fmt: skip
 def test_death(place: str, transport: str, tmp_path: Path) -> None:
     world = max(WORLDS)
     with Crew(world) as crew:

@@ -17,9 +17,13 @@ REMOTE = "src/cuda/remote.cuh"
 class Mutant(Planted):
     tests: str  # for pytest -k
     module: str = "_nvshmem"
+    is_core: bool = False  # `make mutants` plants it, too
+    kernels: tuple[str, ...] = ()  # the sources that the tests run, of those that have it; none: all
 
 
 SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test_reset and nvshmem"
+ERROR = "a_carrier_with_an_error"
+WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
@@ -31,6 +35,7 @@ MUTANTS = [
         "    pieces.insert(pieces.end(), Piece{0, 0});",
         "a carrier whose signal overtakes its data would pass every test",
         SHAPES,
+        is_core=True,
     ),
     Mutant(
         "a block goes before its last row",
@@ -63,6 +68,8 @@ MUTANTS = [
         "end - begin, signal_of(k, step + 1, op, part, k.c.rank));\n",
         "with steps in flight one opens another one's rows",
         SHAPES,
+        is_core=True,
+        kernels=WHOLE,
     ),
     Mutant(
         "signal of the wrong peer",
@@ -79,6 +86,7 @@ MUTANTS = [
         "counts->base[set][op][part][source] = part == 0 ? 0 * signals[number] : signals[number];\n",
         "what the old generation counted opens the first steps of the new one",
         RESET,
+        is_core=True,
     ),
     Mutant(
         "a later part's count not rebased at reset",
@@ -123,10 +131,12 @@ MUTANTS = [
     Mutant(
         "data overwritten before it left",
         CARRIER,
-        "    return carrier::left(k, peer, context_of(k, step, op)) && (",
-        "    return true || (",
+        "    if (carrier::left(k, peer, context_of(k, step, op)) && (",
+        "    if (true || (",
         "a carrier that still reads a block sends the next step's rows",
         SHAPES,
+        is_core=True,
+        kernels=WHOLE,
     ),
     Mutant(
         "sets share their send blocks",
@@ -143,6 +153,22 @@ MUTANTS = [
         " / c.in_flight * 0 + 1;\n",
         "headers of earlier steps open this one",
         SHAPES,
+    ),
+    Mutant(
+        "errors are not looked at",
+        CARRIER,
+        "  if (const std::uint64_t error = carrier::error(k))\n",
+        "  if (const std::uint64_t error = 0 * carrier::error(k))\n",
+        "a broken link is only seen by its silence, when the timeout is over",
+        f"{ERROR} and lost",
+    ),
+    Mutant(
+        "errors are not looked at while blocks leave",
+        CARRIER,
+        "    look_for_carrier_errors(k, step, phase, peer);\n    return false;\n  });\n}\n",
+        "    return false;\n  });\n}\n",
+        "who waits for a block to leave waits for its timeout",
+        f"{ERROR} and unheard and whole",
     ),
     Mutant(
         "part not waited for",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from emulation_mutants import CARRIER, NETWORK, PUTS, Mutant
+from emulation_mutants import CARRIER, ERROR, NETWORK, PUTS, Mutant
 
 ROUNDS = "src/cuda/remote_rounds.cuh"
 
@@ -116,6 +116,14 @@ MUTANTS = [
         "",
         "one that lands later counts in the new generation, or the reset waits for what was never posted",
         LATE_PIECE,
+    ),
+    Mutant(
+        "pieces: errors are not looked at",
+        "src/cuda/passed_rounds.cuh",
+        "      look_for_carrier_errors(k, step, phase, of.peer);\n",
+        "",
+        "a broken link is only seen by its silence, when the timeout is over",
+        f"{ERROR} and pieces",
     ),
     Mutant(
         "hooks: a row of a round is counted before it is placed",

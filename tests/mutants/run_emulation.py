@@ -3,6 +3,7 @@ was caught. The mutants are in emulation_mutants.py and emulation_piece_mutants.
 
     python tests/mutants/run_emulation.py              all
     python tests/mutants/run_emulation.py signal       those whose names have one of these words
+    python tests/mutants/run_emulation.py --core       what `make mutants` plants: a few that every carrier must not have
 
 A mutant is of one of the emulation's modules in build/dev, in which the files that depend on the mutant's own are compiled again. Exit code
 1 if one survives, or no longer applies.
@@ -11,11 +12,13 @@ A mutant is of one of the emulation's modules in build/dev, in which the files t
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import emulation_mutants
@@ -65,18 +68,23 @@ def build(mutant: Mutant, folder: Path) -> None:
     file = folder / mutant.file
     file.write_text(file.read_text().replace(mutant.old, mutant.new))
     compiled, link = commands(mutant.module)
-    objects: list[Path] = []
+    todo: list[list[str]] = []
+    changed: list[Path] = []
+    same: list[Path] = []
     for number, (source, words) in enumerate(compiled):
         own = folder / source.relative_to(run.ROOT)
         at = words.index("-o") + 1
-        if not depends(own, file, folder):
-            objects.append(run.BUILD / words[at])
+        if not depends(own, file, folder) or (mutant.kernels and source.name not in mutant.kernels):
+            same.append(run.BUILD / words[at])
             continue
-        objects.append(folder / f"{number}.o")
+        changed.append(folder / f"{number}.o")
         # Warnings are the tree's own; what it was configured with stays where it is.
-        changed = [word if "/build/" in word or ".venv" in word else word.replace(str(run.ROOT), str(folder)) for word in words]
-        changed[at] = str(objects[-1])
-        run.checked(changed)
+        todo.append([word if "/build/" in word or ".venv" in word else word.replace(str(run.ROOT), str(folder)) for word in words])
+        todo[-1][at] = str(changed[-1])
+    with ThreadPoolExecutor(os.cpu_count()) as compilers:
+        list(compilers.map(run.checked, todo))
+    # Of functions that several sources have the first is taken.
+    objects = [*changed, *same]
     for module in (run.BUILD / "tests" / "emulation").glob("*.so"):
         if not module.name.startswith(f"{mutant.module}."):
             (folder / module.name).symlink_to(module)
@@ -90,7 +98,8 @@ def main(words: list[str]) -> int:
         print("\n".join(problems))
         return 1
     run.checked(["cmake", "--build", str(run.BUILD), "--target", "pplx_emulation"])
-    mutants, survivors, begun = run.named(MUTANTS, words), 0, time.monotonic()
+    mutants = [m for m in MUTANTS if m.is_core] if words == ["--core"] else run.named(MUTANTS, words)
+    survivors, begun = 0, time.monotonic()
     for mutant in mutants:
         shutil.rmtree(WORK, ignore_errors=True)
         started = time.monotonic()

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ PLACES = (
     "before_dispatch", "after_dispatch_send", "in_dispatch_recv", "after_dispatch", "in_weights", "after_combine_send", "in_combine_recv",
     "after_combine",
 )  # fmt: skip
+AMID = ("amid_dispatch_recv", "amid_combine_recv")
+"""Where blocks go in pieces: the first ones of all ranks have come, and one rank does not read them."""
 
 
 def _die(path: str) -> None:
@@ -45,14 +48,18 @@ def _hold_shm() -> None:
 
 
 def _when_inside(function: str, then: Any) -> None:
-    """Once the main thread is in that call of the library for good, in C++ without the GIL."""
+    """Once the main thread stands still in that call of the library, in C++ without the GIL: in the call itself, or on a GPU where what it
+    launched is waited for."""
     main = threading.main_thread().ident
     assert main is not None
 
     def watch() -> None:
-        seen = 0
+        seen, last = 0, None
         while seen < 30:
-            seen = seen + 1 if sys._current_frames()[main].f_code.co_name == function else 0
+            innermost = sys._current_frames()[main]
+            at = innermost.f_code, innermost.f_lasti
+            inside = any(frame.f_code.co_name == function for frame, _ in traceback.walk_stack(innermost))
+            seen, last = seen + 1 if inside and at == last else 0, at
             time.sleep(0.001)
         then()
 
@@ -109,7 +116,9 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
         hold("in_dispatch_recv")
         sent = runner.dispatch_send(n)
         at("after_dispatch_send")
-        inside("in_dispatch_recv", "dispatch_recv")
+        hold("amid_dispatch_recv")
+        for where in ("in", "amid"):
+            inside(f"{where}_dispatch_recv", "dispatch_recv")
         d = runner.dispatch_recv(n, sent)
         at("after_dispatch")
         runner.steps[n].late_weights = None
@@ -121,7 +130,9 @@ def survive(me: Any, case: Case, victim: int, place: str, path: str, close: bool
         inside("in_weights", "combine")
         c = runner.combine_send(n, d)
         at("after_combine_send")
-        inside("in_combine_recv", "combine_recv")
+        hold("amid_combine_recv")
+        for where in ("in", "amid"):
+            inside(f"{where}_combine_recv", "combine_recv")
         assert c is not None
         runner.combine_recv(n, c)
         at("after_combine")

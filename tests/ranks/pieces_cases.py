@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from cases import DTYPES, Case
+from chaos_cases import counted
 from failure_cases import until_failure
 from outcomes import mistake, must, raised
-from rank_cases import Good, Runner, open_all_to_all
+from rank_cases import Good, Runner, end_of, open_all_to_all
 from reference import same_bits
 
 
@@ -71,3 +72,39 @@ def does_not_come(me: Any, case: Case, phase: str) -> dict[str, Any] | None:
         a2a.reset()
         Good(me, replace(case, seed=case.seed + 1), a2a).step()
         return result
+
+
+def _first_in_halves(me: Any, case: Case, a2a: Any) -> Runner:
+    runner = Good(me, case, a2a).runner
+    first = runner.steps[0]
+    first.late_weights, first.how = None, ["halves"] * me.world_size
+    return runner
+
+
+def writes_of_a_dispatch(me: Any, case: Case) -> int:
+    """How many this rank's proxy posts for the first dispatch."""
+    with open_all_to_all(me, case) as a2a:
+        runner = _first_in_halves(me, case, a2a)
+        d = runner.dispatch_recv(0, runner.dispatch_send(0))
+        me.comm.barrier()  # the others have all of it
+        writes = int(a2a.stats()["proxy"]["writes"])
+        runner.combine(0, d)
+        return writes
+
+
+def until_cut(me: Any, case: Case, timeout: float) -> dict[str, Any]:
+    """Steps, the first in halves, until the link is cut. What this rank saw, and in which half."""
+    a2a = open_all_to_all(me, case, timeout=timeout)
+    runner = _first_in_halves(me, case, a2a)
+    half = ""
+
+    def on() -> None:
+        nonlocal half
+        for n in range(8):
+            half = f"dispatch {n}"
+            d = runner.dispatch(n)
+            half = f"combine {n}"
+            runner.combine(n, d)
+
+    result = raised(on)
+    return {**result, "half": half, "chaos": counted(a2a), "closing": end_of(me, a2a, True)}

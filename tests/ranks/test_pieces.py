@@ -57,6 +57,20 @@ def test_chaos() -> None:
             crew.run("chaos_cases:exchange", in_pieces(case))
 
 
+@pytest.mark.parametrize("through", ["recipe", "autograd"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
+def test_gradients(transport: str, through: str) -> None:
+    """A step and its backward pass: two ranks send pieces, one has no token. To the last bit as in whole blocks."""
+    with Crew(3) as crew:
+        for layout in ("ragged", "padded", "compact"):
+            case = Case(
+                seed(), 3, num_experts=7, top_k=4, hidden=16, max_tokens=900, dtype="float32", layout=layout, align=4,
+                transport=transport, threads=2,
+            )  # fmt: skip
+            for errors in crew.run("training_cases:gradients_in_pieces", in_pieces(case), through, timeout=120):
+                assert all(error < 2e-6 for error in errors.values()), (layout, errors)
+
+
 def test_order(crew: Crews) -> None:
     """A step is received after those before it; what was refused works in its turn."""
     case = in_pieces(Case(1, crew.world_size, max_tokens=400, in_flight=2))

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from cases import Case
+from outcomes import must
 from rank_cases import open_all_to_all
+from reference import same_bits
 
 import pplx_comm as pc
 
 INNER = 24
 
 
+@dataclass(frozen=True)
+class Gradients:
+    """Of a rank's tokens and their weights, and of both matrices of its experts."""
+
+    dx: torch.Tensor
+    dw: torch.Tensor
+    up: list[torch.Tensor]
+    down: list[torch.Tensor]
+
+
 def _layer(case: Case) -> tuple[list[torch.Tensor], ...]:
     """By rank: tokens, ids, weights, gradient of the output, of replicas the same. By expert: both matrices. The same everywhere."""
     g = torch.Generator().manual_seed(case.seed)
-    counts = [case.max_tokens, 0, *range(3, 3 + case.world_size)][: case.world_size // case.replicas]
+    counts = [case.max_tokens, 0, 2 * case.max_tokens // 3, *range(3, 3 + case.world_size)][: case.world_size // case.replicas]
     x = [torch.randn(n, case.hidden, generator=g) for n in counts]
     ids = [torch.randint(-1, case.num_experts, (n, case.top_k), generator=g) for n in counts]  # repeats and -1 among them
     weights = [torch.rand(n, case.top_k, generator=g) for n in counts]
@@ -72,8 +85,8 @@ def _choices(case: Case, d: pc.Dispatched) -> list[tuple[int, Any, Any]]:
     return [(e, slice(starts[e], starts[e] + n), slice(starts[e], starts[e] + n)) for e, n in enumerate(counts)]
 
 
-def gradients(me: Any, case: Case) -> dict[str, float]:
-    """One step, forward and backward, by the library; how far its gradients are from autograd's, relative to their length."""
+def _by_recipe(me: Any, case: Case) -> Gradients:
+    """One step, forward and backward, call by call."""
     all_x, all_ids, all_weights, all_dy, up, down = _layer(case)
     mine, compact = case.shape.experts_of(me.rank), case.layout == "compact"
     with open_all_to_all(me, case) as a2a:
@@ -113,11 +126,11 @@ def gradients(me: Any, case: Case) -> dict[str, float]:
         dx, dw = a2a.combine(back, g, weighted=False, tail=tail)
 
     assert y.shape == all_x[me.rank].shape
-    return _errors(me, case, dx, dw, d_up, d_down)
+    return Gradients(dx, dw, d_up, d_down)
 
 
-def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]:
-    """The same step with autograd through the library. through: "all", or "experts": tokens and weights need no gradient."""
+def _through_the_library(me: Any, case: Case, through: str) -> Gradients:
+    """The same step with autograd through the library. Gradients of what needs none are zeros."""
     all_x, all_ids, all_weights, all_dy, up, down = _layer(case)
     mine, compact = case.shape.experts_of(me.rank), case.layout == "compact"
     with open_all_to_all(me, case) as a2a:
@@ -138,20 +151,37 @@ def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]
         y = a2a.combine(answer, d)
         y.backward(all_dy[me.rank])
         assert a2a.stats()["open_steps"] == 0
-        zeros = [torch.zeros_like(t) for t in (x, w)]
-        dx, dw = (zero if t.grad is None else t.grad for t, zero in zip((x, w), zeros, strict=True))
-        errors = _errors(
-            me, case, dx, dw, *([t.grad if t.grad is not None else torch.zeros_like(t) for t in part] for part in (ups, downs))
-        )
-    if through == "experts":
-        assert x.grad is None and w.grad is None
-        del errors["dx"], errors["dw"]
-    return errors
+        assert (x.grad is None and w.grad is None) == (through == "experts")
+        of = [[t.grad if t.grad is not None else torch.zeros_like(t) for t in part] for part in ([x, w], ups, downs)]
+        return Gradients(*of[0], *of[1:])
 
 
-def _errors(
-    me: Any, case: Case, dx: torch.Tensor, dw: torch.Tensor, d_up: list[torch.Tensor], d_down: list[torch.Tensor]
-) -> dict[str, float]:
+def gradients(me: Any, case: Case) -> dict[str, float]:
+    """How far the library's gradients of a step are from autograd's in one process, relative to their length."""
+    return _errors(me, case, _by_recipe(me, case))
+
+
+def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]:
+    """The same with autograd through the library. through: "all", or "experts": tokens and weights need no gradient."""
+    errors = _errors(me, case, _through_the_library(me, case, through))
+    return {name: error for name, error in errors.items() if through == "all" or name not in ("dx", "dw")}
+
+
+def gradients_in_pieces(me: Any, case: Case, through: str) -> dict[str, float]:
+    """The same of a case in pieces, whose gradients have the bits of those of whole blocks. through: "recipe" or "autograd"."""
+
+    def step(case: Case) -> Gradients:
+        return _by_recipe(me, case) if through == "recipe" else _through_the_library(me, case, "all")
+
+    found, whole = step(case), step(replace(case, slot_bytes=1 << 40))
+    for name, mine in vars(found).items():
+        theirs = getattr(whole, name)
+        pairs = zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]
+        must(all(same_bits(a, b) for a, b in pairs), f"{case}: {name} in pieces and of whole blocks")
+    return _errors(me, case, found)
+
+
+def _errors(me: Any, case: Case, of: Gradients) -> dict[str, float]:
     """How far this rank's gradients are from those of one process, relative to their length."""
     mine = case.shape.experts_of(me.rank)
     wanted_dx, wanted_dw, wanted_up, wanted_down = _by_autograd(case)
@@ -161,8 +191,8 @@ def _errors(
         return float((a - b).norm() / max(float(b.norm()), 1e-30)) if len(b) and b.any() else float(a.norm()) if len(a) else 0.0
 
     return {
-        "dx": error([dx], [wanted_dx[me.rank // case.replicas]]),
-        "dw": error([dw], [wanted_dw[me.rank // case.replicas]]),
-        "up": error(d_up, wanted_up[mine.start : mine.stop]),
-        "down": error(d_down, wanted_down[mine.start : mine.stop]),
+        "dx": error([of.dx], [wanted_dx[me.rank // case.replicas]]),
+        "dw": error([of.dw], [wanted_dw[me.rank // case.replicas]]),
+        "up": error(of.up, wanted_up[mine.start : mine.stop]),
+        "down": error(of.down, wanted_down[mine.start : mine.stop]),
     }
