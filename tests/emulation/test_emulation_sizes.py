@@ -1,0 +1,67 @@
+"""Steps whose rows lie beyond 2^31 elements, and beyond 2^32 bytes, by the kernels of few tokens and of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from emulation_cases import BULK, ON_X86_64, PARTS, module
+from harness import Crews
+from size_cases import are_far, far_case
+
+pytestmark = ON_X86_64
+
+
+@pytest.fixture(scope="module")
+def few() -> Iterator[Crews]:
+    crews = Crews(2, PARTS)
+    yield crews
+    crews.close()
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[Crews]:
+    crews = Crews(2, BULK)
+    yield crews
+    crews.close()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_far_rows_of_few(few: Crews, layout: str, wire: str) -> None:
+    case = far_case(2, layout, wire)
+    found = few.run("emulated:call", module(), "size_cases:far_rows", case, timeout=200)
+    are_far(case, found)
+    assert all(rank["bulk"] == 0 for rank in found), found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_far_rows_of_many(many: Crews, layout: str, wire: str) -> None:
+    case = far_case(3, layout, wire)
+    found = many.run("emulated:call", module(), "size_cases:far_rows", case, timeout=200)
+    are_far(case, found)
+    assert all(rank["bulk"] > 0 for rank in found), found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["nvshmem", "proxy:tcp"])
+def test_far_rows_between_nodes(few: Crews, transport: str) -> None:
+    case = far_case(4, "ragged", "native", transport=transport)
+    are_far(case, few.run("emulated:call", module(), "size_cases:far_rows", case, timeout=200))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem", "proxy:tcp"])
+def test_far_rows_of_few_in_pieces(few: Crews, transport: str) -> None:
+    case = far_case(5, "padded", "fp8", transport=transport, max_tokens=40)
+    are_far(case, few.run("emulated:in_pieces", module(), 64, "size_cases:far_rows", case, timeout=200))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["mapped", "nvshmem", "proxy:tcp"])
+def test_far_rows_of_many_in_pieces(many: Crews, transport: str) -> None:
+    case = far_case(6, "padded", "fp8", transport=transport, max_tokens=40)
+    are_far(case, many.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200))
