@@ -1,12 +1,13 @@
-"""Steps whose rows lie beyond 2^31 elements, and beyond 2^32 bytes, by the kernels of few tokens and of many."""
+"""Steps whose rows lie beyond 2^31 elements, and beyond 2^32 bytes, by the kernels of few tokens and of many; and where many begin."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from cases import Case
 from emulation_cases import BULK, ON_X86_64, PARTS, module
-from harness import Crews
+from harness import Crew, Crews, seed
 from size_cases import are_far, far_case
 
 pytestmark = ON_X86_64
@@ -65,3 +66,22 @@ def test_far_rows_of_few_in_pieces(few: Crews, transport: str) -> None:
 def test_far_rows_of_many_in_pieces(many: Crews, transport: str) -> None:
     case = far_case(6, "padded", "fp8", transport=transport, max_tokens=40)
     are_far(case, many.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tuned", [[5, 14], [14, 5]], ids=str)
+def test_ranks_agree_where_many_begin(few: Crews, tuned: list[int]) -> None:
+    """Rows of combine would look different at either end."""
+    for number in range(3):
+        case = Case(seed() * 10 + number, 2, num_experts=8, top_k=3, max_tokens=20, crowd="uneven", steps=6)
+        for stats in few.run("emulated:call", module(), "size_cases:agreed", case, tuned, timeout=60):
+            assert stats["bulk_tokens"] == 14, stats
+
+
+@pytest.mark.parametrize("own", ["", "7"])
+def test_where_many_begin(own: str) -> None:
+    """As the GPUs would have it, or as the variable says."""
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": own}) as crew:
+        case = Case(seed(), 2, num_experts=8, top_k=3, max_tokens=20, crowd="full", steps=4)
+        for stats in crew.run("emulated:call", module(), "size_cases:agreed", case, [9, 30], timeout=60):
+            assert stats["bulk_tokens"] == (7 if own else 30) and (stats["bulk_combines"] > 0) == bool(own), stats

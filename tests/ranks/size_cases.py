@@ -15,6 +15,7 @@ from outcomes import must
 from rank_cases import Runner
 
 import pplx_comm as pc
+from pplx_comm.gpus import cuda_module
 
 FAR_BYTES, FAR_ELEMENTS = 2**32, 2**31
 HIDDEN = 7168
@@ -122,3 +123,17 @@ def far_rows(me: Any, case: Case) -> dict[str, int]:
     grown = resident() - before
     must(grown < MOST_RESIDENT, f"{grown >> 20} MiB were touched")
     return where
+
+
+def agreed(me: Any, case: Case, tuned: list[int]) -> dict[str, int]:
+    """A case on GPUs of which each would have steps go by bulk copies from another number of tokens on: what they agreed on."""
+    kernels = cuda_module()
+    before = kernels.many_tokens
+    setattr(kernels, "many_tokens", lambda config, device, num_sms: tuned[me.rank])  # noqa: B010
+    try:
+        with rank_cases.open_all_to_all(me, case) as a2a:
+            Runner(me, case, a2a).run()
+            stats: dict[str, int] = a2a.stats()
+            return stats
+    finally:
+        setattr(kernels, "many_tokens", before)  # noqa: B010
