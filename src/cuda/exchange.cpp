@@ -317,7 +317,8 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 }
 
 // Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
-// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
+// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's. Rows of remote
+// peers are handed over by rounds: whole blocks for other nodes these kernels do not know.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   if (memory_.across() && !common_.heap.in_pieces) return;
