@@ -63,6 +63,9 @@ class FarRunner(Runner):
         super().__init__(me, case, a2a)
         for step in self.steps:
             step.strided = [True] * case.world_size
+        # One step at least is plain and whole: its rows of own tokens cross no memory.
+        last = self.steps[-1]
+        last.released, last.tails, last.late_weights, last.how = False, None, None, ["whole"] * case.world_size
         self.farthest = 0  # row of d.x, of those received
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
