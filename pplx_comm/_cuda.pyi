@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'many_tokens', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.
@@ -159,6 +159,11 @@ class Exchange:
         What the proxy carries for; None inside a node.
         """
     @property
+    def many_tokens(self) -> int:
+        """
+        From so many on a step goes by bulk copies, where any does.
+        """
+    @property
     def open_steps(self) -> int:
         ...
     @property
@@ -198,6 +203,10 @@ def gdrcopy_refusal(device: int) -> str | None:
 def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
     """
     Makes the places of the rows that come back as peers must find them.
+    """
+def many_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
+    """
+    From how many tokens on this GPU's steps should go by bulk copies. num_sms: 0: all.
     """
 def output_layout(config: pplx_comm._core.Config) -> pplx_comm._core.OutputLayout:
     """

@@ -325,6 +325,7 @@ class AllToAll:
     def stats(self) -> dict[str, Any]:
         """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy.
 
+        bulk_tokens: from how many tokens on steps on GPUs of one node go by bulk copies.
         bulk_dispatches, bulk_combines: launches on GPUs of many tokens, by bulk copies.
         """
         return self._steps.stats()

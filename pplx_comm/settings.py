@@ -180,7 +180,7 @@ class Settings:
     bulk_tokens: int = _variable(
         "PPLX_COMM_BULK_TOKENS", _whole(1), "a positive integer",
         "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
-        default="768",
+        default="by GPU, num_sms and shape: src/cuda/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",

@@ -145,7 +145,10 @@ class Cuda:
 
     def stats(self) -> dict[str, Any]:
         core = self.core
-        return {"steps": core.steps, "bulk_dispatches": core.bulk_dispatches, "bulk_combines": core.bulk_combines}
+        return {
+            "steps": core.steps, "bulk_tokens": core.many_tokens, "bulk_dispatches": core.bulk_dispatches,
+            "bulk_combines": core.bulk_combines,
+        }  # fmt: skip
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""

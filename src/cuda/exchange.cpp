@@ -56,7 +56,26 @@ void measure_rows(Common& k) {
   if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
 }
 
+std::uint32_t sms_of_gpu(int device) {
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return static_cast<std::uint32_t>(sms);
+}
+
+// Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
+std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t num_sms) {
+  std::uint32_t sms = of_gpu;
+  if (c.in_flight > 1) sms = sms > kSmsLeft ? std::max(1u, (sms - kSmsLeft) / c.in_flight) : 1;
+  sms = std::min(sms, kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm));
+  return num_sms > 0 ? std::min(num_sms, sms) : sms;
+}
+
 }  // namespace
+
+std::uint32_t tuned_many_tokens(const Config& c, int device, std::uint32_t num_sms) {
+  const std::uint32_t sms = sms_of_gpu(device);
+  return many_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world});
+}
 
 void clear(const SharedMemory& heap, cudaStream_t stream) {
   check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
@@ -72,7 +91,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens != 0 ? many_tokens : kManyTokens) {
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
@@ -117,13 +136,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   common_.blocks = symmetric.base;
   std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
 #endif
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
-  // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
-  if (config.in_flight > 1) sms = std::max(1, (sms - static_cast<int>(kSmsLeft)) / static_cast<int>(config.in_flight));
-  sms = std::min(sms, static_cast<int>(kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm)));
-  sms_ = num_sms > 0 ? std::min(num_sms, static_cast<std::uint32_t>(sms)) : static_cast<std::uint32_t>(sms);
-  most_sms_ = wanted_sms_ = sms_;
+  sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
   check(load_kernels(config), "loading the kernels");
@@ -164,9 +177,7 @@ void Exchange::use_hooks() {
     check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
     check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
   }
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device_), "cudaDeviceGetAttribute");
-  const auto most = static_cast<std::uint32_t>(std::max(1, sms - static_cast<int>(kSmsLeft)));
+  const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
 }
@@ -306,7 +317,8 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 }
 
 // Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
-// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's.
+// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's. Rows of remote
+// peers are handed over by rounds: whole blocks for other nodes these kernels do not know.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   if (memory_.across() && !common_.heap.in_pieces) return;

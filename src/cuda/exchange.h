@@ -28,6 +28,9 @@ void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
+// From how many tokens on a step is one of many, as this rank's GPU would have it; num_sms: as in the constructor.
+std::uint32_t tuned_many_tokens(const Config& config, int device, std::uint32_t num_sms);
+
 #ifdef PPLX_CARRIER
 // Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
 struct Symmetric {
@@ -57,7 +60,7 @@ class Exchange {
     }
   };
 
-  // many_tokens: from which on a dispatch goes by bulk copies; 0: as tuned.
+  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens);
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -102,6 +105,7 @@ class Exchange {
   // Launches of dispatch and combine, and of their halves, that went by bulk copies.
   std::uint64_t bulk_dispatches() const;
   std::uint64_t bulk_combines() const;
+  std::uint32_t many_tokens() const { return many_tokens_; }
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 namespace pplx::cuda {
@@ -46,8 +47,37 @@ inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// From so many tokens on. All ranks must have the same number: what rows of combine look like follows from it.
-inline constexpr std::uint32_t kManyTokens = 768;
+// What decides from how many tokens on a step goes by bulk copies.
+struct StepShape {
+  std::uint32_t gpu_sms = 0;  // multiprocessors of the GPU
+  std::uint32_t sms = 0;  // of a launch
+  std::uint32_t row_bytes = 0;  // of a row of combine
+  std::uint32_t world = 0;
+};
+// For GPUs of just so many multiprocessors; of the rest `most` has what a line holds up to.
+struct ManyTokens {
+  StepShape most;
+  std::uint32_t tokens;
+};
+// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md, microseconds of dispatch and combine, hidden
+// 7168, FP8 out, bfloat16 back. Nothing was measured both ways at one size yet, so no line differs from the default.
+inline constexpr ManyTokens kManyTokens[] = {
+    // H200: 1,024 tokens, Compact, by bulk copies 125 and 109, where DeepEP takes 111 and 122.
+    {{132, 24, 14336, 2}, 768},
+    // H200: 512 tokens, Ragged, the usual way 26 and 34; 1,024, Compact, by bulk copies 81 and 69, where DeepEP takes 106 and 120.
+    {{132, 132, 14336, 2}, 768},
+};
+inline constexpr std::uint32_t kManyTokensElsewhere = 768;
+
+template <std::size_t n>
+constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShape& s) {
+  for (const auto& [most, tokens] : lines)
+    if (s.gpu_sms == most.gpu_sms && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world) return tokens;
+  return kManyTokensElsewhere;
+}
+// What rows of combine look like, and which places are blank, follows from this number: all ranks have the same, from the first step to the
+// last. So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
+constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../../proxy/arrivals.h"
+#include "../../src/cuda/buffer_layout.h"
 #include "../../src/protocol/abort.h"
 #include "../../src/protocol/immediate.h"
 #include "../../src/protocol/mailbox.h"
@@ -279,6 +280,83 @@ void check_heap(const Config& c) {
   CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
 }
 
+// Blocks, places and slots of more than 4 GiB, which no test maps. __int128: whoever computes in fewer bits is found.
+void check_large(Config c, std::uint64_t slot_bytes) {
+  c.slot_bytes = slot_bytes;
+  CHECK(invalid(c) == nullptr && invalid_pieces(c) == nullptr);
+  check_heap(c);
+  const Heap h = heap_of(c);
+  CHECK_EQ(h.in_pieces, slot_bytes != 0);
+  const std::uint32_t last = c.world - 1, set = c.in_flight - 1;
+  using Wide = unsigned __int128;
+  for (std::uint32_t op = 0; op < kPieceOps; ++op) {
+    const BlockLayout block = block_layout(c, Op(op));
+    const std::uint32_t rows = h.in_pieces ? h.piece_rows : max_rows_of_block(c);
+    const Wide row = block.header_bytes + Wide{rows - 1} * block.row_bytes, slot = Wide{h.slot_bytes[op]} * (Wide{c.world} * set + last);
+    CHECK(row >> 32 != 0 && slot >> 32 != 0);
+    CHECK(Wide{block.row_at(rows - 1)} == row && Wide{block.bytes(rows)} == row + block.row_bytes);
+    CHECK(Wide{h.slot_at(c, set, Op(op), last)} == h.slots[op] + slot);
+    CHECK(Wide{h.slot_bytes[op]} >= (h.in_pieces ? kPlaces : 1) * (row + block.row_bytes));
+    if (h.in_pieces) CHECK(Wide{h.piece_at(Op(op), 1)} >= row + block.row_bytes);
+    const Wide send = h.send[op] + Wide{h.send_bytes[op]} * set;
+    CHECK(Wide{h.send_at(set, Op(op))} == send);
+    if (c.on_gpu) CHECK(Wide{h.spaced_send_at(c, set, Op(op), c.remote_peers - 1)} >= send + Wide{c.remote_peers - 1} * (row + block.row_bytes));
+  }
+}
+
+void check_large_heaps() {
+  for (const bool on_gpu : {false, true})
+    for (const std::uint32_t replicas : {1u, 2u}) {
+      Config c;
+      c.replicas = replicas;
+      c.world = 4;
+      c.num_experts = 256;
+      c.top_k = 2;
+      c.hidden = 28672;
+      c.max_tokens = kMaxChoices / c.top_k;
+      c.in_flight = 2;
+      c.remote_peers = 3;
+      c.on_gpu = on_gpu;
+      check_large(c, 0);
+      check_large(c, 3 * bytes_of_slots(c, max_rows_of_block(c)) / 4);
+    }
+}
+
+// The tensors that a dispatch fills, of more than 2^32 bytes, and of as many bytes of scales.
+void check_large_outputs() {
+  for (const LayoutKind layout : {LayoutKind::Ragged, LayoutKind::Padded, LayoutKind::Compact})
+    for (const Wire wire : {Wire::Native, Wire::FP8, Wire::MXFP8})
+      for (const bool tma : {false, true}) {
+        Config c;
+        c.num_experts = 4;
+        c.top_k = 8;
+        c.hidden = 7168;
+        c.layout = layout;
+        c.wire = wire;
+        c.scale_tma = tma;
+        c.max_per_expert = 20'000'000;
+        c.max_rows = 80'000'000;
+        const cuda::BufferLayout gpu = cuda::buffer_layout(c);
+        const OutputLayout cpu = cpu_output_layout(c);
+        std::vector<Span> spans;
+        for (const auto& [name, part] : kOutputParts) {
+          const OutputPart& p = gpu.*part;
+          if (p.exists()) spans.push_back({p.at, p.at + p.bytes, name});
+          CHECK_EQ(p.bytes, (cpu.*part).bytes);
+        }
+        apart(spans, gpu.bytes);
+        CHECK_EQ(gpu.x.bytes, 80'000'000ull * 7168 * (wire == Wire::Native ? 2 : 1));
+        if (wire == Wire::Native) continue;
+        const std::uint64_t scales = wire == Wire::MXFP8 ? 224 : 4 * 56;
+        CHECK_EQ(gpu.scale.bytes, 80'000'000ull * scales);
+        const ScaleStrides s = scale_strides(c);
+        const std::uint64_t each = wire == Wire::MXFP8 ? 1 : 4, rows = layout == LayoutKind::Padded ? 20'000'000 : 80'000'000;
+        CHECK_EQ(s.group, rows * scales);
+        CHECK_EQ(s.row, tma ? each : scales);
+        CHECK_EQ(s.scale, tma ? rows * each : each);
+      }
+}
+
 // A block's pieces have all its rows, once and in order, and slots take what they may.
 void check_pieces(const Config& c) {
   const Heap h = heap_of(c);
@@ -347,6 +425,8 @@ int main() {
   check_immediates();
   check_masks(random);
   check_validation();
+  check_large_heaps();
+  check_large_outputs();
   for (int i = 0; i < 2000; ++i) {
     Config c;
     c.replicas = random.chance(0.7) ? 1 : static_cast<std::uint32_t>(random.integer(2, 4));

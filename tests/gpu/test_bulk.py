@@ -14,6 +14,7 @@ from cases import WIRES, Case, random_case
 from gpus import APART, GPUS
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
+from size_cases import are_far, far_case
 
 BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
@@ -98,3 +99,14 @@ def test_streams(crew: Crews, in_flight: int) -> None:
 def test_eager_steps_among_replays(few: Crews, in_flight: int) -> None:
     case = small_case(seed(), few.world_size, in_flight)
     few.run("open_step_cases:interleaved", case, list(range(6)), 40, timeout=120)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8"])
+@pytest.mark.parametrize("layout", ["ragged", "padded"])
+def test_rows_beyond_32_bits(crew: Crews, layout: str, wire: str) -> None:
+    """The most tokens that a step is made for, and few, whose rows begin beyond 2^31 elements and 2^32 bytes."""
+    for number, tokens in enumerate((8192, 64)):
+        case = far_case(10 + number, layout, wire, world=crew.world_size, max_tokens=tokens, steps=2)
+        found = crew.run("far_cases:far_rows", case, timeout=300)
+        are_far(case, found)
+        assert all((rank["bulk"] > 0) == (tokens == 8192) for rank in found), found

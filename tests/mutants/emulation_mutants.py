@@ -1,4 +1,4 @@
-"""Bugs of what kernels promise the proxy, of a carrier that they drive, and of the sums of many tokens: whole blocks.
+"""Bugs of what kernels promise the proxy, of a carrier that they drive, of the sums of many tokens, and of rows beyond 4 GiB: whole blocks.
 
 run_emulation.py plants them. The other list is emulation_piece_mutants.py.
 """
@@ -312,6 +312,33 @@ MUTANTS = [
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
         "beside_rows_that_show",
+        "_cuda",
+    ),
+    Mutant(
+        "far rows of few: 32 bits to a row of the output",
+        "src/cuda/dispatch_recv.cuh",
+        "row = a.out.x + std::uint64_t{r.place} * k.payload_bytes;",
+        "row = a.out.x + r.place * k.payload_bytes;",
+        "rows beyond 4 GiB are written over the first ones",
+        "far_rows_of_few and ragged",
+        "_cuda",
+    ),
+    Mutant(
+        "far rows of many: 32 bits to a row of the output",
+        "src/cuda/many_recv.cuh",
+        "bulk_store(a_.out.x + std::uint64_t{r.place} * k_.payload_bytes",
+        "bulk_store(a_.out.x + r.place * k_.payload_bytes",
+        "the same by bulk copies",
+        "far_rows_of_many and padded",
+        "_cuda",
+    ),
+    Mutant(
+        "far rows of sums: 32 bits to an own row",
+        "src/cuda/dealt_sums.cuh",
+        "(looked.place == kNone ? 0 : looked.place) * a_.expert_stride;",
+        "(looked.place == kNone ? 0 : looked.place) * static_cast<std::uint32_t>(a_.expert_stride);",
+        "rows of expert_out beyond 4 GiB are read among the first ones",
+        "far_rows_of_many and compact",
         "_cuda",
     ),
 ]

@@ -217,6 +217,15 @@ class Runner:
         self.digest = hashlib.sha256()
         self.outputs: dict[int, bytes] = {}  # by step, what combine returned
 
+    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+        return _spread(rows, self.random)
+
+    def run_experts(self, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
+        return run_experts(self.case, self.rank, d, weighted)
+
+    def spoil(self, expert_out: torch.Tensor, d: pc.Dispatched) -> None:
+        expert_out.fill_(float("nan"))
+
     def run(self) -> str:
         case = self.case
         for begin in range(0, case.steps, case.in_flight):
@@ -259,7 +268,7 @@ class Runner:
 
     def _dispatch_arguments(self, n: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         step, mine = self.steps[n], self.steps[n].tokens[self.rank]
-        x = _spread(mine.x, self.random) if step.strided[self.rank] else mine.x
+        x = self.spread(mine.x) if step.strided[self.rank] else mine.x
         options: dict[str, Any] = {}
         if mine.x_scale is not None:
             options["x_scale"] = mine.x_scale
@@ -319,9 +328,9 @@ class Runner:
 
     def _combine(self, call: Callable[..., Any], n: int, d: pc.Dispatched) -> Any:
         step = self.steps[n]
-        expert_out = run_experts(self.case, self.rank, d, step.weighted)
+        expert_out = self.run_experts(d, step.weighted)
         if step.strided[self.rank]:
-            expert_out = _spread(expert_out, self.random)
+            expert_out = self.spread(expert_out)
         options: dict[str, Any] = {"weighted": step.weighted}
         if step.late_weights is not None:
             options["weights"] = step.late_weights[self.rank]
@@ -335,10 +344,10 @@ class Runner:
             out = torch.full((tokens, self.case.hidden), torch.nan).to(DTYPES[self.case.dtype])
             if step.start is not None:
                 out, options["accumulate"] = step.start[self.rank].clone(), True
-            options["out"] = _spread(out, self.random) if step.strided[self.rank] else out
+            options["out"] = self.spread(out) if step.strided[self.rank] else out
         result = call(expert_out, d, **options)
         if self.case.slot_bytes is None:
-            expert_out.fill_(float("nan"))  # sent
+            self.spoil(expert_out, d)  # sent
             if step.tails is not None:
                 options["tail"].fill_(77.0)
         return result

@@ -25,6 +25,7 @@ def test_values() -> None:
     assert read(Settings, {"PPLX_COMM_NICS": " a, b,"}).nics == ("a", "b")
     assert not read(Settings, {"PPLX_COMM_GDRCOPY": "0"}).gdrcopy
     assert read(Settings, {"PPLX_COMM_SHARD_BYTES": "300", "PPLX_COMM_THREADS": "3"}) == Settings(shard_bytes=300, threads=3)
+    assert read(Settings, {}).bulk_tokens == 0 and read(Settings, {"PPLX_COMM_BULK_TOKENS": "512"}).bulk_tokens == 512
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_values() -> None:
         (Settings, "PPLX_COMM_THREADS", "0", "a positive integer"),
         (Settings, "PPLX_COMM_THREADS", "-1", "a positive integer"),
         (Settings, "PPLX_COMM_ENDPOINTS", "two", "a positive integer"),
+        (Settings, "PPLX_COMM_BULK_TOKENS", "0", "a positive integer"),
         (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "a positive integer"),
         (Settings, "PPLX_COMM_PLACEMENT", "gpu", "'auto', 'host' or 'device'"),
         (Settings, "PPLX_COMM_GDRCOPY", "no", "0 or 1"),

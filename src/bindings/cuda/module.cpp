@@ -261,7 +261,10 @@ void bind_exchange(py::module_& m) {
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps)
       .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
-      .def_property_readonly("bulk_combines", &Exchange::bulk_combines);
+      .def_property_readonly("bulk_combines", &Exchange::bulk_combines)
+      .def_property_readonly("many_tokens", &Exchange::many_tokens, "From so many on a step goes by bulk copies, where any does.");
+  m.def("many_tokens", &tuned_many_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
+        "From how many tokens on this GPU's steps should go by bulk copies. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(
