@@ -179,12 +179,12 @@ def _signals(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, w
         lane.wait()
         arithmetic.up(rows, h)
     activated = arithmetic.activated(h)
-    value = beside.ready_value(arithmetic.down_weights, rows.where)
+    value = beside.ready_value(activated, arithmetic.down_weights, rows.where)
     lane.kept += [d, out, y, activated, beside]
     lane.combine(
         _combine(a2a, d, out, y, value, whole),
         lambda: beside.down(activated, arithmetic.down_weights, rows.where, out),
-        lambda: _await_producers(beside),
+        lambda: _await_producers(beside, beside.producers(activated, rows.where)),
     )
     return rows, h
 
@@ -204,8 +204,8 @@ def _await_plan(lane: Lane, d: Dispatched) -> None:
         lane.wait()
 
 
-def _await_producers(beside: Any) -> None:
+def _await_producers(beside: Any, producers: int) -> None:
     """Combine's thread blocks come when the product's have their multiprocessors: a product on what they leave would be slow."""
     from pplx_comm.moe.kernels.beside import until_reached
 
-    until_reached[(1,)](beside.begun, beside.producers, num_warps=1)
+    until_reached[(1,)](beside.begun, producers, num_warps=1)

@@ -88,7 +88,7 @@ FORMATS = pytest.mark.parametrize(("precision", "compute"), [("bf16", "bf16"), (
 
 
 def overlap_case(world_size: int, overlap: str, precision: str = "bf16", compute: str = "bf16", **more: object) -> OverlapCase:
-    """Experts with rows enough that products beside a step and by themselves have the same tiles."""
+    """By our kernels, which have the same tiles beside a step and by themselves."""
     fields = {
         "dtype": "bfloat16", "hidden": 512, "intermediate": 384, "experts": 8, "top_k": 4, "most": 500, "align": 128, "spread": "zipf",
         "gemm": "triton", "device": "cuda", "steps": 4, **more,
