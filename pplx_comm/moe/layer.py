@@ -63,7 +63,7 @@ class MoE(nn.Module):
     dtype: of tokens inside the layer, and of sums.
     param_dtype: of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
-    gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
+    gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape and power of two of an expert's rows.
     overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
         multiprocessors, or a quarter of them, if all_to_all= does not say num_sms.
     expert_groups: of overlap="groups".
@@ -167,7 +167,7 @@ class MoE(nn.Module):
         """x: [..., hidden], this rank's tokens. Returns the same shape and dtype.
 
         most_tokens: the most tokens that any rank has in this call, or more, if the ranks know: the same number on each. With
-            decode_tokens=, it decides the path that all of them take.
+            decode_tokens=, it decides the path that all of them take. Products are chosen for so many, else for this rank's tokens.
         """
         # While a shared expert is computed, tokens travel; else nothing runs between the halves.
         return self.finish(self._begin(x, most_tokens, whole=self.shared is None))
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole)
+        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
 
@@ -241,9 +241,11 @@ class MoE(nn.Module):
 
 
 @torch.compiler.disable
-def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool) -> Pass:
+def _send(
+    a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool, most: int | None
+) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights, options, whole=whole)
+    return send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
 
 
 @torch.compiler.disable

@@ -178,7 +178,7 @@ def test_what_the_host_tells_a_gpu(interpreter: Crew, overlap: str) -> None:
 
 @interpreted
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
-@pytest.mark.parametrize("name", ["ragged", "padded", "few", "nothing"])
+@pytest.mark.parametrize("name", ["ragged", "ragged, few", "padded", "few", "nothing"])
 def test_rows_that_come_late(interpreter: Crew, name: str, codes: bool) -> None:
     """Nothing is read before its word is raised, and what is there is multiplied first."""
     for beforehand in (0, 50):
@@ -188,7 +188,7 @@ def test_rows_that_come_late(interpreter: Crew, name: str, codes: bool) -> None:
 
 @interpreted
 @pytest.mark.parametrize("codes", [False, True], ids=["numbers", "codes"])
-@pytest.mark.parametrize("name", ["ragged", "padded", "few", "nothing"])
+@pytest.mark.parametrize("name", ["ragged", "ragged, few", "padded", "few", "nothing"])
 def test_rows_that_go_early(interpreter: Crew, name: str, codes: bool) -> None:
     """A word says that all of its rows are written, and not before."""
     for ordered in (False, True):

@@ -40,7 +40,7 @@ def _of_parts(backend: Either, where: Segments) -> Either:
 
 
 def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
-    """What rows have in common for which one backend is the fastest."""
+    """What rows have in common for which one backend is the fastest: above all how many an expert has in this call."""
     return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
 
 
