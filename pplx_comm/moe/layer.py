@@ -17,6 +17,7 @@ from pplx_comm.moe.experts import Experts, SharedExpert
 from pplx_comm.moe.overlap import NONE, SIGNALS, sms_of_step
 from pplx_comm.moe.overlap import check as check_overlap
 from pplx_comm.moe.placement import Placement
+from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
@@ -145,6 +146,7 @@ class MoE(nn.Module):
         self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
         self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
+        self._ran: dict[int, Ran] = {}
         self.load = torch.zeros(num_experts, device=device)
         self.reset_parameters(seed)
         if mesh is not None:
@@ -188,6 +190,7 @@ class MoE(nn.Module):
         to = self.router(tokens)
         self._note(to)
         one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
+        _keep(self._ran, len(tokens), one)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
 
@@ -216,6 +219,10 @@ class MoE(nn.Module):
         self.aux_loss = to.loss
         if self.training:
             self.load += to.load
+
+    def choices(self) -> dict[int, Ran]:
+        """What calls ran as, by this rank's tokens, the last one of each number: layout, overlap, each product's backend."""
+        return dict(self._ran)
 
     def update_bias(self, rate: float = 1e-3, group: Any = None) -> None:
         """Moves the router's correction bias by the load of all ranks since the last call: after an optimiser's step. Collective.
@@ -246,6 +253,11 @@ def _send(
 ) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
     return send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+
+
+@torch.compiler.disable
+def _keep(ran: dict[int, Ran], tokens: int, one: Pass) -> None:
+    ran[tokens] = one.ran
 
 
 @torch.compiler.disable

@@ -139,6 +139,9 @@ def passed(case: OverlapCase, a2a: AllToAll, weights: Any, inputs: Any, options:
         else:
             F.compute(one, gate_up, down, options)
             y = F.finish(one)
+        forwards = [name for name in one.ran.products if name.startswith("forward")]
+        assert one.ran.overlap == options.overlap and len(forwards) == 2, one.ran
+        assert options.overlap != "signals" or {one.ran.products[name] for name in forwards} == {"triton"}, one.ran
         if case.train:
             y.backward(inputs["dy"])
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

@@ -115,3 +115,25 @@ def test_what_is_expected(comm: pc.Communicator) -> None:
     from pplx_comm.moe.received import expected_rows
 
     assert [expected_rows(layer.a2a, tokens) for tokens in seen] == [1, 4, 25, 32]
+
+
+def test_what_calls_ran_as(comm: pc.Communicator, timed: list[Timed]) -> None:
+    """By tokens, and which way they went."""
+    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=MANY, decode_tokens=16, inference=True)
+    with torch.no_grad():
+        for tokens, most in ((FEW, None), (MANY, None), (5, 8)):
+            layer(torch.randn(tokens, 128), most)
+    ran = layer.choices()
+    products = ["forward 128x128", "forward 64x128"]
+    assert {n: (one.layout, one.overlap, one.products) for n, one in ran.items()} == {
+        FEW: ("ragged", "none", dict.fromkeys(products, "for few")),
+        MANY: ("ragged", "none", dict.fromkeys(products, "for many")),
+        5: ("padded", "none", dict.fromkeys(products, "for few")),
+    }
+
+
+def test_what_a_training_step_ran_as(comm: pc.Communicator) -> None:
+    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, overlap="groups", gemm="loop")
+    layer(torch.randn(7, 128, requires_grad=True)).sum().backward()
+    every = [f"{what} {weights}" for what in ("forward", "dgrad", "wgrad") for weights in ("128x128", "64x128")]
+    assert layer.choices() == {7: F.Ran("ragged", "groups", dict.fromkeys(every, "loop"))}

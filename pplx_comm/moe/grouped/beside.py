@@ -13,6 +13,7 @@ from pplx_comm.moe.grouped.tiles import Shape
 from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
+from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
 
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -74,6 +75,7 @@ class Beside:
         from pplx_comm.moe.kernels.beside import rows_by_weights_as_they_come
 
         one = _Product(x, w, where, out)
+        note("forward", _values(w).shape, "triton")
         if not one.empty:
             # As many programs as there is room for when the dispatch has ended: those that find none yet begin then.
             on_gpu = out.device.type == "cuda"
@@ -89,6 +91,7 @@ class Beside:
         from pplx_comm.moe.kernels.beside import rows_by_weights_with_words
 
         one = _Product(x, w, where, out)
+        note("forward", _values(w).shape, "triton")
         if one.empty:
             self.begun[:1].fill_(self.producers(x, where))
             return
