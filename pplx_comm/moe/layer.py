@@ -68,7 +68,8 @@ class MoE(nn.Module):
     overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
         multiprocessors, or a quarter of them, if all_to_all= does not say num_sms.
     expert_groups: of overlap="groups".
-    main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
+    main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`. Not under FSDP2,
+        which has other means.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
     mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
         and FSDP2 want them. With expert_tp=, its second dimension are the ranks that share experts.
@@ -185,6 +186,11 @@ class MoE(nn.Module):
     def _begin(self, x: torch.Tensor, most_tokens: int | None, whole: bool) -> Begun:
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
+        if self.main_grad and not hasattr(self.experts.gate_up, "main_grad"):
+            raise Error(
+                "main_grad=True, but the weights that had main_grad were replaced, as fully_shard() does: it reduces gradients in "
+                "float32 itself with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
         tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)

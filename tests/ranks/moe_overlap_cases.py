@@ -478,6 +478,7 @@ def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[s
                 if int(beside.ready[word]) >= value:
                     rows = rows_of_word(where, word)
                     seen[word] = torch.equal(out[rows], wanted[rows])
+            ended.wait(1e-4)  # a tile takes the interpreter longer, and longer still where this thread spins
 
     reader = Thread(target=look)
     reader.start()
