@@ -364,7 +364,7 @@ SEGMENTS = {
     "ragged": Segments(torch.tensor([0, 256, 256, 640, 640, 768], dtype=torch.int32)),
     "padded": Segments(torch.tensor([3, 0, 205, 17, 140], dtype=torch.int32), 200, 100),
     "few": Segments(torch.tensor([3, 0, 105, 17, 64], dtype=torch.int32), 100, 20),
-    "ragged, few": Segments(torch.tensor([0, 128, 128, 256, 640, 768], dtype=torch.int32), expected=40),
+    "ragged, few": Segments(torch.tensor([0, 128, 128, 256, 640, 896], dtype=torch.int32), expected=40),
     "nothing": Segments(torch.tensor([0, 0, 0, 0, 0, 0], dtype=torch.int32)),
 }
 
