@@ -115,7 +115,7 @@ class AllToAll:
         session = self._steps.session
         self.dtype, self.wire, self.layout, self.device = session.dtype, session.wire, session.layout, session.device
         self.hidden, self.top_k, self.num_experts = hidden, top_k, num_experts
-        self.max_tokens_per_rank = max_tokens_per_rank
+        self.max_tokens_per_rank, self.world_size = max_tokens_per_rank, comm.world_size
         self.num_local_experts: int = session.config.local_experts
         self.hooks, self.num_sms = hooks, num_sms
         if comm.rank == 0:

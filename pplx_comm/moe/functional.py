@@ -14,6 +14,7 @@ from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
 from pplx_comm.moe.grouped.scaled import scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
+from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.routed import Extras, Options, Pass, compute, finish, receive, send
 from pplx_comm.moe.routing import (
     choose,
@@ -32,6 +33,7 @@ __all__ = [
     "Extras",
     "Options",
     "Pass",
+    "Ran",
     "Segments",
     "choices",
     "choose",

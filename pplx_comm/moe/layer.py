@@ -17,6 +17,7 @@ from pplx_comm.moe.experts import Experts, SharedExpert
 from pplx_comm.moe.overlap import NONE, SIGNALS, sms_of_step
 from pplx_comm.moe.overlap import check as check_overlap
 from pplx_comm.moe.placement import Placement
+from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
@@ -63,11 +64,12 @@ class MoE(nn.Module):
     dtype: of tokens inside the layer, and of sums.
     param_dtype: of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
-    gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape.
+    gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape and power of two of an expert's rows.
     overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
         multiprocessors, or a quarter of them, if all_to_all= does not say num_sms.
     expert_groups: of overlap="groups".
-    main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`.
+    main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`. Not under FSDP2,
+        which has other means.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
     mesh: a one-dimensional torch DeviceMesh over the same ranks: the experts' weights become DTensors, as distributed checkpoints
         and FSDP2 want them. With expert_tp=, its second dimension are the ranks that share experts.
@@ -145,6 +147,7 @@ class MoE(nn.Module):
         self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
         self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
+        self._ran: dict[int, Ran] = {}
         self.load = torch.zeros(num_experts, device=device)
         self.reset_parameters(seed)
         if mesh is not None:
@@ -167,7 +170,7 @@ class MoE(nn.Module):
         """x: [..., hidden], this rank's tokens. Returns the same shape and dtype.
 
         most_tokens: the most tokens that any rank has in this call, or more, if the ranks know: the same number on each. With
-            decode_tokens=, it decides the path that all of them take.
+            decode_tokens=, it decides the path that all of them take. Products are chosen for so many, else for this rank's tokens.
         """
         # While a shared expert is computed, tokens travel; else nothing runs between the halves.
         return self.finish(self._begin(x, most_tokens, whole=self.shared is None))
@@ -183,11 +186,17 @@ class MoE(nn.Module):
     def _begin(self, x: torch.Tensor, most_tokens: int | None, whole: bool) -> Begun:
         if self.inference and torch.is_grad_enabled():
             raise Error("MoE(inference=True) has no gradients: call it under torch.no_grad()")
+        if self.main_grad and not hasattr(self.experts.gate_up, "main_grad"):
+            raise Error(
+                "main_grad=True, but the weights that had main_grad were replaced, as fully_shard() does: it reduces gradients in "
+                "float32 itself with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
         tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole)
+        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
+        _keep(self._ran, len(tokens), one)
         shared = None if self.shared is None else self.shared(tokens)
         return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
 
@@ -217,6 +226,10 @@ class MoE(nn.Module):
         if self.training:
             self.load += to.load
 
+    def choices(self) -> dict[int, Ran]:
+        """What calls ran as, by this rank's tokens, the last one of each number: layout, overlap, each product's backend."""
+        return dict(self._ran)
+
     def update_bias(self, rate: float = 1e-3, group: Any = None) -> None:
         """Moves the router's correction bias by the load of all ranks since the last call: after an optimiser's step. Collective.
 
@@ -241,9 +254,16 @@ class MoE(nn.Module):
 
 
 @torch.compiler.disable
-def _send(a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool) -> Pass:
+def _send(
+    a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool, most: int | None
+) -> Pass:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights, options, whole=whole)
+    return send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+
+
+@torch.compiler.disable
+def _keep(ran: dict[int, Ran], tokens: int, one: Pass) -> None:
+    ran[tokens] = one.ran
 
 
 @torch.compiler.disable

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,19 @@ _BETWEEN_LOOKS = 20e-6  # seconds, of a CPU: threads that raise words wake nobod
 Make = Callable[[range, Segments], Arithmetic]
 """The arithmetic of some local experts, on rows that lie so."""
 Kept = tuple[Rows, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Middle:
+    """Of a pass: from the receive half of its dispatch to the send half of its combine, or to the end of that if `whole`."""
+
+    a2a: AllToAll
+    d: Dispatched
+    tokens: int
+    """See received.expected_rows()."""
+    width: int
+    """Of the first product."""
+    whole: bool
 
 
 def sms_of_step(device: torch.device) -> int | None:
@@ -71,14 +84,12 @@ def groups_of(a2a: AllToAll, groups: int) -> int:
     return max(1, min(groups, a2a.num_local_experts))
 
 
-def run(lane: Lane, a2a: AllToAll, d: Dispatched, overlap: str, make: Make, width: int, whole: bool) -> Kept:
-    """From the receive half of dispatch to the send half of combine, or to its end if `whole`. lane.result() has what it returned.
-
-    width: of the first product. Returns the rows that were received, and that product: what a backward pass wants.
-    """
-    lane.receive(a2a, d)
+def run(lane: Lane, middle: Middle, overlap: str, make: Make) -> Kept:
+    """lane.result() has what combine returned. Returns the rows that were received, and the first product: for a backward pass."""
+    d = middle.d
+    lane.receive(middle.a2a, d)
     try:
-        return (_groups if overlap == GROUPS else _signals)(lane, a2a, d, make, width, whole)
+        return (_groups if overlap == GROUPS else _signals)(lane, middle, make)
     except BaseException:
         lane.give_up(d.hooks is not None and d.hooks.failed)
         raise
@@ -89,33 +100,36 @@ def _on_gpu(t: torch.Tensor) -> bool:
     return t.device.type == "cuda"
 
 
-def _received(a2a: AllToAll, d: Dispatched) -> Rows:
-    rows = received(a2a, d)
-    if not _on_gpu(d.x):
+def _received(m: Middle) -> Rows:
+    rows = received(m.a2a, m.d, m.tokens)
+    if not _on_gpu(m.d.x):
         return rows
     # Nobody knows what a dispatch that failed says, and kernels must not read beyond the rows.
     most = rows.where.room or len(rows.x)
     return replace(rows, where=replace(rows.where, where=rows.where.where.clamp(0, most)))
 
 
-def _memory(a2a: AllToAll, d: Dispatched, rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _memory(m: Middle, rows: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For the first product, for the second, and for what combine returns."""
-    h, out = (torch.empty(len(rows.x), n, dtype=a2a.dtype, device=a2a.device) for n in (width, a2a.hidden))
-    return h, out, torch.empty(d.plan.tokens, a2a.hidden, dtype=a2a.dtype, device=a2a.device)
+    a2a = m.a2a
+    h, out = (torch.empty(len(rows.x), n, dtype=a2a.dtype, device=a2a.device) for n in (m.width, a2a.hidden))
+    return h, out, torch.empty(m.d.plan.tokens, a2a.hidden, dtype=a2a.dtype, device=a2a.device)
 
 
-def _combine(a2a: AllToAll, d: Dispatched, out: torch.Tensor, y: torch.Tensor, value: int, whole: bool) -> Callable[[], Any]:
+def _combine(m: Middle, out: torch.Tensor, y: torch.Tensor, value: int) -> Callable[[], Any]:
+    d = m.d
     rows = out.view_as(d.x) if d.x.dim() == 3 else out
-    return lambda: (a2a.combine if whole else a2a.combine_send)(rows, d, out=y, ready=d.ready, ready_value=value)
+    return lambda: (m.a2a.combine if m.whole else m.a2a.combine_send)(rows, d, out=y, ready=d.ready, ready_value=value)
 
 
-def _groups(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, whole: bool) -> Kept:
+def _groups(lane: Lane, m: Middle, make: Make) -> Kept:
+    a2a, d = m.a2a, m.d
     groups = [d.group(i) for i in range(d.expert_groups)]
     if a2a.num_local_experts == 0:
         lane.wait()  # no group waits for the plan
     groups[0].wait()
-    rows = _received(a2a, d)
-    h, out, y = _memory(a2a, d, rows, width)
+    rows = _received(m)
+    h, out, y = _memory(m, rows)
 
     def compute(some: list[Any]) -> None:
         for group in some:
@@ -130,7 +144,7 @@ def _groups(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, wh
     before = min(lane.groups_before_combine, len(groups) - 1)
     compute(groups[:before])
     lane.kept += [d, out, y]
-    lane.combine(_combine(a2a, d, out, y, 1, whole), lambda: compute(groups[before:]), lambda: None)
+    lane.combine(_combine(m, out, y, 1), lambda: compute(groups[before:]), lambda: None)
     return rows, h
 
 
@@ -147,7 +161,8 @@ def _part(rows: Rows, experts: range) -> tuple[Rows, slice]:
         return replace(rows, where=Segments(offsets, expected=where.average(len(rows.x)), part=True)), slice(None)
     begin, stop = int(offsets[0]), int(offsets[-1])
     here = slice(begin, stop)
-    return Rows(rows.x[here], rows.scale if rows.scale is None else rows.scale[here], Segments(offsets - begin)), here
+    some = Segments(offsets - begin, expected=where.average(len(rows.x)))
+    return Rows(rows.x[here], rows.scale if rows.scale is None else rows.scale[here], some), here
 
 
 def _raise_words(d: Dispatched, where: Segments, experts: range) -> None:
@@ -164,12 +179,13 @@ def _raise_words(d: Dispatched, where: Segments, experts: range) -> None:
         ready[: int(where.where[experts.stop]) // HOOK_ROWS].fill_(1)
 
 
-def _signals(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, whole: bool) -> Kept:
+def _signals(lane: Lane, m: Middle, make: Make) -> Kept:
     from pplx_comm.moe.grouped.beside import Beside
 
+    a2a, d = m.a2a, m.d
     _await_plan(lane, d)
-    rows = _received(a2a, d)
-    h, out, y = _memory(a2a, d, rows, width)
+    rows = _received(m)
+    h, out, y = _memory(m, rows)
     arithmetic = make(range(a2a.num_local_experts), rows.where)
     beside = Beside.of(d, rows.where, a2a.num_sms or SMS_OF_STEP)
     if (operand := arithmetic.as_it_comes(rows)) is not None:
@@ -179,12 +195,12 @@ def _signals(lane: Lane, a2a: AllToAll, d: Dispatched, make: Make, width: int, w
         lane.wait()
         arithmetic.up(rows, h)
     activated = arithmetic.activated(h)
-    value = beside.ready_value(arithmetic.down_weights, rows.where)
+    value = beside.ready_value(activated, arithmetic.down_weights, rows.where)
     lane.kept += [d, out, y, activated, beside]
     lane.combine(
-        _combine(a2a, d, out, y, value, whole),
+        _combine(m, out, y, value),
         lambda: beside.down(activated, arithmetic.down_weights, rows.where, out),
-        lambda: _await_producers(beside),
+        lambda: _await_producers(beside, beside.producers(activated, rows.where)),
     )
     return rows, h
 
@@ -204,8 +220,8 @@ def _await_plan(lane: Lane, d: Dispatched) -> None:
         lane.wait()
 
 
-def _await_producers(beside: Any) -> None:
+def _await_producers(beside: Any, producers: int) -> None:
     """Combine's thread blocks come when the product's have their multiprocessors: a product on what they leave would be slow."""
     from pplx_comm.moe.kernels.beside import until_reached
 
-    until_reached[(1,)](beside.begun, beside.producers, num_warps=1)
+    until_reached[(1,)](beside.begun, producers, num_warps=1)

@@ -9,18 +9,28 @@ from pplx_comm.moe.arithmetic import Rows
 from pplx_comm.moe.segments import Segments, segments
 
 
-def received(a2a: AllToAll, d: Dispatched) -> Rows:
+def received(a2a: AllToAll, d: Dispatched, tokens: int | None = None) -> Rows:
     """The rows of a dispatch that was received. The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
 
     With max_rows there may be more than there is room for, which the next call reports.
+
+    tokens: see expected_rows(). None takes this rank's.
     """
+    expected = expected_rows(a2a, d.plan.tokens if tokens is None else tokens)
     if isinstance(a2a.layout, Padded):
-        # The room is what all ranks' tokens together can be.
-        return Rows(d.x.flatten(0, 1), d.scale, segments(d, -(-d.x.shape[1] * a2a.top_k // a2a.num_experts)))
+        return Rows(d.x.flatten(0, 1), d.scale, segments(d, expected))
     offsets = d.offsets
     assert offsets is not None
     assert isinstance(a2a.layout, Ragged)
     if a2a.layout.max_rows is not None:
         offsets = offsets.clamp(max=len(d.x))
     used = len(d.x) if d.x.device.type == "cuda" else int(offsets[-1])
-    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], Segments(offsets))
+    return Rows(d.x[:used], None if d.scale is None else d.scale[:used], Segments(offsets, expected=expected))
+
+
+def expected_rows(a2a: AllToAll, tokens: int) -> int:
+    """An expert's, on average, if each rank has so many tokens in this call. Tiles and backends follow from it, not from the room.
+
+    Ranks need not agree. One without tokens cannot know, and expects as many as there may be.
+    """
+    return max(1, -(-(tokens or a2a.max_tokens_per_rank) * a2a.world_size * a2a.top_k // a2a.num_experts))

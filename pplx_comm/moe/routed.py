@@ -36,6 +36,7 @@ from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
 from pplx_comm.moe.lanes import Lane, lane_of
 from pplx_comm.moe.overlap import NONE, OVERLAPS, SIGNALS
 from pplx_comm.moe.quantise import quantise_weights
+from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_backward
@@ -109,6 +110,9 @@ class Pass:
         self.combines_whole = False
         """Whether compute() is followed by finish(), and backwards finish() by compute()."""
         self.x: torch.Tensor | None = x
+        self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged", NONE)
+        self.tokens = len(x)
+        """See received.expected_rows()."""
         self.lane: Lane | None = None
         """Where the step of the forward pass runs, if that is beside its products."""
         self.sent: Dispatched | None = None
@@ -127,12 +131,15 @@ def send(
     options: Options | None = None,
     *,
     whole: bool = False,
+    most_tokens: int | None = None,
 ) -> Pass:
     """Begins a pass: the send half of dispatch. Every rank calls it. whole: the receive half too, where compute() follows.
 
     a2a: of layout Ragged, for gradients with zero_pad=True; without gradients also of layout Padded, for few tokens.
     x: [tokens, hidden]. ids, weights: [tokens, top_k].
     options: those of compute(), of which `overlap` must be known here.
+    most_tokens: of any rank in this call, where that is known. Tiles and backends of products follow from it, or from this rank's
+        tokens: never from what there is room for.
     """
     if isinstance(a2a.layout, Compact):
         raise Error("send: rows must lie as Ragged or Padded lays them, not as Compact does")
@@ -140,6 +147,7 @@ def send(
         raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
     one.options = options or one.options
+    one.tokens = one.tokens if most_tokens is None else most_tokens
     overlapping.check(one.options.overlap, a2a, one.options.quantised)
     one.ticket = _Send.apply(x, weights, ids, one, whole)
     return one
@@ -161,7 +169,7 @@ def compute(
     options = options or one.options
     if (options.overlap == NONE) != (one.lane is None):
         raise Error(f"compute: overlap={options.overlap!r}, but send() was told {one.options.overlap!r}: tell send() as well")
-    one.options, one.combines_whole = options, whole
+    one.options, one.combines_whole, one.ran.overlap = options, whole, options.overlap
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
 
@@ -215,49 +223,21 @@ class _Compute(torch.autograd.Function):
         ctx: Any, ticket: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, one: Pass, extras: Extras, sender: Any
     ) -> torch.Tensor:
         """sender: the node of _Send, which a backward pass may leave out."""
-        a2a, sent, one.sent = one.a2a, one.sent, None
+        sent, one.sent = one.sent, None
         if sent is None:
             raise Error("compute: this pass is past it already")
-        if one.lane is not None:
-            rows, h = _computed_beside(one, one.lane, sent, gate_up, down, extras)
-        else:
-            d = a2a.dispatch_recv(sent)
-            rows = received(a2a, d)
-            arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
-            h = arithmetic.up(rows)
-            out = arithmetic.down(h)
-            combine = a2a.combine if one.combines_whole else a2a.combine_send
-            one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
-        ctx.one, ctx.extras, ctx.sender = one, extras, sender
+        with one.ran.noted():
+            rows, h = _computed(one, sent, gate_up, down, extras)
+        ctx.one, ctx.extras, ctx.sender, ctx.expected = one, extras, sender, rows.where.expected
         ctx.save_for_backward(gate_up, down, rows.where.where, *_kept(rows, h, one.options.recompute))
         return _ticket(ticket.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        one, extras, a2a = ctx.one, ctx.extras, ctx.one.a2a
-        gate_up, down, offsets, x, scale, h = ctx.saved_tensors
-        again, one.rows = one.rows, None
-        rows = Rows(x, scale, Segments(offsets)) if again is None else again
-        where = rows.where
-        arithmetic = _arithmetic(one, gate_up, down, where, extras)
-        if h is None:
-            h = arithmetic.up(rows)
-        g, one.sent = a2a.dispatch_recv(one.sent), None
-        came = received(a2a, g)
-        assert g.weights is not None
-        dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
-        if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
-            # The weights' gradients need no other rank, and follow while this is on its way.
-            one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
-        else:
-            g.release()
-        d_up = d_down = None
-        if ctx.needs_input_grad[1]:
-            d_up = _weight_gradient(dh, rows.values(a2a.dtype), where, gate_up, extras.main_gate_up, one.options.backend)
-        if ctx.needs_input_grad[2]:
-            d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, one.options.backend)
-        return _ticket(dh.device), d_up, d_down, None, None, None
+        with ctx.one.ran.noted():
+            d_up, d_down = _computed_backwards(ctx)
+        return _ticket(ctx.one.a2a.device), d_up, d_down, None, None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -282,7 +262,7 @@ class _Finish(torch.autograd.Function):
         one, a2a = ctx.one, ctx.one.a2a
         _, x = ctx.saved_tensors
         if x is not None:
-            one.rows = _dispatched_again(a2a, x, one.plan)
+            one.rows = _dispatched_again(one, x)
         one.sent = (a2a.dispatch if one.combines_whole else a2a.dispatch_send)(dy.contiguous(), plan=one.plan)
         return _ticket(dy.device), None
 
@@ -302,10 +282,52 @@ def _sent_beside(one: Pass, x: torch.Tensor, ids: torch.Tensor, weights: torch.T
     )
 
 
+def _computed(one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras) -> tuple[Rows, torch.Tensor]:
+    """Received rows, and what the first product made of them. Combine is on its way, or was."""
+    if one.lane is not None:
+        return _computed_beside(one, one.lane, sent, gate_up, down, extras)
+    a2a = one.a2a
+    d = a2a.dispatch_recv(sent)
+    rows = received(a2a, d, one.tokens)
+    arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
+    h = arithmetic.up(rows)
+    out = arithmetic.down(h)
+    combine = a2a.combine if one.combines_whole else a2a.combine_send
+    one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
+    return rows, h
+
+
+def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of both weights. Those of the tokens are on their way, if anybody wants them."""
+    one, extras, a2a = ctx.one, ctx.extras, ctx.one.a2a
+    gate_up, down, offsets, x, scale, h = ctx.saved_tensors
+    again, one.rows = one.rows, None
+    rows = Rows(x, scale, Segments(offsets, expected=ctx.expected)) if again is None else again
+    where = rows.where
+    arithmetic = _arithmetic(one, gate_up, down, where, extras)
+    if h is None:
+        h = arithmetic.up(rows)
+    g, one.sent = a2a.dispatch_recv(one.sent), None
+    came = received(a2a, g, one.tokens)
+    assert g.weights is not None
+    dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
+    if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
+        # The weights' gradients need no other rank, and follow while this is on its way.
+        one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
+    else:
+        g.release()
+    d_up = d_down = None
+    if ctx.needs_input_grad[1]:
+        d_up = _weight_gradient(dh, rows.values(a2a.dtype), where, gate_up, extras.main_gate_up, one.options.backend)
+    if ctx.needs_input_grad[2]:
+        d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, one.options.backend)
+    return d_up, d_down
+
+
 def _computed_beside(
     one: Pass, lane: Lane, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
 ) -> tuple[Rows, torch.Tensor]:
-    """Received rows, and what the first product made of them. Combine is on its way, or was."""
+    """The same beside the step."""
     codes = extras.codes
     if one.options.quantised and codes is None:
         codes = quantise_weights(gate_up), quantise_weights(down)
@@ -318,15 +340,16 @@ def _computed_beside(
             of_some = (up[some], up_scale[some]), (low[some], low_scale[some])
         return _arithmetic(one, gate_up[some], down[some], where, replace(extras, codes=of_some))
 
-    kept = overlapping.run(lane, one.a2a, sent, one.options.overlap, make, gate_up.shape[1], one.combines_whole)
+    middle = overlapping.Middle(one.a2a, sent, one.tokens, gate_up.shape[1], one.combines_whole)
+    kept = overlapping.run(lane, middle, one.options.overlap, make)
     one.returning = lane.result()
     return kept
 
 
-def _dispatched_again(a2a: AllToAll, x: torch.Tensor, plan: Plan) -> Rows:
-    d = a2a.dispatch(x, plan=plan)
+def _dispatched_again(one: Pass, x: torch.Tensor) -> Rows:
+    d = one.a2a.dispatch(x, plan=one.plan)
     d.release()
-    return received(a2a, d)
+    return received(one.a2a, d, one.tokens)
 
 
 def _kept(rows: Rows, h: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:

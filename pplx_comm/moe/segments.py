@@ -18,7 +18,7 @@ class Segments:
 
     where: int32. Ragged: [experts + 1], where each expert's begin, d.offsets; padding counts. Padded: [experts], d.counts.
     room: Padded: rows that each expert has room for. 0 is Ragged.
-    expected: Padded, and a part: how many an expert has on average, as a hint.
+    expected: how many an expert has on average, as a hint: a wrong one costs time only. 0: nobody knows.
     part: these are some of the experts, so that with Ragged the first one's rows need not begin at row 0.
     """
 
@@ -37,8 +37,8 @@ class Segments:
         return self.where.shape[0] - (self.room == 0)
 
     def average(self, rows: int) -> int:
-        """What the host can know of an expert's rows: of Ragged, how many there are if they fill the rows that were made."""
-        return self.expected if self.room or self.part else rows // max(self.experts, 1)
+        """What the host knows of an expert's rows: else how many there are if they fill what was made for them."""
+        return self.expected or self.room or rows // max(self.experts, 1)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
         """Experts that have rows, and where those are. The host waits."""
@@ -50,9 +50,9 @@ class Segments:
 
 
 def segments(d: Dispatched, expected: int = 0) -> Segments:
-    """Of the rows of a dispatch: with Padded, those of d.x.flatten(0, 1). expected: see Segments; a wrong one costs time only."""
+    """Of the rows of a dispatch: with Padded, those of d.x.flatten(0, 1). expected: see Segments."""
     if d.offsets is not None:
-        return Segments(d.offsets)
+        return Segments(d.offsets, expected=expected)
     if d.x.dim() != 3:
         raise Error("segments: rows that lie as Compact lays them belong to no single expert")
-    return Segments(d.counts, d.x.shape[1], expected or d.x.shape[1])
+    return Segments(d.counts, d.x.shape[1], expected)

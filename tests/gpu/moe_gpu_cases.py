@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import moe_overlap_cases
 import torch
 from gpu_cases import gpu_of
-from moe_cases import make_layer, taken
+from moe_cases import fill, make_layer, taken
 from moe_overlap_cases import OverlapCase
 from moe_reference import MoECase, error, expected, make_world
 
@@ -100,6 +101,35 @@ def products(me: Any, seed: int) -> dict[str, float]:
             )
             found[f"codes {name}"] = error(seen[:used], wanted[:used].cpu().double())
     return found
+
+
+def compiled_once(me: Any, case: MoECase) -> dict[str, Any]:
+    """Kernels that a step, forward and backward, compiles: with one routing, and then with others of as many tokens."""
+    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, scaled
+
+    def compiled() -> dict[str, int]:
+        found = {}
+        for module in (activation, beside, formats, grouped, mx, scaled):
+            for name, kernel in vars(module).items():
+                caches = getattr(kernel, "device_caches", {})
+                found[f"{module.__name__}.{name}"] = sum(len(cache[0]) for cache in caches.values())
+        return {name: kernels for name, kernels in found.items() if kernels}
+
+    first = make_world(case)
+    layer = make_layer(me, case, first)
+    x, dy = taken(layer, first.x[me.rank]).requires_grad_(), taken(layer, first.dy[me.rank])
+    layer(x).backward(dy)
+    torch.cuda.synchronize()
+    counts, errors = compiled(), []
+    for spread in ("hot", "few", "zipf"):
+        other = replace(case, spread=spread, seed=case.seed + len(spread))
+        world = make_world(other)
+        fill(layer, world)
+        y = layer(taken(layer, world.x[me.rank]).requires_grad_())
+        y.backward(taken(layer, world.dy[me.rank]))
+        errors.append(error(y, expected(other, world, me.rank).y))
+    torch.cuda.synchronize()
+    return {"before": counts, "after": compiled(), "errors": errors}
 
 
 def formats(me: Any, seed: int) -> dict[str, bool]:

@@ -81,6 +81,17 @@ def test_in_a_graph(crew: Crews, precision: str) -> None:
         assert max(found) < FP8, found
 
 
+@pytest.mark.parametrize("overlap", ["none", "groups", "signals"])
+@pytest.mark.parametrize(("precision", "limit"), [("bf16", BF16), ("fp8", FP8), ("mxfp8", FP8)])
+def test_one_compilation_serves_all_routings(crew: Crews, precision: str, limit: float, overlap: str) -> None:
+    """Nothing is compiled anew for other counts of rows."""
+    pytest.importorskip("triton")
+    case = case_of(crew, "even", precision, gemm="triton", scaled_gemm="triton", overlap=overlap)
+    for found in run_ranks(crew.world_size, "moe_gpu_cases:compiled_once", case, timeout=LIMIT):
+        assert found["before"] == found["after"] and sum(found["before"].values()) >= 5, found
+        assert max(found["errors"]) < limit, found
+
+
 # ---- beside its step -------------------------------------------------------------------------------------------------------
 
 overlaps = pytest.mark.parametrize("overlap", ["groups", "signals"])
@@ -88,7 +99,7 @@ FORMATS = pytest.mark.parametrize(("precision", "compute"), [("bf16", "bf16"), (
 
 
 def overlap_case(world_size: int, overlap: str, precision: str = "bf16", compute: str = "bf16", **more: object) -> OverlapCase:
-    """Experts with rows enough that products beside a step and by themselves have the same tiles."""
+    """By our kernels, which have the same tiles beside a step and by themselves."""
     fields = {
         "dtype": "bfloat16", "hidden": 512, "intermediate": 384, "experts": 8, "top_k": 4, "most": 500, "align": 128, "spread": "zipf",
         "gemm": "triton", "device": "cuda", "steps": 4, **more,

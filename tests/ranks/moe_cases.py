@@ -37,7 +37,10 @@ def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
     layer = MoE(
         case.hidden, case.intermediate, case.num_experts, case.top_k, me.comm, case.precision, compute=case.compute,
         max_tokens_per_rank=64, dtype=getattr(torch, case.dtype), shared_intermediate=case.shared,
-        router=RouterOptions(score, correction_bias=True, normalise=case.normalise, load_balance=balance, z=z),
+        router=RouterOptions(
+            score, correction_bias=True, groups=case.groups[0], top_groups=case.groups[1], normalise=case.normalise, scale=case.scale,
+            load_balance=balance, z=z,
+        ),
         expert_tp=case.expert_tp, recompute=case.recompute, gemm=case.gemm, scaled_gemm=case.scaled_gemm,
         overlap=case.overlap, expert_groups=case.expert_groups,
         all_to_all={"in_flight": case.in_flight, "timeout": 20.0, "device": device_of(me, case), **case.all_to_all}, **arguments,
@@ -69,12 +72,30 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
         layer.experts.gate_up.main_grad += 1
         layer.experts.down.main_grad += 1
     x = taken(layer, world.x[me.rank]).requires_grad_()
-    call = layer if how != "compiled" else torch.compile(layer, backend="aot_eager")
+    call = torch.compile(layer, backend=how) if how in ("aot_eager", "inductor") else layer
     y = checkpoint(call, x, use_reentrant=False) if how == "checkpoint" else call(x)
     assert y.shape == x.shape and y.dtype == x.dtype
     ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
     assert layer.a2a.stats()["open_steps"] == 0
     return errors(layer, expected(case, world, me.rank), x, y)
+
+
+def repeated(me: Any, case: MoECase) -> list[bool]:
+    """Two layers with the same weights and tokens, forward and backward, with deterministic algorithms: by result, the same bits."""
+    world = make_world(case)
+    found = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            layer = make_layer(me, case, world)
+            x = taken(layer, world.x[me.rank]).requires_grad_()
+            y = layer(x)
+            ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
+            gradients = [w.grad for w in layer.parameters()]
+            found.append([y.detach(), layer.aux_loss.detach(), x.grad, *gradients])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return [torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(*found, strict=True)]
 
 
 def passes_left(me: Any, case: MoECase, steps: int = 3) -> int:

@@ -171,3 +171,75 @@ def main_grad(me: Any, store: str, seed: int) -> dict[str, float]:
     found = {name: w.main_grad for name, w in layer.experts.named_parameters()}
     assert all(found[name].shape == w.to_local().shape and w.grad is None for name, w in layer.experts.named_parameters())
     return {name: error(found[name], wanted[f"experts.{name}"]) for name in found}
+
+
+def main_grad_under_fsdp(me: Any, store: str, seed: int) -> dict[str, Any]:
+    """What a layer says whose weights, and so their main_grad, fully_shard() has replaced; nothing was sent."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    start(me, store)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    x, _ = whole_world(me.rank, 4, seed)
+    with pc.Communicator.from_torch(mesh["ep"].get_group(), timeout=20) as comm:
+        layer = make_layer(comm, seed, mesh["ep"], main_grad=True)
+        fully_shard(layer, mesh=mesh["dp"])
+        try:
+            layer(x[me.rank])
+        except pc.Error as problem:
+            return {"said": str(problem), "open": layer.a2a.stats()["open_steps"]}
+    return {"said": "nothing"}
+
+
+def optimiser_of(layer: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(layer.parameters(), lr=0.05, weight_decay=0.1, foreach=False)
+
+
+def stepped(me: Any, layer: MoE, optimiser: torch.optim.Optimizer, seed: int, group: Any, share: float) -> None:
+    """One step of the ranks' tokens. group: those that have the same router and shared expert, but gradients of their own tokens."""
+    x, dy = whole_world(me.rank, me.world_size, seed)
+    optimiser.zero_grad()
+    (layer(x[me.rank]) * dy[me.rank] * share).sum().backward()
+    for name, w in layer.named_parameters():
+        if not name.startswith("experts."):
+            dist.all_reduce(part_of(w.grad) if not hasattr(w.grad, "to_local") else w.grad.to_local(), group=group)
+    optimiser.step()
+
+
+def trained_and_resharded(me: Any, store: str, folder: str, seed: int) -> dict[str, float]:
+    """Two replicas of experts on two ranks, under FSDP2, take a step of AdamW and are saved with its state. A layer whose experts are on
+    four ranks loads both and takes another step. Beside a layer on four ranks that takes both steps."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    start(me, store)
+    wide, narrow = (
+        init_device_mesh("cpu", (4,), mesh_dim_names=("ep",)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")),
+    )
+    plain, loaded = make_layer(me.comm, seed, wide), make_layer(me.comm, seed + 1, wide)
+    with pc.Communicator.from_torch(narrow["ep"].get_group(), timeout=20) as comm:
+        layer = make_layer(comm, seed, narrow["ep"])
+        fully_shard(layer, mesh=narrow["dp"])
+        optimiser = optimiser_of(layer)
+        stepped(me, layer, optimiser, seed, narrow["ep"].get_group(), 2.0)  # FSDP2 averages over two replicas
+        state, of_optimiser = get_state_dict(layer, optimiser)
+        dcp.save({"layer": state, "optimiser": of_optimiser}, checkpoint_id=folder)
+    optimisers = [optimiser_of(plain), optimiser_of(loaded)]
+    stepped(me, plain, optimisers[0], seed, None, 1.0)
+    state, of_optimiser = get_state_dict(loaded, optimisers[1])
+    dcp.load({"layer": state, "optimiser": of_optimiser}, checkpoint_id=folder)
+    set_state_dict(loaded, optimisers[1], model_state_dict=state, optim_state_dict=of_optimiser)
+    found = differences(loaded, plain, "loaded ")
+    for each, its in zip((plain, loaded), optimisers, strict=True):
+        stepped(me, each, its, seed + 1, None, 1.0)
+    before = make_layer(me.comm, seed, wide)
+    assert all(found > 0.01 for found in differences(before, plain, "").values()), "nothing was trained"
+    return found | differences(loaded, plain, "trained on ")
+
+
+def differences(seen: MoE, wanted: MoE, prefix: str) -> dict[str, float]:
+    pairs = zip(seen.named_parameters(), wanted.parameters(), strict=True)
+    return {prefix + name: error(part_of(a).detach(), part_of(b).detach()) for (name, a), b in pairs if part_of(b).numel()}

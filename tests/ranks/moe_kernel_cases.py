@@ -5,15 +5,17 @@ Products are tried in float16: of bfloat16 the interpreter multiplies the bits.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import reference
 import torch
 
 from pplx_comm.moe import quantise, swiglu
-from pplx_comm.moe.grouped import triton_mm, triton_scaled
+from pplx_comm.moe.grouped import tiles, triton_mm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
@@ -43,11 +45,26 @@ def error(seen: torch.Tensor, wanted: torch.Tensor) -> float:
     return math.inf if math.isnan(found) else found  # max() passes over NaN
 
 
+@contextlib.contextmanager
+def patched(module: Any, changes: dict[str, Any]) -> Iterator[None]:
+    before = {name: getattr(module, name) for name in changes}
+    for name, value in changes.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
 def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
     """Forward and both gradients, on tiles of the usual size or on small ones, of which there are many."""
-    if small:
-        triton_mm.shape_of_rows = lambda *_: triton_mm.Shape(32, 64, 32, 2, 4, 2, flat=True, programs=2)  # type: ignore[assignment]
-        triton_mm.SHAPE_OF_WEIGHTS = triton_mm.Shape(64, 32, 32, 2, 4, 2)
+    tile, of_weights = tiles.Shape(32, 64, 32, 2, 4, 2, flat=True, programs=2), tiles.Shape(64, 32, 32, 2, 4, 2)
+    with patched(tiles, {"shape_of_rows": lambda *_: tile, "SHAPE_OF_WEIGHTS": of_weights} if small else {}):
+        return _products(spread, tma, seed)
+
+
+def _products(spread: str, tma: bool, seed: int) -> dict[str, float]:
     where, kernel, loop = SPREADS[spread], triton_mm.TritonGroupedMm(tma), Loop()
     height, width = 160, 72
     x, dy, w = normal(seed, ROWS, width).half(), normal(seed, ROWS, height).half(), normal(seed, 5, height, width).half()
@@ -65,8 +82,12 @@ def products(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[st
 
 def products_of_codes(me: Any, spread: str, tma: bool, small: bool, seed: int) -> dict[str, float]:
     """On tiles of the usual size or on small ones, of which two share a block of the weights."""
-    if small:
-        triton_scaled.SHAPE_OF_FEW = triton_scaled.SHAPE_OF_MANY = triton_mm.Shape(32, 64, 128, 2, 4, 2, flat=True, programs=2)
+    tile = tiles.Shape(32, 64, 128, 2, 4, 2, flat=True, programs=2)
+    with patched(tiles, {"shape_of_codes": lambda *_: tile} if small else {}):
+        return _products_of_codes(spread, tma, seed)
+
+
+def _products_of_codes(spread: str, tma: bool, seed: int) -> dict[str, float]:
     where, kernel, loop = SPREADS[spread], TritonScaledMm(tma), ScaledLoop()
     height, width = 192, 320
     w = quantise.quantise_weights(normal(seed, 5, height, width))
@@ -276,9 +297,16 @@ def check_words(name: str, ptx: str, tma: bool) -> None:
         rows = ptx.index("cp.async.bulk.tensor" if tma else "cp.async.cg", acquire)
         assert ptx.index("prefetch.global.L2") < acquire and (not tma or acquire < ptx.index("fence.proxy.async;") < rows)
     elif name == "rows_by_weights_with_words":
-        assert "bar.sync" in ptx[: ptx.index(".release")]
+        words = ptx.rindex("atom" if "red.release" not in ptx else "red.release")
+        assert "bar.sync" in ptx[:words] and "%smid" in ptx
     elif name in ("until_raised", "until_reached"):
         assert ".acquire" in ptx
+
+
+SHAPES = [
+    (tiles.SHAPE_OF_FEW, False), (tiles.SHAPE_OF_SOME, False), (tiles.SHAPE_OF_FEW_CODES, True), (tiles.SHAPE_OF_MANY_CODES, True),
+]  # fmt: skip
+"""And whether they are for codes."""
 
 
 def compiled(me: Any, cache: str) -> dict[str, int]:
@@ -293,8 +321,8 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
     rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
     strides = [f"{of}{name}" for of in ("", "out_") for name in ("row_stride", "scale_stride", "skew")]
     counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
-    counts |= dict.fromkeys(("chunks_in_all", "least"), "i32")
-    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "begun", "word", "count")
+    counts |= dict.fromkeys(("chunks_in_all", "least", "kept"), "i32")
+    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "counts", "word", "count")
     counts |= dict.fromkeys(words, "*i32")
     f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
     grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
@@ -323,22 +351,28 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
             block = (64, 256) if transposed else (256, 64)
             types = {"x": of("bf16", 128, 64), "w": of("bf16", *block), "out": bf16}
             variants.append((grouped.rows_by_weights, types, {**grouped_tiles, "TRANSPOSED": transposed, "TMA": tma, "FLAT": True}))
-        tiles = {"HIGH": 128, "SIDE": 256, "INNER": 64, "GROUP": 8, "ACCUMULATE": True, "TMA": tma}
-        variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, tiles))
+        of_gradient = {"HIGH": 128, "SIDE": 256, "INNER": 64, "GROUP": 8, "ACCUMULATE": True, "TMA": tma}
+        variants.append((grouped.weights_gradient, {"dy": of("bf16", 64, 128), "x": of("bf16", 64, 256), "out": f32}, of_gradient))
         types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
-        tiles = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
-        variants.append((scaled.scaled_rows_by_weights, types, {**tiles, "SIDE": 128, "FLAT": False}))
-        variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**tiles, "MX": 32}))
-        beside_step = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "CHUNK": 2}
-        waits = {"ASSEMBLY": True, "WINDOW": 256, "LINES": 8}
-        of_codes = {**types, "weights": e4m3}
-        of_numbers = {"x": of("bf16", 128, 64), "w": of("bf16", 256, 64), "weights": bf16}
-        of_numbers |= dict.fromkeys(("x_scale", "w_scale", "out"), bf16)
-        for codes, types in ((False, of_numbers), (True, of_codes)):
-            tiles = {**beside_step, "SCALED": codes, **({"SIDE": 128, "INNER": 128} if codes else {"SIDE": 256, "INNER": 64})}
-            strip = {"STRIP": 4, "BYTES": 1} if codes else {"STRIP": 1, "BYTES": 2}
-            variants.append((beside.rows_by_weights_as_they_come, types, {**tiles, **waits, **strip}))
-            variants.append((beside.rows_by_weights_with_words, types, {**tiles, "GROUP": 8, "ORDERED": True}))
+        of_codes = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
+        variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**of_codes, "MX": 32}))
+        for shape, codes in SHAPES if tma else SHAPES[1::2]:
+            kind, scale = ("fp8e4nv", f32) if codes else ("bf16", bf16)
+            types = {
+                "x": of(kind, shape.rows, shape.inner),
+                "w": of(kind, shape.side, shape.inner),
+                "weights": f"*{kind}",
+                "out": bf16,
+            }
+            types |= dict.fromkeys(("x_scale", "w_scale"), scale)
+            tile = {"TMA": tma, "ROWS": shape.rows, "SIDE": shape.side, "GROUP": shape.group, "BLOCK": 128, "SHAPE": shape}
+            if codes:
+                variants.append((scaled.scaled_rows_by_weights, types, {**tile, "FLAT": shape.flat}))
+            tile |= {"SCALED": codes, "INNER": shape.inner, "CHUNK": 2, "ASSEMBLY": True}
+            waits = {"WINDOW": 256, "LINES": 8, "STRIP": 4 if codes else 1, "BYTES": 1 if codes else 2}
+            variants.append((beside.rows_by_weights_as_they_come, types, {**tile, **waits}))
+            stays = {"ORDERED": True, "OWNERS": 1024, "PROGRAMS": shape.programs}
+            variants.append((beside.rows_by_weights_with_words, types, {**tile, **stays}))
     variants += [(beside.until_raised, {}, {}), (beside.until_reached, {}, {})]
     found: dict[str, int] = {}
     both = [
@@ -347,8 +381,10 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
     for number, (kernel, types, constants, padded) in enumerate(both):
         if "PADDED" in kernel.arg_names:
             constants = {"EXPERTS": 32, "PADDED": padded, **constants}
+        shape = constants.get("SHAPE", tiles.SHAPES_OF_LESS_MEMORY[0])
+        options = {"num_warps": shape.warps, "num_stages": shape.stages, **tiles.most_registers(shape)}
         signature = {name: types.get(name) or counts.get(name) or "constexpr" for name in kernel.arg_names}
-        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items() if name in kernel.arg_names}
         aligned = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(kernel.arg_names)
@@ -356,9 +392,11 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         }
         made = triton.compile(
             ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=aligned),
-            target=GPUTarget("cuda", 100 if kernel is mx.mx_rows_by_weights else 90, 32), options={"num_warps": 8, "num_stages": 3},
+            target=GPUTarget("cuda", 100 if kernel is mx.mx_rows_by_weights else 90, 32), options=options,
         )  # fmt: skip
         ptx = made.asm["ptx"]
+        # A multiprocessor has room for all programs of a shape: 1 KB of each is CUDA's.
+        assert shape.programs * (made.metadata.shared + 1024) <= 228 << 10, (kernel.__name__, constants, made.metadata.shared)
         check_words(kernel.__name__, ptx, "TMA" in constants and constants["TMA"])
         found[f"{number} {kernel.__name__}"] = ptx.count("wgmma.mma_async") + ptx.count("kind::mxf8f6f4.block_scale")
     return found

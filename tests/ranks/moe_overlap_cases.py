@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Thread
 from typing import Any
 
 import torch
+from moe_kernel_cases import patched
 
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error, PeerError
 from pplx_comm.hooks import HOOK_ROWS
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
-from pplx_comm.moe import quantise
-from pplx_comm.moe.grouped import triton_scaled
-from pplx_comm.moe.grouped.beside import CHUNK, Beside
-from pplx_comm.moe.grouped.triton_mm import Shape, TritonGroupedMm
+from pplx_comm.moe import grouped, quantise
+from pplx_comm.moe.grouped.beside import CHUNK, Beside, words_of_scratch
+from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
+from pplx_comm.moe.kernels.usable import INTERPRETED_PROGRAMS
 from pplx_comm.moe.overlap import sms_of_step
 from pplx_comm.moe.segments import Segments
 from pplx_comm.wiring.config import make_config
-
-if os.environ.get("TRITON_INTERPRET") == "1":
-    # NumPy's sums follow from how large a tile is, a tensor core's do not: here both products have the same tiles.
-    triton_scaled.SHAPE_OF_MANY = Shape(HOOK_ROWS, 128, 128, 8, 8, 4)
 
 
 @dataclass(frozen=True)
@@ -143,6 +139,9 @@ def passed(case: OverlapCase, a2a: AllToAll, weights: Any, inputs: Any, options:
         else:
             F.compute(one, gate_up, down, options)
             y = F.finish(one)
+        forwards = [name for name in one.ran.products if name.startswith("forward")]
+        assert one.ran.overlap == options.overlap and len(forwards) == 2, one.ran
+        assert options.overlap != "signals" or {one.ran.products[name] for name in forwards} == {"triton"}, one.ran
         if case.train:
             y.backward(inputs["dy"])
     return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -365,6 +364,7 @@ SEGMENTS = {
     "ragged": Segments(torch.tensor([0, 256, 256, 640, 640, 768], dtype=torch.int32)),
     "padded": Segments(torch.tensor([3, 0, 205, 17, 140], dtype=torch.int32), 200, 100),
     "few": Segments(torch.tensor([3, 0, 105, 17, 64], dtype=torch.int32), 100, 20),
+    "ragged, few": Segments(torch.tensor([0, 128, 128, 256, 640, 896], dtype=torch.int32), expected=40),
     "nothing": Segments(torch.tensor([0, 0, 0, 0, 0, 0], dtype=torch.int32)),
 }
 
@@ -390,7 +390,7 @@ def product_of(where: Segments, codes: bool, seed: int) -> tuple[Any, Any, Any, 
 def beside_of(where: Segments, rows: int, ordered: bool) -> Beside:
     words = words_of(where, rows)
     chunks = words if where.room else -(-words // CHUNK)
-    zeros = torch.zeros(2 * words + 2 * chunks + 2, dtype=torch.int32)
+    zeros = torch.zeros(2 * words + words_of_scratch(chunks), dtype=torch.int32)
     return Beside(zeros[:words], zeros[words : 2 * words], zeros[2 * words :], chunks, 0, ordered)
 
 
@@ -431,7 +431,7 @@ def rows_come(me: Any, name: str, codes: bool, beforehand: int, seed: int) -> di
     beside.up(poison, w, where, out)
     ended.set()
     writer.join()
-    noted, order = int(beside.scratch[-2]), beside.scratch[beside.chunks : 2 * beside.chunks].tolist()
+    noted, order = int(beside.noted[0]), beside.scratch[beside.chunks : 2 * beside.chunks].tolist()
     filled = [word for word in range(len(blocks)) if _rows(where, word)]
     chunks = sorted({word if where.room else word // CHUNK for word in filled})
     there = torch.cat([torch.arange(len(out))[rows] for _, rows in where.slices()] or [torch.arange(0)])
@@ -456,15 +456,18 @@ def _others(there: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[str, Any]:
-    """A thread looks at the words of ready, and at a block's rows the moment its word says that they are written."""
+    """A thread looks at the words of ready, and at a block's rows the moment its word says that they are written.
+
+    All programs begin, and those of multiprocessors that a step takes end at once.
+    """
     where, r = SEGMENTS[name], random.Random(f"rows go {seed}")
     x, w, _, wanted = product_of(where, codes, seed)
-    beside = beside_of(where, len(wanted), ordered)
+    beside = replace(beside_of(where, len(wanted), ordered), sms_of_step=(seed + ordered) % INTERPRETED_PROGRAMS)
     if ordered and not where.room:
         chunks = list(range(-(-int(where.where[-1]) // HOOK_ROWS) // CHUNK))
         r.shuffle(chunks)
         beside.scratch[beside.chunks : beside.chunks + len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
-    value, out = beside.ready_value(w, where), torch.full_like(wanted, torch.nan)
+    value, out = beside.ready_value(x, w, where), torch.full_like(wanted, torch.nan)
     waited = {word for word in range(len(beside.ready)) if _rows(where, word)}
     seen: dict[int, bool] = {}
     ended = threading.Event()
@@ -475,10 +478,13 @@ def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[s
                 if int(beside.ready[word]) >= value:
                     rows = rows_of_word(where, word)
                     seen[word] = torch.equal(out[rows], wanted[rows])
+            ended.wait(1e-4)  # a tile takes the interpreter longer, and longer still where this thread spins
 
     reader = Thread(target=look)
     reader.start()
-    beside.down(x, w, where, out)
+    with patched(grouped.beside, {"KEPT_FREE": 0}):
+        beside.down(x, w, where, out)
+        kept = beside.kept
     raised = {word for word in range(len(beside.ready)) if int(beside.ready[word])}
     ended.set()
     reader.join()
@@ -486,7 +492,9 @@ def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[s
     there = torch.cat([torch.arange(len(out))[rows] for _, rows in where.slices()] or [torch.arange(0)])
     return {
         "same": torch.equal(out[there], wanted[there]), "words": raised == waited and exact, "rows": all(seen.values()),
-        "begun": int(beside.begun) == beside.producers,
+        "begun": int(beside.begun[0]) == beside.producers(x, where),
+        "kept": kept == INTERPRETED_PROGRAMS - beside.sms_of_step == int((beside.begun[3:] == 2).sum()),
+        "given up": int((beside.begun[3:] == 3).sum()) == beside.sms_of_step,
     }  # fmt: skip
 
 

@@ -24,7 +24,10 @@ class MoECase:
     tokens: tuple[int, ...] = (9, 0, 24, 5)
     """By rank."""
     score: str = "softmax"
+    groups: tuple[int, int] = (1, 1)
+    """Of experts, and how many of them a token's choices may be in."""
     normalise: bool = True
+    scale: float = 1.0
     shared: int = 32
     expert_tp: int = 1
     recompute: str = "nothing"
@@ -100,16 +103,30 @@ def run(case: MoECase, p: Parameters, x: torch.Tensor) -> tuple[torch.Tensor, to
     logits = x @ p.router.T
     scores = torch.softmax(logits, -1) if case.score == "softmax" else torch.sigmoid(logits)
     n, experts = scores.shape
-    chosen = [sorted(range(experts), key=lambda e: -float(scores[t, e].detach() + p.bias[e]))[: case.top_k] for t in range(n)]
+    chosen = [
+        choices_of_token(case, [float(s) + float(b) for s, b in zip(scores[t].detach(), p.bias, strict=True)]) for t in range(n)
+    ]
     y = torch.zeros_like(x)
     for e in range(experts):
         rows = [t for t in range(n) if e in chosen[t]]
         if rows:
             weight = torch.stack([scores[t, e] / (sum(scores[t, f] for f in chosen[t]) if case.normalise else 1) for t in rows])
-            y = y.index_add(0, torch.tensor(rows), weight[:, None] * _swiglu(x[rows], p.gate[e], p.up[e], p.down[e]))
+            routed = _swiglu(x[rows], p.gate[e], p.up[e], p.down[e])
+            y = y.index_add(0, torch.tensor(rows), case.scale * weight[:, None] * routed)
     if p.shared:
         y = y + _swiglu(x, *p.shared)
     return y, _losses(case, logits, scores, chosen), chosen
+
+
+def choices_of_token(case: MoECase, worth: list[float]) -> list[int]:
+    """The best experts of the best groups; a group is worth its best two experts together, as in DeepSeek-V3."""
+    groups, top_groups = case.groups
+    size = len(worth) // groups
+    members = [range(first, first + size) for first in range(0, len(worth), size)]
+    if groups > 1:
+        members.sort(key=lambda those: -sum(sorted((worth[e] for e in those), reverse=True)[:2]))
+    allowed = [e for those in members[:top_groups] for e in those]
+    return sorted(allowed, key=lambda e: -worth[e])[: case.top_k]
 
 
 def _losses(case: MoECase, logits: torch.Tensor, scores: torch.Tensor, chosen: list[list[int]]) -> torch.Tensor:

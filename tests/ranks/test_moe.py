@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from harness import Crews, run_ranks, seed
+from harness import Crew, Crews, run_ranks, seed
 from moe_reference import MoECase, make_world, run
 
 BF16, FP8_WIRE, FP8 = 0.006, 0.045, 0.08
@@ -24,7 +24,7 @@ two_ranks = pytest.mark.parametrize("crew", [2], indirect=True, ids=["2 ranks"])
 """What does not depend on how many there are."""
 
 
-def check(crew: Crews, limit: float, how: str = "plain", **fields: object) -> None:
+def check(crew: Crew | Crews, limit: float, how: str = "plain", **fields: object) -> None:
     case = replace(MoECase(seed(), crew.world_size), **fields)
     for rank, found in enumerate(crew.run("moe_cases:whole_step", case, how, timeout=120)):
         assert max(found.values()) < limit, (rank, case, found)
@@ -50,10 +50,44 @@ def test_recomputing(crew: Crews, recompute: str) -> None:
     check(crew, 1e-5, spread="zipf", recompute=recompute)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_groups_of_experts(ranks: int) -> None:
+    """As DeepSeek-V3 routes: sigmoid scores, a bias on the choice, the best groups, weights that are normalised and scaled."""
+    routing = {"score": "sigmoid", "num_experts": 12, "groups": (4, 2), "top_k": 4, "scale": 2.5}
+    with Crew(ranks) as crew:
+        for spread in ("even", "zipf"):
+            check(crew, 1e-5, spread=spread, **routing)
+
+
+def test_groups_decide() -> None:
+    """The reference's choices are others without groups, and keep to two of them."""
+    case = MoECase(seed(), 2, "zipf", score="sigmoid", num_experts=12, groups=(4, 2), top_k=4)
+    world = make_world(case)
+    (_, _, grouped), (_, _, free) = (run(c, world.parameters, world.x[0]) for c in (case, replace(case, groups=(1, 1))))
+    assert all(len({e // 3 for e in chosen}) <= 2 for chosen in grouped)
+    assert [sorted(chosen) for chosen in grouped] != [sorted(chosen) for chosen in free]
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", "float32"), ("fp8", "bfloat16")])
+def test_repeated(precision: str, dtype: str) -> None:
+    """The same bits again, of output, loss and all gradients."""
+    for same in run_ranks(2, "moe_cases:repeated", MoECase(seed(), 2, "zipf", precision, dtype=dtype, hidden=128)):
+        assert len(same) == 8 and all(same), same
+
+
 @two_ranks
-@pytest.mark.parametrize("how", ["checkpoint", "main_grad", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["checkpoint", "main_grad", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_ways_to_train(crew: Crews, how: str) -> None:
     check(crew, 1e-5, how, spread="zipf")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_compiled_to_machine_code() -> None:
+    """Router and shared expert by inductor. Ranks compile within a step, so that it may take them long."""
+    case = MoECase(seed(), 2, "zipf", all_to_all={"timeout": 400.0})
+    for rank, found in enumerate(run_ranks(2, "moe_cases:whole_step", case, "inductor", timeout=500)):
+        assert max(found.values()) < 1e-5, (rank, found)
 
 
 @two_ranks

@@ -29,6 +29,19 @@ def test_fsdp_ddp_and_main_grad(tmp_path: Path) -> None:
                 assert len(found) >= 2 and max(found.values()) < 1e-5, (case, found)
 
 
+def test_main_grad_under_fsdp(tmp_path: Path) -> None:
+    """It refuses, before anything is sent: nobody would read gradients that are not where they were asked for."""
+    for found in run_ranks(4, "moe_checkpoint_cases:main_grad_under_fsdp", str(tmp_path / "store"), seed(), timeout=120):
+        assert "fully_shard" in found["said"] and found["open"] == 0, found
+
+
+def test_trained_under_fsdp_and_resharded(tmp_path: Path) -> None:
+    """Weights and the optimiser's state, from two ranks' experts with two replicas to four ranks'."""
+    arguments = str(tmp_path / "store"), str(tmp_path / "checkpoint"), seed()
+    for rank, found in enumerate(run_ranks(4, "moe_checkpoint_cases:trained_and_resharded", *arguments, timeout=120)):
+        assert len(found) == (10 if rank < 3 else 6) and max(found.values()) < 1e-5, (rank, found)
+
+
 PREFIX = "model.layers.3.mlp."
 EXPERTS = {
     "deepseek": ("experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight"),

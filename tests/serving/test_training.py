@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "megatron": {"library": "megatron", "expert_tp": 1},
     "megatron, fp8": {"library": "megatron", "expert_tp": 1, **FP8},
     "megatron, expert tp": {"library": "megatron", "expert_tp": 2},
+    "megatron's names": {"library": "megatron_names"},
     "torchtitan, recomputed": {"library": "torchtitan", "reentrant": False},
     "megatron, recomputed": {"library": "megatron", "expert_tp": 1, "reentrant": True},
 }

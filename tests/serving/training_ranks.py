@@ -112,15 +112,14 @@ def torchtitan_layer(case: dict[str, Any]) -> dict[str, float]:
     return trained(layer, alone, case, [(layer.router.gate.weight, alone.router.gate.weight)], split)
 
 
-def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
-    """Megatron-Core's layer with its own router and experts, in groups of expert and of expert tensor parallel ranks."""
+def megatron_layers(case: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Megatron-Core's layer with its own router and experts, in groups of expert and of expert tensor parallel ranks, and the same in
+    one process; parameters of which a rank has slices; and what builds grouped experts like its own."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from pplx_comm.compat import megatron
 
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # 0.16.1 asks for it, and has it with Transformer Engine only
@@ -130,6 +129,13 @@ def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
     tp_groups = [dist.new_group(list(range(first, first + tp))) for first in range(0, WORLD, tp)]
     ep_groups = [dist.new_group(list(range(first, WORLD, tp))) for first in range(tp)]
 
+    named = {
+        "moe_shared_expert_intermediate_size": case["inner"], "moe_shared_expert_gate": True, "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    } if case.get("named") else {}  # fmt: skip
+
+    made: list[Any] = []
+
     def build(ep: Any, expt_tp: Any, tp_ep: Any) -> Any:
         config = TransformerConfig(
             num_layers=1, hidden_size=case["hidden"], num_attention_heads=1, ffn_hidden_size=case["inner"],
@@ -137,14 +143,30 @@ def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
             expert_model_parallel_size=ep.size(), expert_tensor_parallel_size=expt_tp.size(), add_bias_linear=False,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
             moe_token_dispatcher_type="allgather", moe_router_dtype="fp32", moe_router_load_balancing_type="none",
-            bias_activation_fusion=False, gradient_accumulation_fusion=False,
+            bias_activation_fusion=False, gradient_accumulation_fusion=False, **named,
         )  # fmt: skip
         groups = ProcessGroupCollection(
             tp=myself, cp=myself, tp_cp=myself, dp=myself, ep=ep, expt_tp=expt_tp, tp_ep=tp_ep, expt_dp=myself, dp_cp=myself,
             tp_dp_cp=myself,
         )  # fmt: skip
+        made.append(groups)
         spec = get_gpt_layer_local_spec(num_experts=case["experts"], moe_grouped_gemm=False)
         return MoELayer(config, spec.submodules.mlp.submodules, pg_collection=groups)
+
+    def grouped_like(experts: Any) -> Any:
+        """Grouped experts like these."""
+        from megatron.core.transformer.mlp import MLPSubmodules
+        from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+        class Linear(nn.Module):
+            def __init__(self, experts: int, inner: int, outer: int, **_: Any) -> None:
+                super().__init__()
+                for number in range(experts):
+                    self.register_parameter(f"weight{number}", nn.Parameter(torch.empty(outer, inner)))
+
+        return TEGroupedMLP(
+            experts.num_local_experts, experts.config, MLPSubmodules(linear_fc1=Linear, linear_fc2=Linear), made[-1]
+        )
 
     alone = build(myself, myself, myself)
     layer = build(ep_groups[RANK % tp], tp_groups[RANK // tp], dist.group.WORLD)
@@ -168,8 +190,48 @@ def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
             ]
         for ours, theirs, part in split:
             ours.copy_(part(theirs))
+        if named:
+            alone.router.expert_bias.copy_(torch.randn(case["experts"], generator=g))
+            layer.router.expert_bias.copy_(alone.router.expert_bias)
+            layer.shared_experts.load_state_dict(alone.shared_experts.state_dict())
+    return layer, alone, split, grouped_like
+
+
+def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
+    """Over this library."""
+    from pplx_comm.compat import megatron
+
+    layer, alone, split, _ = megatron_layers(case)
     assert megatron.use(layer, max_tokens_per_rank=case["tokens"], precision=case["precision"]) == 1
     return trained(layer, alone, case, [(layer.router.weight, alone.router.weight)], split)
+
+
+def megatron_names_layer(case: dict[str, Any]) -> dict[str, float]:
+    """Our layer takes all that Megatron-Core's has in its state_dict, and gives it back, and computes what that computes.
+
+    Grouped experts are Megatron-Core's class over a stand-in for Transformer Engine's linear layers, which call their weights so.
+    """
+    import pplx_comm as pc
+    from pplx_comm.moe import MoE, RouterOptions, checkpoint
+
+    theirs, alone, _, grouped = megatron_layers(case | {"named": True, "expert_tp": 1})
+    found: dict[str, float] = {}
+    with pc.Communicator.from_torch() as comm:
+        ours = MoE(
+            case["hidden"], case["inner"], case["experts"], case["top_k"], comm, max_tokens_per_rank=case["tokens"],
+            dtype=torch.float32, shared_intermediate=case["inner"], shared_gate=True, router=RouterOptions("sigmoid", correction_bias=True),
+        )  # fmt: skip
+        state = {name: t for name, t in theirs.state_dict().items() if isinstance(t, torch.Tensor)}
+        checkpoint.load(ours, state, "megatron_sequential")
+        saved = checkpoint.save(ours, "megatron_sequential")
+        assert set(saved) == set(state), set(saved) ^ set(state)
+        found["sequential"] = max(error(saved[name], t) for name, t in state.items())
+        names = {f"experts.{name}" for name, t in grouped(theirs.experts).state_dict().items() if isinstance(t, torch.Tensor)}
+        assert {name for name in checkpoint.save(ours, "megatron") if name.startswith("experts.")} == names, names
+        x = torch.randn(case["tokens"], 1, case["hidden"], generator=torch.Generator().manual_seed(case["seed"] + RANK))
+        with torch.no_grad():
+            found["y"] = error(ours(x), alone(x)[0])
+    return found
 
 
 def main() -> None:

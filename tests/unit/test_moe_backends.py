@@ -12,7 +12,7 @@ from harness import seed
 
 import pplx_comm as pc
 from pplx_comm.moe import functional as F
-from pplx_comm.moe.grouped import choose, products, triton_mm
+from pplx_comm.moe.grouped import choose, products, tiles
 from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import ScaledLoop
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
@@ -153,7 +153,7 @@ def test_torch_under_mps(monkeypatch: pytest.MonkeyPatch, percentage: str | None
 def test_tiles_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows have small tiles, and all tiles fit the memory that there is."""
     for memory, tile in ((227 << 10, (128, 256)), (163 << 10, (128, 256)), (99 << 10, (128, 128))):
-        monkeypatch.setattr(triton_mm, "shared_memory", lambda device, memory=memory: memory)
-        few, many = (triton_mm.shape_of_rows(average, GPU) for average in (triton_mm.FEW, triton_mm.FEW + 1))
+        monkeypatch.setattr(tiles, "shared_memory", lambda device, memory=memory: memory)
+        few, many = (tiles.shape_of_rows(average, GPU) for average in (tiles.FEW, tiles.FEW + 1))
         assert (few.rows, few.programs) == (64, 2) and (many.rows, many.side) == tile
         assert 2 * (many.rows + many.side) * many.inner * many.stages <= memory

@@ -15,14 +15,14 @@ class _GroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str) -> torch.Tensor:
         ctx.save_for_backward(x, w, where.where)
-        ctx.backend, ctx.room = backend, where.room
+        ctx.backend, ctx.like = backend, (where.room, where.expected, where.part)
         return products.forward(x, w, where, backend)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, w, where = ctx.saved_tensors
-        where = Segments(where, ctx.room)
+        where = Segments(where, *ctx.like)
         dy = dy.contiguous()
         dx = products.dgrad(dy, w, where, ctx.backend) if ctx.needs_input_grad[0] else None
         dw = products.wgrad(dy, x, where, torch.empty_like(w), False, ctx.backend) if ctx.needs_input_grad[1] else None

@@ -8,10 +8,12 @@ import torch
 
 from pplx_comm.handles import Dispatched
 from pplx_comm.hooks import HOOK_ROWS
-from pplx_comm.moe.grouped.triton_mm import FEW, Shape, by_tma, described
+from pplx_comm.moe.grouped import tiles
+from pplx_comm.moe.grouped.tiles import Shape
+from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
-from pplx_comm.moe.quantise import BLOCK
+from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
 
 Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -25,6 +27,8 @@ STRIP_OF_CODES = 4
 """Tiles of codes that a program takes at a time: one takes little longer than to find the next one."""
 KEPT_FREE = 4
 """Multiprocessors that no product takes: a step must be able to go on."""
+OWNERS = 1024
+"""Words for multiprocessors: more than a GPU has, whose numbers may have gaps. Two that share one would stay or go together."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ class Beside:
     arrived: torch.Tensor
     ready: torch.Tensor
     scratch: torch.Tensor
-    """int32, zeros: what is claimed of each chunk, the order of chunks, how many were noted, how many programs have begun."""
+    """int32, zeros: what is claimed of each chunk, the order of chunks, how many were noted, and what the second product counts."""
     chunks: int
     sms_of_step: int
     ordered: bool = False
@@ -44,33 +48,42 @@ class Beside:
     def of(d: Dispatched, where: Segments, sms_of_step: int) -> Beside:
         words = len(d.arrived)
         chunks = words if where.room else -(-words // CHUNK)
-        scratch = torch.zeros(2 * chunks + 2, dtype=torch.int32, device=d.x.device)
+        scratch = torch.zeros(words_of_scratch(chunks), dtype=torch.int32, device=d.x.device)
         return Beside(d.arrived.view(torch.int32), d.ready.view(torch.int32), scratch, chunks, sms_of_step)
 
     @property
-    def begun(self) -> torch.Tensor:
-        """How many programs of the second product have begun."""
-        return self.scratch[-1:]
+    def noted(self) -> torch.Tensor:
+        """How many chunks the first product noted."""
+        return self.scratch[2 * self.chunks :]
 
     @property
-    def producers(self) -> int:
-        """Programs of the second product: the rest is combine's."""
+    def begun(self) -> torch.Tensor:
+        """How many programs of the second product have begun. Behind it, what else that product counts."""
+        return self.scratch[2 * self.chunks + 1 :]
+
+    @property
+    def kept(self) -> int:
+        """Multiprocessors of the second product: the rest is combine's."""
         return max(1, programs(self.scratch.device) - max(self.sms_of_step, KEPT_FREE))
+
+    def producers(self, x: Operand, where: Segments) -> int:
+        """Programs of the second product. Those of multiprocessors that are not kept begin and end."""
+        return _shape(x, where).programs * programs(self.scratch.device)
 
     def up(self, x: Operand, w: Operand, where: Segments, out: torch.Tensor) -> None:
         """x @ w^T by expert, to out, of rows that may still be coming. It is launched when `planned` is raised."""
         from pplx_comm.moe.kernels.beside import rows_by_weights_as_they_come
 
         one = _Product(x, w, where, out)
+        note("forward", _values(w).shape, "triton")
         if not one.empty:
             # As many programs as there is room for when the dispatch has ended: those that find none yet begin then.
             on_gpu = out.device.type == "cuda"
             count = max(1, programs(out.device) - KEPT_FREE) if on_gpu else programs(out.device)
-            rows_by_weights_as_they_come[(count,)](
+            rows_by_weights_as_they_come[(one.shape.programs * count,)](
                 *one.rows, *one.weights, one.bytes_of_weights, where.where, self.arrived, self.scratch, self.scratch[self.chunks :],
-                self.scratch[-2:], out, *one.sizes[:3], self.chunks, *one.sizes[3:], **one.options, ASSEMBLY=on_gpu, CHUNK=CHUNK,
+                self.noted, out, *one.sizes[:3], self.chunks, *one.sizes[3:], **one.options, CHUNK=CHUNK,
                 STRIP=STRIP_OF_CODES if one.scaled else 1, WINDOW=WINDOW, LINES=LINES, BYTES=one.bytes_of_weights.element_size(),
-                num_warps=one.shape.warps, num_stages=one.shape.stages,
             )  # fmt: skip
 
     def down(self, x: Operand, w: Operand, where: Segments, out: torch.Tensor) -> None:
@@ -78,28 +91,36 @@ class Beside:
         from pplx_comm.moe.kernels.beside import rows_by_weights_with_words
 
         one = _Product(x, w, where, out)
+        note("forward", _values(w).shape, "triton")
         if one.empty:
-            self.begun.fill_(self.producers)
+            self.begun[:1].fill_(self.producers(x, where))
             return
-        rows_by_weights_with_words[(self.producers,)](
-            *one.rows, *one.weights, where.where, self.scratch[self.chunks :], self.ready, self.begun, out, *one.sizes,
-            ORDERED=self.ordered and not where.room, **one.options, CHUNK=CHUNK, GROUP=one.shape.group,
-            num_warps=one.shape.warps, num_stages=one.shape.stages,
+        rows_by_weights_with_words[(self.producers(x, where),)](
+            *one.rows, *one.weights, where.where, self.scratch[self.chunks :], self.ready, self.begun, out, self.kept, *one.sizes,
+            ORDERED=self.ordered and not where.room, **one.options, CHUNK=CHUNK, GROUP=one.shape.group, OWNERS=OWNERS,
+            PROGRAMS=one.shape.programs,
         )  # fmt: skip
 
-    def ready_value(self, w: Operand, where: Segments) -> int:
+    def ready_value(self, x: Operand, w: Operand, where: Segments) -> int:
         """What a word of `ready` has when its rows are written."""
-        codes = w if isinstance(w, torch.Tensor) else w[0]
-        shape = _shape(where, not isinstance(w, torch.Tensor), 0)
-        return -(-codes.shape[1] // shape.side) * (-(-where.room // shape.rows) if where.room else 1)
+        shape = _shape(x, where)
+        return -(-_values(w).shape[1] // shape.side) * -(-(where.room or HOOK_ROWS) // shape.rows)
 
 
-def _shape(where: Segments, scaled: bool, rows: int) -> Shape:
-    """A tile of Ragged has the rows of a block."""
-    few = where.room > 0 and where.average(rows) <= FEW
-    if scaled:
-        return Shape(64 if few else HOOK_ROWS, BLOCK, BLOCK, 8, 4 if few else 8, 4)
-    return Shape(64, 128, 64, 8, 4, 4) if few else Shape(HOOK_ROWS, 256, 64, 8, 8, 3)
+def words_of_scratch(chunks: int) -> int:
+    """Behind what is noted of chunks: programs that have begun, tiles taken, multiprocessors, and a word for each of these."""
+    return 2 * chunks + 1 + 3 + OWNERS
+
+
+def _values(x: Operand) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else x[0]
+
+
+def _shape(x: Operand, where: Segments) -> Shape:
+    """As by itself, so that it has the same bits."""
+    of = tiles.shape_of_rows if isinstance(x, torch.Tensor) else tiles.shape_of_codes
+    values = _values(x)
+    return of(where.average(len(values)), values.device)
 
 
 class _Product:
@@ -110,7 +131,7 @@ class _Product:
         values, scale = (x, out) if isinstance(x, torch.Tensor) else (x[0], x[1])
         weights, weights_scale = (w, out) if isinstance(w, torch.Tensor) else (w[0], w[1].contiguous())
         values, weights = values.contiguous(), weights.contiguous()
-        self.shape = s = _shape(where, self.scaled, len(values))
+        self.shape = s = _shape(x, where)
         self.empty = not out.numel() or not len(weights)
         tma = not self.empty and by_tma(values, weights)
         self.rows = described(values, [s.rows, s.inner]) if tma else values, scale
@@ -120,5 +141,6 @@ class _Product:
         self.sizes = len(weights), where.room, len(values), values.shape[1], weights.shape[1], *strides
         self.options = {
             "EXPERTS": power_of_two_at_least(len(weights)), "PADDED": where.room > 0, "SCALED": self.scaled, "TMA": tma,
-            "ROWS": s.rows, "SIDE": s.side, "INNER": s.inner,
+            "ASSEMBLY": out.device.type == "cuda", "ROWS": s.rows, "SIDE": s.side, "INNER": s.inner, "BLOCK": HOOK_ROWS,
+            "num_warps": s.warps, "num_stages": s.stages, **tiles.most_registers(s),
         }  # fmt: skip

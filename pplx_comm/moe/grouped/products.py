@@ -7,12 +7,19 @@ import torch
 from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
 from pplx_comm.moe.grouped.choose import Either, backends, named, pick, rows_class, scaled_backends
+from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 
 
 def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
+    backend = _chosen(op, rows, weights, name, where, other)
+    note(op, weights.shape, backend.name)
+    return backend
+
+
+def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
     if where.room and op != "forward":
         raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
     if name != "auto":
@@ -40,7 +47,7 @@ def _of_parts(backend: Either, where: Segments) -> Either:
 
 
 def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
-    """What rows have in common for which one backend is the fastest."""
+    """What rows have in common for which one backend is the fastest: above all how many an expert has in this call."""
     return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
 
 
@@ -87,9 +94,15 @@ def scaled(
 
     Scales of x may be those of MXFP8 where takes_mx() says so. A backend for nothing else leaves other products to the rest.
     """
+    chosen = _chosen_scaled(x, w, where, transposed, dtype, backend)
+    note("dgrad" if transposed else "forward", w[0].shape, chosen.name)
+    return chosen.product(x, w, where, transposed, dtype, out)
+
+
+def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype, backend: str) -> ScaledBackend:
     mx = x[1].dtype == torch.uint8
     if backend != "auto" and named(scaled_backends(), backend).mx == mx:
-        return _of_parts(named(scaled_backends(), backend), where).product(x, w, where, transposed, dtype, out)
+        return _of_parts(named(scaled_backends(), backend), where)
     able = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
     found = [each for each in able if each.takes_parts or not _part(where)]
     if not found:
@@ -99,4 +112,4 @@ def scaled(
         return each.product(x, w, where, transposed, dtype)
 
     key = ("scaled", transposed, tuple(w[0].shape), *_like(where, x[0]))
-    return pick(found, key, x[0].device, run).product(x, w, where, transposed, dtype, out)
+    return pick(found, key, x[0].device, run)

@@ -4,59 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from pplx_comm.moe.grouped import tiles
 from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
 from pplx_comm.moe.segments import Segments
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Of a kernel's tiles. It follows from sizes that no routing changes, so each size is compiled once."""
-
-    rows: int
-    side: int
-    inner: int
-    group: int
-    warps: int
-    stages: int
-    flat: bool = False
-    programs: int = 1
-    """On a multiprocessor: several have more of the weights on their way."""
-
-
-FEW = 64
-"""Rows of an expert, on average, up to which a tile has as few rows: a product of few rows reads weights."""
-
-
-LARGEST_TILES = 227 << 10
-"""Bytes of shared memory, for 128 x 256 with four stages and a tile that is stored meanwhile: compute capability 9.0 and 10.0."""
-SHAPE_OF_FEW = Shape(64, 128, 64, 8, 4, 4, programs=2)
-SHAPE_OF_SOME = Shape(128, 256, 64, 16, 8, 4, flat=True)
-SHAPE_OF_MANY = Shape(128, 256, 64, 8, 8, 4, flat=True)
-SHAPES_OF_LESS_MEMORY = Shape(128, 256, 64, 8, 8, 3), Shape(128, 128, 64, 8, 8, 3)
-SHAPE_OF_WEIGHTS = Shape(128, 256, 64, 8, 8, 3)
-
-
-def shape_of_rows(average: int, device: torch.device) -> Shape:
-    """By the rows that an expert can have on average: few want small tiles, since padding is computed too. See bench/notes.md."""
-    if average <= FEW:
-        return SHAPE_OF_FEW
-    memory = shared_memory(device)
-    if memory < LARGEST_TILES:
-        return SHAPES_OF_LESS_MEMORY[memory <= 150 << 10]
-    return SHAPE_OF_SOME if average <= 1024 else SHAPE_OF_MANY
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes that a program can have."""
-    if device.type != "cuda":
-        return LARGEST_TILES
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)) or LARGEST_TILES
 
 
 @functools.cache
@@ -116,7 +70,7 @@ class TritonGroupedMm:
         if not out.numel() or not experts:
             return out
         device = x.device
-        s = shape_of_rows(where.average(rows), device)
+        s = tiles.shape_of_rows(where.average(rows), device)
         x, w = x.contiguous(), w.contiguous()
         tma = by_tma(x, w) if self._tma is None else self._tma
         block = [s.inner, s.side] if transposed else [s.side, s.inner]
@@ -137,7 +91,7 @@ class TritonGroupedMm:
             out.copy_(whole)
             return
         experts, height, width = out.shape
-        s = SHAPE_OF_WEIGHTS
+        s = tiles.SHAPE_OF_WEIGHTS
         dy, x = dy.contiguous(), x.contiguous()
         tma = by_tma(dy, x) if self._tma is None else self._tma
         _kernels().weights_gradient[(programs(x.device),)](
