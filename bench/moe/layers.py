@@ -12,7 +12,6 @@ from bench.harness.world import World
 from bench.moe.deep_ep import DeepEp
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem
-from bench.moe.ran import noted
 from bench.moe.theirs import Capacity, GatherAndReduce, Mark, Mega, Nccl
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.layouts import Padded, Ragged
@@ -61,7 +60,6 @@ class Ours:
         self._o, self._device, self._precision, self._overlap, self._ranks = options, device, precision, overlap, world.size
         self._comm = world.fresh()  # which carries so many AllToAlls and no more
         self._quantised = precision in ("fp8", "mxfp8")
-        self._ran_beside = overlapping.NONE
 
     @property
     def in_turn(self) -> bool:
@@ -111,7 +109,7 @@ class Ours:
             options = self._options()
             one = F.send(a2a, p.x, p.ids, p.choice_weights, options, whole=True)
             y = F.receive(one, *self._plain, options, self._extras)
-            self._ran_beside = one.options.overlap
+            self._ran = one.ran
             mark("all")
             return y
         d = a2a.dispatch(p.x, p.ids, p.choice_weights)
@@ -168,13 +166,21 @@ class Ours:
         p = self._p
         d = self._a2a.dispatch(p.x, p.ids, p.choice_weights)
         d.release()
-        with noted(p.weights.gate_up.shape) as ran:
+        self._ran = F.Ran("padded" if self._padded else "ragged", overlapping.NONE)
+        with self._ran.noted():
             self.forward(lambda _: None)
         rows = int(d.counts.sum() if d.offsets is None else d.offsets[-1])
-        return {"layout": repr(self._a2a.layout), "rows": rows, "product": str(ran), "overlap": self._ran_beside}
+        product = products_of(self._ran, *self._plain)
+        return {"layout": repr(self._a2a.layout), "rows": rows, "product": product, "overlap": self._ran.overlap}
 
     def close(self) -> None:
         self._comm.close()
+
+
+def products_of(ran: F.Ran, gate_up: torch.Tensor, down: torch.Tensor) -> str:
+    """The backends of both products of a forward pass."""
+    first, second = (ran.products[f"forward {w.shape[2]}x{w.shape[1]}"] for w in (gate_up, down))
+    return first if first == second else f"up {first}, down {second}"
 
 
 UNASKED = 0.95 * 2**30

@@ -15,10 +15,10 @@ from test_bench import ROOT, ranks_of
 from bench.harness.clock import Figure
 from bench.harness.reference import Wrong
 from bench.harness.world import World
-from bench.moe import layers, measure, ran, report, theirs, timeline
+from bench.moe import layers, measure, report, theirs, timeline
 from bench.moe.options import LayerOptions, from_arguments, parser_of
+from pplx_comm.moe import functional as F
 from pplx_comm.moe.grouped import products
-from pplx_comm.moe.grouped.choose import backends
 from pplx_comm.moe.segments import Segments
 
 TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", "2", "--rounds", "1", "--timeout", "60"]
@@ -139,18 +139,17 @@ def test_what_stands_beside_what() -> None:
     assert (row["exposed"], row["beside mega"], row["beside nccl"]) == ("50 %", "1.50x", "5.00x")
 
 
-def test_which_backend_ran() -> None:
-    """Also where the two products have different ones, and not after."""
-    x, up, down = torch.ones(4, 8), torch.ones(1, 12, 8), torch.ones(1, 8, 6)
+def test_which_backends_ran() -> None:
+    """Also where the two products have different ones."""
+    up, down = torch.ones(1, 12, 8), torch.ones(1, 8, 6)
     where = Segments(torch.tensor([0, 4], dtype=torch.int32))
-    with ran.noted(up.shape) as noted:
-        products.forward(x, up, where)
+    ran = F.Ran("ragged", "none")
+    with ran.noted():
+        products.forward(torch.ones(4, 8), up, where, backend="loop")
         products.forward(torch.ones(4, 6), down, where, backend="loop")
-    products.forward(x, down.mT.contiguous(), where)
-    assert str(noted) == "loop"
-    noted.note("down", "triton")
-    assert str(noted) == "up loop, down loop and triton"
-    assert all("forward" not in vars(backend) for backend in backends())
+    assert layers.products_of(ran, up, down) == "loop"
+    ran.products["forward 6x8"] = "triton"
+    assert layers.products_of(ran, up, down) == "up loop, down triton"
 
 
 def one_rank(*more: str) -> tuple[LayerOptions, SimpleNamespace]:
