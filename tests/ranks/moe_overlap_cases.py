@@ -464,7 +464,7 @@ def rows_go(me: Any, name: str, codes: bool, ordered: bool, seed: int) -> dict[s
     x, w, _, wanted = product_of(where, codes, seed)
     beside = replace(beside_of(where, len(wanted), ordered), sms_of_step=(seed + ordered) % INTERPRETED_PROGRAMS)
     if ordered and not where.room:
-        chunks = list(range(-(-int(where.where[-1]) // HOOK_ROWS) // CHUNK))
+        chunks = list(range(-(-int(where.where[-1]) // (CHUNK * HOOK_ROWS))))
         r.shuffle(chunks)
         beside.scratch[beside.chunks : beside.chunks + len(chunks)] = torch.tensor(chunks, dtype=torch.int32)
     value, out = beside.ready_value(x, w, where), torch.full_like(wanted, torch.nan)
