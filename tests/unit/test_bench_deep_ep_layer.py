@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_deep_ep_peer import Config
 
 from bench.gpu.deep_ep import MOST_LOW_LATENCY, SMS
 from bench.moe import deep_ep, measure, theirs
@@ -34,17 +35,6 @@ def numbers(x: Codes) -> torch.Tensor:
 def weights_of(w: Codes) -> torch.Tensor:
     codes, scale = w
     return codes.float() * scale.repeat_interleave(128, 1)[:, : codes.shape[1]].repeat_interleave(128, 2)[..., : codes.shape[2]]
-
-
-class Config:
-    def __init__(self, sms: int, send: int, under_way: int) -> None:
-        self.sms, self.send = sms, send
-
-    def get_nvl_buffer_size_hint(self, row: int, world: int) -> int:
-        return row * self.send * self.sms
-
-    def get_rdma_buffer_size_hint(self, row: int, world: int) -> int:
-        return row
 
 
 class Buffer:
