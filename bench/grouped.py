@@ -39,7 +39,7 @@ from pplx_comm._version import __version__
 from pplx_comm.errors import Error
 from pplx_comm.layer_arguments import positive
 from pplx_comm.machine import machine, versions
-from pplx_comm.moe.grouped import triton_mm, triton_scaled
+from pplx_comm.moe.grouped import tiles
 from pplx_comm.moe.grouped.choose import backends, scaled_backends
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
 from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
@@ -249,20 +249,14 @@ def supergroups(height: int | None) -> Iterator[None]:
     if height is None:
         yield
         return
-    places = [(triton_mm, "shape_of_rows"), (triton_scaled, "shape_of_codes"), (triton_mm, "SHAPE_OF_WEIGHTS")]
-    before = [getattr(where, name) for where, name in places]
-    rows, codes, weights = before
-    others = [
-        lambda *size: replace(rows(*size), group=height), lambda *size: replace(codes(*size), group=height),
-        replace(weights, group=height),
-    ]  # fmt: skip
-    for (where, name), other in zip(places, others, strict=True):
-        setattr(where, name, other)
+    before = rows, codes, weights = tiles.shape_of_rows, tiles.shape_of_codes, tiles.SHAPE_OF_WEIGHTS
+    tiles.shape_of_rows = lambda *size: replace(rows(*size), group=height)
+    tiles.shape_of_codes = lambda *size: replace(codes(*size), group=height)
+    tiles.SHAPE_OF_WEIGHTS = replace(weights, group=height)
     try:
         yield
     finally:
-        for (where, name), own in zip(places, before, strict=True):
-            setattr(where, name, own)
+        tiles.shape_of_rows, tiles.shape_of_codes, tiles.SHAPE_OF_WEIGHTS = before
 
 
 def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import torch
 
 from bench import grouped, l2
 from pplx_comm.errors import Error
-from pplx_comm.moe.grouped import triton_mm, triton_scaled
+from pplx_comm.moe.grouped import tiles
 from pplx_comm.moe.grouped.loop import Loop
 from pplx_comm.moe.segments import Segments
 
@@ -67,7 +67,7 @@ def test_supergroups(average: int) -> None:
     device = torch.device("cpu")
 
     def shapes() -> list[Any]:
-        return [triton_mm.shape_of_rows(average, device), triton_scaled.shape_of_codes(average, device), triton_mm.SHAPE_OF_WEIGHTS]
+        return [tiles.shape_of_rows(average, device), tiles.shape_of_codes(average, device), tiles.SHAPE_OF_WEIGHTS]
 
     own = shapes()
     with grouped.supergroups(3):
@@ -80,7 +80,7 @@ def test_supergroups_are_those_of_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     seen, forward = [], Loop.forward
 
     def noted(*arguments: Any) -> torch.Tensor:
-        seen.append(triton_mm.shape_of_rows(16, torch.device("cpu")).group)
+        seen.append(tiles.shape_of_rows(16, torch.device("cpu")).group)
         return forward(*arguments)
 
     monkeypatch.setattr(Loop, "forward", noted)
