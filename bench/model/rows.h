@@ -1,4 +1,4 @@
-// What DeepEP's low-latency kernels put on the modelled fabric, to hold what is assumed of GPUs that post against published figures. Per step:
+// DeepEP's low-latency protocol on the modelled fabric: its published times test what the model assumes of GPUs that post. Per step:
 //
 //   dispatch: a row of a token to the rank of each of its experts, one put for each; then a count for each expert, behind its rows
 //   combine:  a row back for each row that came, and a flag for each expert

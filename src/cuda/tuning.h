@@ -47,7 +47,7 @@ inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// What decides from how many tokens on a step goes by bulk copies.
+// A step goes by bulk copies from some number of tokens on, which depends on this.
 struct StepShape {
   std::uint32_t gpu_sms = 0;  // multiprocessors of the GPU
   std::uint32_t sms = 0;  // of a launch
@@ -75,8 +75,8 @@ constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShap
     if (s.gpu_sms == most.gpu_sms && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world) return tokens;
   return kManyTokensElsewhere;
 }
-// What rows of combine look like, and which places are blank, follows from this number: all ranks have the same, from the first step to the
-// last. So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
+// All ranks have the same number, from the first step to the last, since it decides how rows of combine look and which places are blank.
+// So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
 constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.

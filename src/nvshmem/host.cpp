@@ -14,7 +14,7 @@
 
 namespace py = pybind11;
 
-// Of libnvshmem_device.a, in no header: where the device state of this module's kernels lies on the current GPU.
+// Finds the device state of this module's kernels on the current GPU. libnvshmem_device.a has it, no header declares it.
 extern "C" void nvshmemi_get_mem_handle(void** device_state, void** ibgda_device_state);
 
 namespace pplx::cuda {
@@ -69,7 +69,7 @@ class OwnStream {
 
 using State = nvshmemi_device_host_state_t;
 
-// What kernels of this module go by. On the host NVSHMEM has no call that tells it.
+// The state that kernels of this module read. NVSHMEM has no call on the host that returns it.
 State state_of(int device) {
   constexpr const char* what = "reading NVSHMEM's device state";
   check(cudaSetDevice(device), "cudaSetDevice");

@@ -165,7 +165,7 @@ struct Pair {
     r.done = false;
   }
 
-  // What is raised stays so, with all that it says; what is not counts up.
+  // A word that has been raised keeps its value; the others only count up.
   void check_words(Rank& r) {
     for (std::uint32_t i = 0; i < r.before.size(); ++i) {
       const std::uint32_t now = r.load(i == 0 ? 0 : hook_arrived_at(r.c) + i - 1);

@@ -332,7 +332,7 @@ int child_exchange(Pipe& pipe, const std::string& provider, int endpoints, std::
   return 0;
 }
 
-// What a victim does when it is killed.
+// A peer that is killed does one of these at that moment.
 enum class Victim {
   Polls,
   Writes,    // and polls: one write more for each of the parent's, since shm of 2.5.1 does not return from fi_cq_read while a peer keeps its queue filled

@@ -83,7 +83,7 @@ def build(mutant: Mutant, folder: Path) -> None:
         todo[-1][at] = str(changed[-1])
     with ThreadPoolExecutor(os.cpu_count()) as compilers:
         list(compilers.map(run.checked, todo))
-    # Of functions that several sources have the first is taken.
+    # Several sources may have the function: the first one is taken.
     objects = [*changed, *same]
     for module in (run.BUILD / "tests" / "emulation").glob("*.so"):
         if not module.name.startswith(f"{mutant.module}."):
