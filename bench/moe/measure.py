@@ -8,6 +8,7 @@ as the format allows.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -154,13 +155,16 @@ def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], 
 
 
 def _measure(layer: Layer, problem: Problem, point: Point, world: World, device: Any, timer: Timer) -> None:
+    what = f"{point.layer}, {point.precision}, {point.tokens} tokens"
     try:
-        world.all_or_none(lambda: layer.prepare(problem), f"{point.layer}, {point.tokens} tokens")
+        world.all_or_none(lambda: layer.prepare(problem), what)
+        with torch.no_grad():
+            # Of a peer, what goes wrong is a line of the table, and the others are still measured.
+            y = layer.forward(_nothing) if isinstance(layer, Ours) else world.all_or_none(lambda: layer.forward(_nothing), what)
     except Off as off:
         point.off = str(off)
         return
     with torch.no_grad():
-        y = layer.forward(_nothing)
         point.notes = layer.notes()
         for note, over_ranks in (("dropped", np.mean), ("rows", np.max)):
             if note in point.notes:
@@ -169,7 +173,7 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
         point.error = max(errors)
         limits = LIMITS if isinstance(layer, Ours) else LIMITS_OF_OTHERS
         if not point.notes.get("dropped") and not point.error < limits[point.precision]:
-            raise Wrong(f"{point.layer}, {point.precision}, {point.tokens} tokens: off by {point.error:.3g}")
+            raise Wrong(f"{what}: off by {point.error:.3g}")
         point.forward = timer.figure(lambda: layer.forward(_nothing))
         point.stages = timer.stages(layer.forward)
         if layer.in_graphs and device.device.type == "cuda":
@@ -178,6 +182,9 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
             point.alone = _alone(layer, device, timer)
     if layer.trains and problem.options.backward:
         point.both = timer.figure(_training(layer, problem))
+    if world.rank == 0:
+        best = point.graph or point.forward
+        print(f"{what}: {best.p50:.1f} us{', in a graph' if point.graph else ''}", file=sys.stderr, flush=True)
 
 
 def _alone(layer: Ours, device: Any, timer: Timer) -> dict[str, Figure]:

@@ -211,7 +211,7 @@ class Mega(Theirs):
                 self.group, o.experts, max(o.tokens), o.top_k, o.hidden, o.intermediate
             )
         self._weights = self._gemm.transform_weights_for_mega_moe_sm90(*weights)
-        self._ids = problem.ids.to(self._buffer.topk_idx.dtype)
+        self._ids = problem.ids.to(torch.int32)
 
     def forward(self, mark: Mark) -> torch.Tensor:
         p, b = self.p, self._buffer

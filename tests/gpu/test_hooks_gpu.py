@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 from cases import in_pieces
 from gpus import APART, AT_ONCE, UNDER_MPS
-from harness import Crews, seed
+from harness import Crew, Crews, seed
 from open_step_cases import small_case
 
 CREWS = [n for n in APART if n > 1]
@@ -35,6 +35,14 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param)
     yield crews
     crews.close()
+
+
+@pytest.fixture(params=CREWS or [2], ids=lambda n: f"ep{n}")
+def failing(request: pytest.FixtureRequest) -> Iterator[Crew]:
+    """For one test: a step that fails ends its communicator, too."""
+    pytest.importorskip("triton")
+    with Crew(request.param) as crew:
+        yield crew
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
@@ -94,16 +102,16 @@ def test_hooks_in_a_graph_of_steps_in_flight(crew: Crews, tokens: int) -> None:
     crew.run("hook_cases:replayed", case, 2, 50, timeout=200)
 
 
-def test_a_kernel_that_never_comes(crew: Crews) -> None:
-    case = small_case(seed(), crew.world_size, 1, hidden=1024, max_tokens=32)
-    results = crew.run("hook_kernels:never_ready", case, 1, 2.0, timeout=100)
+def test_a_kernel_that_never_comes(failing: Crew) -> None:
+    case = small_case(seed(), failing.world_size, 1, hidden=1024, max_tokens=32)
+    results = failing.run("hook_kernels:never_ready", case, 1, 2.0, timeout=100)
     assert all(said["type"] == "StepTimeout" and said["peer"] == 1 for said in results), results
     assert "never written" in results[1]["message"], results
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
-def test_a_kernel_that_never_comes_in_pieces(crew: Crews, transport: str) -> None:
-    case = small_case(seed(), crew.world_size, 1, hidden=1024, max_tokens=1500, transport=transport)
-    results = crew.run("hook_kernels:never_ready", in_pieces(case, on_gpu=True), 1, 2.0, timeout=100)
+def test_a_kernel_that_never_comes_in_pieces(failing: Crew, transport: str) -> None:
+    case = small_case(seed(), failing.world_size, 1, hidden=1024, max_tokens=1500, transport=transport)
+    results = failing.run("hook_kernels:never_ready", in_pieces(case, on_gpu=True), 1, 2.0, timeout=100)
     assert all(said["type"] == "StepTimeout" and said["peer"] == 1 for said in results), results
     assert "never written" in results[1]["message"], results
