@@ -145,6 +145,8 @@ def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], 
                         first = routing == options.routings[0]
                         if options.timeline and first and point.off is None and isinstance(layer, Ours):
                             timelines.append(measured(layer, problem, precision, world, device))
+                    if world.rank == 0:
+                        _tell(point)
                     points.append(point)
             if layer is not None:
                 layer.close()
@@ -173,7 +175,11 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
         point.error = max(errors)
         limits = LIMITS if isinstance(layer, Ours) else LIMITS_OF_OTHERS
         if not point.notes.get("dropped") and not point.error < limits[point.precision]:
-            raise Wrong(f"{what}: off by {point.error:.3g}")
+            wrong = f"{what}: off by {point.error:.3g}"
+            if isinstance(layer, Ours):
+                raise Wrong(wrong)
+            point.off = wrong
+            return
         point.forward = timer.figure(lambda: layer.forward(_nothing))
         point.stages = timer.stages(layer.forward)
         if layer.in_graphs and device.device.type == "cuda":
@@ -182,9 +188,13 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
             point.alone = _alone(layer, device, timer)
     if layer.trains and problem.options.backward:
         point.both = timer.figure(_training(layer, problem))
-    if world.rank == 0:
-        best = point.graph or point.forward
-        print(f"{what}: {best.p50:.1f} us{', in a graph' if point.graph else ''}", file=sys.stderr, flush=True)
+
+
+def _tell(point: Point) -> None:
+    """As it is measured: a run that is cut off has said something."""
+    best = point.graph or point.forward
+    said = f"off: {point.off}" if best is None else f"{best.p50:.1f} us{', in a graph' if point.graph else ''}"
+    print(f"{point.layer}, {point.precision}, {point.tokens} tokens: {said}", file=sys.stderr, flush=True)
 
 
 def _alone(layer: Ours, device: Any, timer: Timer) -> dict[str, Figure]:

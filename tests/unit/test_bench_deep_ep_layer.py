@@ -114,7 +114,7 @@ class DeepGemm:
     """What DeepGEMM says of its arguments, held."""
 
     def m_grouped_fp8_fp4_gemm_nt_masked(self, x: Codes, w: Codes, out: torch.Tensor, counts: torch.Tensor, expected: int) -> None:
-        assert expected >= 1
+        assert expected >= 1 and x[0].shape[1] % 128 == 0, "a tile would reach into the next expert's rows"
         x = x[0], x[1] if x[1].dim() == 3 else x[1].unflatten(0, (LOCAL, -1))  # the CPU's activation lays rows one under the other
         for expert, n in enumerate(counts.tolist()):
             out[expert, :n] = (numbers((x[0][expert, :n], x[1][expert, :n])) @ weights_of(w)[expert].T).bfloat16()
@@ -152,7 +152,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def made() -> tuple[deep_ep.DeepEp, LayerOptions]:
     arguments = ["--hidden", str(HIDDEN), "--intermediate", "128", "--experts", str(EXPERTS), "--top-k", str(TOP_K)]
-    options = from_arguments(parser_of(None).parse_args([*arguments, "--tokens", f"{FEW},{FEW + 4},{MANY}"]))
+    options = from_arguments(parser_of(None).parse_args([*arguments, "--tokens", f"{FEW},{FEW + 64},{MANY}"]))
     world: Any = SimpleNamespace(size=WORLD, rank=0, together=True, barrier=lambda: None, gather=lambda value, tag: [value] * WORLD)
     return deep_ep.DeepEp(world, options, torch.device("cpu")), options
 
@@ -172,11 +172,11 @@ def run(layer: deep_ep.DeepEp, options: LayerOptions, tokens: int, routing: str 
 def test_few_tokens() -> None:
     """The low-latency mode, whose words lie elsewhere at each size, and whose queues have room for all sizes."""
     layer, options = made()
-    for tokens in (FEW, FEW + 4, FEW + 4, FEW):
+    for tokens in (FEW, FEW + 64, FEW + 64, FEW):
         assert run(layer, options, tokens) == ["dispatch", "up", "activation", "down", "combine"]
         assert layer.in_graphs and layer.notes()["product"] == "deepgemm, masked"
     [buffer] = Buffer.made
-    assert buffer.cleaned == [6, 10, 6] and buffer.options["low_latency_mode"]
+    assert buffer.cleaned == [64, 128, 64] and buffer.options["low_latency_mode"]
     assert int(os.environ["NVSHMEM_QP_DEPTH"]) >= 1024
     layer.close()
     assert buffer.destroyed
