@@ -152,6 +152,14 @@ __device__ inline void gate_wait(std::uint64_t* gate) {
                  : "memory");
   }
 }
+__device__ inline bool gate_is_open(std::uint64_t* gate) {
+  std::uint32_t is_open;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(is_open)
+               : "r"(shared_address(gate))
+               : "memory");
+  return is_open != 0;
+}
 
 // ---- copies beside the threads: between a thread block's shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
 
@@ -174,6 +182,15 @@ __device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
 __device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
+// The same, without waiting a while for it.
+__device__ inline bool turn_was_over(std::uint64_t* turns, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(over)
                : "r"(shared_address(turns)), "r"(parity)
                : "memory");
@@ -211,6 +228,7 @@ __device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
 __device__ inline void turns_arrive(std::uint64_t*) {}
 __device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
 __device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline bool turn_was_over(std::uint64_t*, std::uint32_t) { return true; }
 __device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
 __device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
 __device__ inline void bulk_end_group() {}

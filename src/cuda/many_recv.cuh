@@ -21,6 +21,13 @@ struct ReceivedRound {
 };
 struct NoRound {};
 
+// This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
+struct KeptRows {
+  Gate known;  // all of them
+  std::uint32_t rows, next;
+  std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
+};
+
 // kPieces: of rounds.
 template <bool kHooks, bool kPieces = false>
 class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
@@ -54,6 +61,20 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
       } else {
         break;
       }
+    }
+    bulk_await_stored<0>();
+  }
+
+  // Behind receive().
+  __device__ void receive_kept(KeptRows& kept) {
+    if (!s_.good) return;
+    kept.known.wait();
+    const Spends all(k_, Span::Receiving);
+    for (;;) {
+      std::uint32_t nth = 0;
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&kept.next, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      if (nth >= kept.rows * parts_ || !receive_run(k_.c.rank, kept.row[nth / parts_], 1, nth % parts_)) break;
     }
     bulk_await_stored<0>();
   }

@@ -6,12 +6,13 @@
 
 namespace pplx::cuda {
 
-template <std::uint32_t kElementBytes>
+template <std::uint32_t kElementBytes, std::uint32_t kMostBytes = kTileBytes>
 class TileQuantiser {
  public:
-  static constexpr std::uint32_t kPassElements = 512, kPasses = kTileBytes / kElementBytes / kPassElements;
+  static constexpr std::uint32_t kPassElements = 512, kPasses = kMostBytes / kElementBytes / kPassElements;
 
-  // Elements [0, elements) at `from` become codes, and a scale for each block of them; scales of MXFP8 are bytes. All in shared memory.
+  // Elements [0, elements) at `from`, a multiple of sixteen, become as many codes, and a scale for each block of them, sixteen bytes of scales at
+  // once; scales of MXFP8 are bytes. All in shared memory.
   __device__ static void quantise(const Common& k, const char* from, std::uint32_t elements, char* codes, char* scales) {
     if (k.c.wire == Wire::MXFP8)
       quantise_passes(k, from, elements, codes, scales);
@@ -96,7 +97,7 @@ class TileQuantiser {
       loaded[p].unpack(k.c.dtype, f);
       uint4 v = make_uint4(four_e4m3(f, multiplier), four_e4m3(f + 4, multiplier), four_e4m3(f + 8, multiplier), four_e4m3(f + 12, multiplier));
       if (largest[p] >= 0x7f800000u) v = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);  // NaN, whatever its sign was
-      if (p * kPassElements < elements) store16(codes + p * kPassElements + lane * 16, v);
+      if (p * kPassElements + lane * 16 < elements) store16(codes + p * kPassElements + lane * 16, v);
     }
   }
 
@@ -110,7 +111,7 @@ class TileQuantiser {
 #pragma unroll
       for (std::uint32_t i = 0; i < kVectors; ++i) payload.raw[i] = loaded.raw[i];
       payload.prepare(k);
-      store16(codes + pass * kPassElements + lane * 16, payload.row.codes);
+      if (pass * kPassElements + lane * 16 < elements) store16(codes + pass * kPassElements + lane * 16, payload.row.codes);
       if (lane == 0) store16(scales + 16 * pass, payload.row.scales);
     }
   }

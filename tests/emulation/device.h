@@ -104,6 +104,10 @@ inline void gate_open(std::uint64_t* gate) {
 inline void gate_wait(std::uint64_t* gate) {
   while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
 }
+inline bool gate_is_open(std::uint64_t* gate) {
+  emulation::maybe_yield();
+  return *static_cast<volatile std::uint64_t*>(gate) != 0;
+}
 
 inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::turns_init(turns, arrivals); }
 inline void turns_arrive(std::uint64_t* turns) {
@@ -116,6 +120,7 @@ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   emulation::yield();
   return false;
 }
+inline bool turn_was_over(std::uint64_t* turns, std::uint32_t parity) { return turn_is_over(turns, parity); }
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
 }
