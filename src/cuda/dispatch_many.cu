@@ -1,7 +1,7 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include <algorithm>
 
-#include "dealt_sends.cuh"
+#include "token_pipe.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
 
