@@ -30,6 +30,7 @@ __device__ inline void store_relaxed(void* word, std::uint64_t value) {
 }
 // Orders what this thread has stored, or has seen, before what it stores next, for every GPU and the host.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void fence_here() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // For what the protocol's words have in common with a host's.
 struct Atomics {
   __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }

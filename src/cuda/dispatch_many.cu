@@ -32,7 +32,7 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
       if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
   }
   const Spends spends(a.common, Span::Summing);
-  sum_chunks(a, s.step, threadIdx.x / 32, min(s.first_chunk, a.chunks), kWorkers, sums, memory);
+  sum_chunks_before(a, s.step, 0, min(s.first_chunk, a.chunks), sums, memory);
 }
 
 template <typename Mode, bool kHooks>

@@ -133,7 +133,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
       const std::uint32_t e = nth * kNumbersOfPiece + j;
       if (e >= experts) continue;
-      numbers[j] = planned ? a.plan.counts[first + e] : __ldcg(a.chunk_counts.totals + first + e);
+      numbers[j] = planned ? a.plan.counts[first + e] : total_of(a, first + e);
       if (!planned) a.plan.counts[first + e] = numbers[j];
     }
     if (kPieces && is_remote(k, peer)) continue;
@@ -142,7 +142,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
   for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
-    const std::uint32_t rows = planned ? a.plan.rows[peer] : __ldcg(a.chunk_counts.totals + k.c.num_experts + peer);
+    const std::uint32_t rows = planned ? a.plan.rows[peer] : total_of(a, k.c.num_experts + peer);
     if (!planned) a.plan.rows[peer] = rows;
     if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
     linger(k, rows);
@@ -167,8 +167,11 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     ids.keep(a, chunk, true, marks.ids);
   }
   marks.clear(k);
-  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
-    const std::int32_t id = marks.ids[at];
+  // No step waits for the one before.
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
     atomicAdd(marks.tokens + id, 1u);
     atomicOr(marks.tokens + k.c.num_experts + k.per_rank.divide(static_cast<std::uint32_t>(id)), 1u << k.top_k.divide(at));
@@ -186,8 +189,9 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   __syncwarp();
   linger(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
+  std::uint32_t* const totals = a.chunk_counts.totals + number % kTotals * columns;
   for (std::uint32_t i = lane; i < columns; i += 32)
-    if (marks.tokens[i] != 0) add_relaxed(a.chunk_counts.totals + i, marks.tokens[i]);
+    if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
   if constexpr (kPieces)
     if (k.slice.of > 1) digest_chunk(a, number);
   __syncwarp();
@@ -203,15 +207,16 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
   return __any_sync(~0u, mine);
 }
 
-// By one warp: until the counts of chunks first, first + stride ... (32 of them at most, below end) are there.
+// By one warp: until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few lines, so a
+// word that has been seen is not looked at again, and what was stored before it is asked for once, behind the last look.
 template <bool kPieces = false>
-__device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                    std::uint32_t stride, char* memory) {
+__device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
-  const std::uint32_t mine = first + threadIdx.x % 32 * stride;
+  const std::uint32_t mine = first + threadIdx.x % 32;
   const std::uint64_t word = arrival_word(a.common.generation, step);
+  bool there = mine >= end;
   for (std::uint32_t looks = 0;; ++looks) {
-    const bool there = mine >= end || load_acquire(a.chunk_counts.ready + mine) == word;
+    if (!there) there = load_relaxed(a.chunk_counts.ready + mine) == word;
     const std::uint32_t missing = __ballot_sync(~0u, !there);
     if (missing == 0) break;
     if (looks < kLooksAtOnce) continue;
@@ -219,15 +224,16 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       __nanosleep(kBetweenLooksNs);
       continue;
     }
-    const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1) * stride;
+    const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1);
     if (take_chunk(a, step, chunk)) count_chunk<kPieces>(a, step, chunk, memory, false);
   }
+  fence_here();
   __syncwarp();
 }
 
 // By one warp: adds two pieces a lane of n chunks' counts.
-__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t stride, std::uint32_t columns,
-                                  std::uint32_t piece, std::uint32_t* sums) {
+__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns, std::uint32_t piece,
+                                  std::uint32_t* sums) {
   constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
   piece += threadIdx.x % 32;
   std::uint32_t sum[kPieces][8] = {};
@@ -239,7 +245,7 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 #pragma unroll
       for (std::uint32_t i = 0; i < kAtOnce; ++i) {
         v[p][i] = make_uint4(0, 0, 0, 0);
-        const std::uint64_t chunk = first + (begin + i) * stride;
+        const std::uint64_t chunk = first + begin + i;
         if (begin + i < n && piece + 32 * p < columns / 8) v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + piece + 32 * p);
       }
 #pragma unroll
@@ -261,20 +267,28 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
       if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
 }
 
-// By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
+// By one warp: adds the counts of chunks [first, end) to the block's sums.
 template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                  std::uint32_t stride, std::uint32_t* sums, char* memory) {
+                                               std::uint32_t* sums, char* memory) {
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
-  for (; first < end; first += 32 * stride) {
+  for (; first < end; first += 32) {
     {
       const Spends spends(a.common, Span::AwaitingChunks);
-      await_chunks<kPieces>(a, step, first, end, stride, memory);
+      await_chunks<kPieces>(a, step, first, end, memory);
     }
-    const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
-    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, stride, columns, begin, sums);
+    const std::uint32_t n = min(32u, end - first);
+    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
   }
   __syncwarp();
+}
+
+// By each of a block's workers: what comes before its first chunk. Those of a worker lie together, so that it looks at few lines.
+template <bool kPieces = false>
+__device__ inline void sum_chunks_before(const DispatchArguments& a, std::uint32_t step, std::uint32_t begin, std::uint32_t end,
+                                         std::uint32_t* sums, char* memory) {
+  const std::uint32_t worker = threadIdx.x / 32, all = end - begin;
+  sum_chunks<kPieces>(a, step, begin + all * worker / kWorkers, begin + all * (worker + 1) / kWorkers, sums, memory);
 }
 
 // ---- the planner ----
@@ -362,7 +376,7 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
 // Workers of this block may wait for peers, and they for the counts of all chunks.
 template <bool kPieces = false>
 __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), 1, memory);
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), memory);
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
@@ -383,7 +397,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
     const ChunkChoices chunk(a, number);
     if (!ends && !given) {
       if (n != 0) loaded.load(a, chunk);
-      sum_chunks(a, step, summed, number, 1, sums, memory);
+      sum_chunks(a, step, summed, number, sums, memory);
     }
     if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
     if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
@@ -455,7 +469,7 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
-  for (std::uint32_t i = threadIdx.x; i < chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
+  for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
   if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = 0;
   if constexpr (kPieces)
     if (threadIdx.x == 0) *a.pieces.digest = 0;

@@ -124,7 +124,7 @@ class RoundPlanner {
   __device__ void enter(std::uint32_t round) {
     if (round == round_) return;
     const std::uint32_t first = round * p_.chunks;
-    sum_chunks<true>(a_, s_.step, summed_, first, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, first, sums_, memory_);
     summed_ = first;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) {
       s_.begin[peer] = sums_[k_.c.num_experts + peer];
@@ -141,7 +141,7 @@ class RoundPlanner {
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
     loaded.load<true>(a_, chunk);
-    sum_chunks<true>(a_, s_.step, summed_, number_, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
     ChunkMarks marks(k_, memory_);

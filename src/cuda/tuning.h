@@ -102,6 +102,9 @@ constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_
   return chunk;
 }
 
+// Sums of all chunks' counts, of which each chunk adds to one: additions to one word take turns.
+inline constexpr std::uint32_t kTotals = 8;
+
 // Rows of one source that a worker waits for together; and those that a warp of a rank with few tokens claims together in a round.
 inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfRoundRun = 4;
 

@@ -138,6 +138,7 @@ void bulk_await_stored() {
   emulation::await_groups(kBut, true);
 }
 inline void fence_system() {}
+inline void fence_here() {}
 inline void fence_shared_copies() { emulation::maybe_yield(); }
 inline void fence_copies() { emulation::maybe_yield(); }
 
