@@ -170,10 +170,19 @@ __device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
                "r"(bytes)
                : "memory");
 }
-// Whether the turn of this parity is over.
+// Whether the turn of this parity is over. Sleeps for a while if it is not.
 __device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
+// The same, without sleep.
+__device__ inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(over)
                : "r"(shared_address(turns)), "r"(parity)
                : "memory");
@@ -211,6 +220,7 @@ __device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
 __device__ inline void turns_arrive(std::uint64_t*) {}
 __device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
 __device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline bool turn_is_over_now(std::uint64_t*, std::uint32_t) { return true; }
 __device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
 __device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
 __device__ inline void bulk_end_group() {}

@@ -107,12 +107,17 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
-// A plain combine has warps that send, warps that add up, and a dealer: twelve, so that each thread can have 168 registers. A part of a row
-// has so many vectors for each lane that adds, and shared memory has so many parts.
+// A plain combine whose rows are only copied has warps that send, warps that add up, and a dealer: twelve, so that each thread can have 168
+// registers. A part of a row has so many vectors for each lane that adds, and shared memory has so many parts.
 inline constexpr std::uint32_t kDealtSenders = 4, kAdders = 7, kDealtParts = 9;
 inline constexpr int kVectorsOfAdder = 4;
 // Rows of such a sender that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out.
 inline constexpr std::uint32_t kCopyBytes = 7168, kCopies = 3;
+// One whose rows are sums has adders and a dealer for what it sends, others for what it receives, and a warp that stores and tells: eleven, since
+// thirteen would leave a thread 128 registers. Fewer adders with more vectors each are fewer instructions; of a part that a token's rows
+// have, 210 of each warp. Neither half waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
+inline constexpr std::uint32_t kAddersToSend = 4, kAddersOfSums = 4, kPartsOfHalf = 6, kPartsOut = 3;
+inline constexpr int kVectorsToSend = 7, kVectorsOfSums = 7;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

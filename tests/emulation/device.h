@@ -116,6 +116,10 @@ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   emulation::yield();
   return false;
 }
+inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+  emulation::maybe_yield();
+  return emulation::turn_is_over(turns, parity);
+}
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
 }
