@@ -1,6 +1,7 @@
 // combine() of many tokens inside a node: one launch, or one per half.
 #include <algorithm>
 
+#include "copied_rows.cuh"
 #include "dealt_sends.cuh"
 #include "dealt_sums.cuh"
 #include "kernels.h"
@@ -39,15 +40,15 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// Warps of a plain one whose rows are only copied: senders, adders, and the dealer, who looks after headers, too. A launch that only sends has
-// more senders.
-inline constexpr std::uint32_t kDealer = kDealtSenders + kAdders, kPlainThreads = 32 * (kDealer + 1);
-inline constexpr std::uint32_t kPlainBytes = kDealtSenders * kCombinerBytes + kDealtParts * kDealtPart;
-inline constexpr std::uint32_t kMostPlainSenders = std::min(kDealer, kPlainBytes / kCombinerBytes);
+// Warps of a plain one whose rows are only copied: those of copies, adders, and the dealer, who looks after headers, too.
+inline constexpr std::uint32_t kLoader = kAdders, kStorer = kLoader + 1, kCopyTeller = kStorer + 1, kDealer = kCopyTeller + 1;
+inline constexpr std::uint32_t kPlainThreads = 32 * (kDealer + 1);
+inline constexpr std::uint32_t kPlainBytes = kCombinerBytes + kCopiesBytes + kDealtParts * kDealtPart;
 
 struct CombinePlainShared {
   CombineShared combine;
-  CombinerTurns turns[kMostPlainSenders];
+  CombinerTurns turns;
+  CopyRings copies;
   DealtRows dealt;
 };
 
@@ -60,18 +61,23 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   note(k, Stage::CombineBegins);
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
-  const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kDealtSenders) : kMostPlainSenders;
-  if (warp < kMostPlainSenders && threadIdx.x % 32 == 0) s.turns[warp].init();
+  if (threadIdx.x == 32 * kLoader) s.turns.init();
+  if (threadIdx.x == 32 * kStorer) s.copies.init();
   if (warp == kDealer) s.dealt.init(kAdders);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   char* const memory = reinterpret_cast<char*>(words);
-  const RingMemory dealt{memory + kDealtSenders * kCombinerBytes, kDealtParts};
-  if (a.send && warp < senders) {
-    ManyCombiner<T, true, false>(a, step, s.combine, memory + warp * kCombinerBytes, s.turns[warp]).send(senders);
-  } else if (a.recv && warp >= kDealtSenders && warp < kDealer) {
-    SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.combine, s.dealt, dealt, warp - kDealtSenders).add_up();
+  char* const copies = memory + kCombinerBytes;
+  const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
+  if (warp < kAdders) {
+    if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.combine, s.dealt, dealt, warp).add_up();
+  } else if (warp == kLoader) {
+    if (a.send) CopyLoader<T>(a, step, s.combine, memory, s.turns, s.copies, copies).load();
+  } else if (warp == kStorer) {
+    if (a.send) CopyStorer(a, s.copies, copies).store();
+  } else if (warp == kCopyTeller) {
+    if (a.send) tell_of_copies(k, step, s.copies);
   } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
     if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();

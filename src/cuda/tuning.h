@@ -125,12 +125,13 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
-// A plain combine whose rows are only copied has warps that send, warps that add up, and a dealer: twelve, so that each thread can have 168
-// registers. A part of a row has so many vectors for each lane that adds, and shared memory has so many parts.
-inline constexpr std::uint32_t kDealtSenders = 4, kAdders = 7, kDealtParts = 9;
+// A plain combine whose rows are only copied has a loader, a storer and a teller (copied_rows.cuh), warps that add up, and a dealer: eleven, so
+// that each thread can have 168 registers. A part of a row has so many vectors for each lane that adds, and shared memory has so many parts.
+inline constexpr std::uint32_t kAdders = 7, kDealtParts = 9;
 inline constexpr int kVectorsOfAdder = 4;
-// Rows of such a sender that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out.
-inline constexpr std::uint32_t kCopyBytes = 7168, kCopies = 3;
+// Rows that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out; runs of them that end with what
+// is on its way. A worker that copies has fewer.
+inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns = 8, kCopies = 3;
 // One whose rows are sums has adders and a dealer for what it sends, others for what it receives, and a warp that stores and tells: eleven, since
 // thirteen would leave a thread 128 registers. Fewer adders with more vectors each are fewer instructions; of a part that a token's rows
 // have, 210 of each warp. Neither half waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
