@@ -324,15 +324,6 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "dealt: a row to send without inputs stays in the ring",
-        "src/cuda/dealt_sends.cuh",
-        "    if (first.own == 0) leave();\n",
-        "",
-        "adders look at it for ever",
-        DEALT,
-        "_cuda",
-    ),
-    Mutant(
         "dealt: the shares of thread blocks that found no room stay",
         "src/cuda/dealt_sends.cuh",
         " != kNone;) deal_share(runs, share);\n",
