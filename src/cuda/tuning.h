@@ -50,15 +50,16 @@ inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 // A dispatch that quantises, inside a node, has workers with roles (dealt_sends.cuh): one asks for tokens, teams quantise them, one deals rows,
 // and the rest receive from the start; one warp more stores rows. A warp that does all of it with a token of 7168 numbers takes 19,000
 // cycles, most of which it waits. With 16 warps a thread has 128 registers, with 17 to 20 it has 96. A team has a token at a time, or a
-// part of it, so many bytes each.
-inline constexpr std::uint32_t kTeams = 1, kOfTeam = 7, kQuantiserBytes = 2048;
+// part of it, up to so many bytes each: whatever its part, a warp has 150 instructions for what lies between two tokens and for scales, beside
+// 70 for 512 elements (seven warps of 2 KB: 2,000 instructions a token, two of 7 KB: 1,300).
+inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
 inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
-// Parts of tokens on their way in, so that some 50 KB are asked for on each multiprocessor while one part is being read; rows on their way
-// out: one or two that are being written, and two that copies read.
-inline constexpr std::uint32_t kTokensIn = 5, kRowsOut = 6;
+// Tokens on their way in, which leave for registers at once; rows on their way out: one of each team, and two that copies read. All of it,
+// with 256 experts and what a build for bench/stages.py has, is just within 227 KB.
+inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 5;
 // Tokens that are looked up, and told of, together; how many such batches are under way.
-inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
+inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 4;
 // A rank's own rows of a thread block that do not wait until their places are known.
 inline constexpr std::uint32_t kMostKeptRows = 64;
 
