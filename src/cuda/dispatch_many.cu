@@ -118,13 +118,13 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
 
 // ---- where tokens are quantised ----
 
-// Warps with roles: workers, all of which receive when they have nothing to send, and behind the other kernels' warps the storer. The one that
-// counts rows tells peers of theirs then.
-inline constexpr std::uint32_t kLoader = kWorkers - 2, kDealer = kWorkers - 1, kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kStorer = kManyWarps;
+// Warps with roles: workers, of which all but the loader receive when they have nothing to send, and behind the other kernels' warps the storer.
+// The one that counts rows tells peers of theirs then.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kStorer = kManyWarps;
 inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
-static_assert(kQuantisers < kLoader && kStorer + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
+static_assert(kQuantisers < kDealer && kStorer + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
 
-// The rings become the quantisers' memory; the other workers have theirs from the start.
+// The rings become the quantisers' memory; the other workers have theirs from the start, the loader only to count chunks.
 inline constexpr std::uint32_t kRingBytes = std::max(kTokensInBytes + kRowsOutBytes, kQuantisers * kReceiverBytes);
 
 struct DealtKernelShared {
@@ -144,7 +144,7 @@ struct DealtMemory {
         places(ManyMemory(c).places),
         rings(ManyMemory(c).workers),
         workers(rings + kRingBytes),
-        bytes(workers + (kWorkers - kQuantisers) * kReceiverBytes) {}
+        bytes(workers + (kLoader - kQuantisers) * kReceiverBytes + counting_bytes(c)) {}
   __device__ std::uint32_t of_worker(std::uint32_t warp) const {
     return warp < kQuantisers ? rings + warp * kReceiverBytes : workers + (warp - kQuantisers) * kReceiverBytes;
   }
@@ -205,11 +205,10 @@ __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t s
   const std::uint32_t warp = threadIdx.x / 32;
   if (warp == kCounter && !a.send) count_rows(a, step, s.receive);
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
-  if (!is_worker()) return;
+  if (warp >= kLoader) return;
   if (a.send && warp < kQuantisers) s.rings.drained.wait();
   ManyReceiver<kHooks> receiver(a, step, s.receive, experts, launched + DealtMemory(a.common.c).of_worker(warp), s.loaded[warp], 0);
-  receiver.receive();
-  if (!kHooks && a.send && s.plan.taken) receiver.receive_kept(s.rings.kept);
+  receiver.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
 template <typename Mode, bool kHooks>
@@ -284,9 +283,10 @@ Launch launch_of(const Config& c, bool given_scales, bool hooks) {
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
+  const bool can_deal = can_deal_sends(c) && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kReceiverBytes) && (!quantised(c.wire) || can_deal_sends(c)) &&
-         ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kReceiverBytes) &&
+         ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && (can_deal || !quantised(c.wire));
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }

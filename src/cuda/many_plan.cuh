@@ -125,25 +125,31 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  if (!planned) {
+    // Neighbouring lanes have neighbouring columns, and many of them are asked for at once: peers wait for this.
+#pragma unroll 3
+    for (std::uint32_t i = lane; i < k.c.num_experts + k.c.world; i += 32) {
+      const std::uint32_t total = total_of(a, i);
+      *(i < k.c.num_experts ? a.plan.counts + i : a.plan.rows + (i - k.c.num_experts)) = total;
+    }
+    __syncwarp();
+  }
   for (std::uint32_t i = lane; i < k.living * k.expert_pieces; i += 32) {
     const std::uint32_t peer = k.order[i / k.expert_pieces], nth = i % k.expert_pieces;
+    if (kPieces && is_remote(k, peer)) continue;
     const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
     std::uint32_t numbers[kNumbersOfPiece] = {};
 #pragma unroll
     for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
       const std::uint32_t e = nth * kNumbersOfPiece + j;
-      if (e >= experts) continue;
-      numbers[j] = planned ? a.plan.counts[first + e] : total_of(a, first + e);
-      if (!planned) a.plan.counts[first + e] = numbers[j];
+      if (e < experts) numbers[j] = a.plan.counts[first + e];
     }
-    if (kPieces && is_remote(k, peer)) continue;
     const PackedNumbers p = pack_numbers(numbers);
     linger(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
   for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
-    const std::uint32_t rows = planned ? a.plan.rows[peer] : total_of(a, k.c.num_experts + peer);
-    if (!planned) a.plan.rows[peer] = rows;
+    const std::uint32_t rows = a.plan.rows[peer];
     if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
     linger(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
@@ -328,9 +334,10 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
 // Says which tokens want which column and rank. False: some token has an expert twice.
 __device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks) {
   std::uint32_t twice = 0;
-#pragma unroll 4
-  for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
-    const std::int32_t id = marks.ids[at];
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
     const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), token = k.top_k.divide(at), bit = 1u << token;
     twice |= atomicOr(marks.tokens + id, bit) & bit;

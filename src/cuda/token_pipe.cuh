@@ -65,20 +65,28 @@ class SendPlace {
 template <std::uint32_t kElementBytes>
 struct SendShape {
   using Quantiser = TileQuantiser<kElementBytes, kQuantiserBytes>;
-  static constexpr std::uint32_t kOfQuantiser = Quantiser::kPasses * Quantiser::kPassElements, kOfPart = kOfTeam * kOfQuantiser;  // elements
+  static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements
 
   __device__ explicit SendShape(const Common& k)
       : parts((k.c.hidden + kOfPart - 1) / kOfPart),
+        of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
         part_bytes(min(k.c.hidden, kOfPart) * kElementBytes),
         row_bytes(k.dispatch.scales_at + 16 * k.scale_pieces),
-        places_in(min(kTokensInBytes / part_bytes, kMostTokensIn)),
-        places_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)) {}
+        places_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
+        teams(places_out > kTeams ? kTeams : 1),
+        places_in(min(kTokensInBytes / part_bytes, kMostTokensIn) / teams * teams) {}
   __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
 
   const std::uint32_t parts;  // of a token
+  const std::uint32_t of_quantiser;  // elements of a part, of each of the team
   const std::uint32_t part_bytes, row_bytes;  // the most that a place has
-  const std::uint32_t places_in, places_out;
+  const std::uint32_t places_out;
+  const std::uint32_t teams;  // that there is room for
+  // A team comes to each of its places in every turn: who has not seen one turn of a place would take it for the next one. It has seen that
+  // of rows, since those leave in order.
+  const std::uint32_t places_in;
 };
+static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams);
 // A row's place is free when the one behind it is on its way.
 constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
 
@@ -129,7 +137,7 @@ class TokenLoader {
     for (; tokens_ != 0; begin_chunk())
       while (token_ < tokens_) ask();
     if (threadIdx.x % 32 == 0) rings_.parts = asked_;
-    for (std::uint32_t team = 0; team < kTeams; ++team) {
+    for (std::uint32_t team = 0; team < shape_.teams; ++team) {
       place_.await_free(rings_.used);
       if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
       place_.next();
@@ -182,7 +190,8 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
   using Shape = SendShape<kElementBytes>;
   const Spends all(k, Span::Sending);
   const Shape shape(k);
-  const std::uint32_t team = number / kOfTeam, first = number % kOfTeam * Shape::kOfQuantiser;
+  const std::uint32_t team = number / kOfTeam;
+  if (team >= shape.teams) return;
   SendPlace from(shape.places_in), to(shape.places_out);
   std::uint32_t part = 0;
   const auto go_on = [&](std::uint32_t parts) {
@@ -194,7 +203,7 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
     }
   };
   go_on(team);
-  for (std::uint32_t n = team;; n += kTeams) {
+  for (std::uint32_t n = team;; n += shape.teams) {
     {
       const Spends waits(k, Span::AwaitingTile);
       await_turn(rings.loaded + from.at, from.turn);
@@ -204,21 +213,23 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
       const Spends waits(k, Span::AwaitingPlaceOut);
       to.await_free(rings.stored);
     }
-    const std::uint32_t elements = shape.elements(k, part);
+    const std::uint32_t elements = shape.elements(k, part), first = number % kOfTeam * shape.of_quantiser;
+    const auto arrive = [](std::uint64_t* turns) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(turns);
+    };
     if (first < elements) {
       const Spends quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
       char* const row = out + to.at * shape.row_bytes;
-      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes, min(elements - first, Shape::kOfQuantiser), row + at,
-                                 row + k.dispatch.scales_at + at / 512 * 16);
+      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes, min(elements - first, shape.of_quantiser), row + at,
+                                 row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
       fence_shared_copies();
+    } else {
+      arrive(rings.used + from.at);
     }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-      turns_arrive(rings.used + from.at);
-      turns_arrive(rings.quantised + to.at);
-    }
-    go_on(kTeams);
+    arrive(rings.quantised + to.at);
+    go_on(shape.teams);
   }
 }
 
@@ -228,7 +239,8 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
 template <bool kHooks>
 class RowDealer {
  public:
-  __device__ RowDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at, SendRings& rings)
+  __device__ RowDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+                       SendRings& rings)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
     together_ = min(32u >> shift_, kDealtTogether);
@@ -324,7 +336,8 @@ class RowDealer {
 
   // This lane's choice of its token's own row, if there is one. owners: the token's lane that has its number.
   __device__ bool find_own(const Choice& c, std::uint32_t own, std::uint32_t owners, ArrivedRow& r) const {
-    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + (owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1)));
+    const std::uint32_t owner = owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1;
+    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + owner));
     if (!receive_.good || !receive_.placed_all) return false;
     const bool here = owners != 0 && c.of.id >= 0 && c.of.rank == k_.c.rank;
     r.source = k_.c.rank;

@@ -50,15 +50,16 @@ inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 // A dispatch that quantises, inside a node, has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows,
 // and the rest receive from the start; one warp more stores rows. A warp that does all of it with a token of 7168 numbers takes 19,000
 // cycles, most of which it waits. With 16 warps a thread has 128 registers, with 17 to 20 it has 96. A team has a token at a time, or a
-// part of it, so many bytes each.
-inline constexpr std::uint32_t kTeams = 1, kOfTeam = 7, kQuantiserBytes = 2048;
+// part of it, up to so many bytes each: whatever its part, a warp has 150 instructions for what lies between two tokens and for scales, beside
+// 70 for 512 elements (seven warps of 2 KB: 2,000 instructions a token, two of 7 KB: 1,300).
+inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
 inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
-// Parts of tokens on their way in, so that some 50 KB are asked for on each multiprocessor while one part is being read; rows on their way
-// out: one or two that are being written, and two that copies read.
-inline constexpr std::uint32_t kTokensIn = 5, kRowsOut = 6;
+// Tokens on their way in, which leave for registers at once; rows on their way out: one of each team, and two that copies read. All of it,
+// with 256 experts and what a build for bench/stages.py has, is just within 227 KB.
+inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 5;
 // Tokens that are looked up, and told of, together; how many such batches are under way.
-inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
+inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 4;
 // A rank's own rows of a thread block that do not wait until their places are known.
 inline constexpr std::uint32_t kMostKeptRows = 64;
 
@@ -105,8 +106,12 @@ constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_
 // Sums of all chunks' counts, of which each chunk adds to one: additions to one word take turns.
 inline constexpr std::uint32_t kTotals = 8;
 
-// Rows of one source that a worker waits for together; and those that a warp of a rank with few tokens claims together in a round.
+// Rows of one source that a worker waits for together, at most: where all of a thread block's workers have few, less, as the last ones to come
+// would be one worker's alone. And those that a warp of a rank with few tokens claims together in a round.
 inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfRoundRun = 4;
+constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
+  return std::min(kRowsOfRun, std::max(2u, rows / (blocks * kWorkers)));
+}
 
 // Tokens, or rows of a combine, that a warp tells peers of with one fence: at most so many, and a fourth of what each sender has, so that
 // peers have something to receive from early on.

@@ -25,6 +25,7 @@ SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test
 ERROR = "a_carrier_with_an_error"
 WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
+SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -348,6 +349,42 @@ MUTANTS = [
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
         "beside_rows_that_show",
+        "_cuda",
+    ),
+    Mutant(
+        "sends: a row's place is free while it leaves",
+        "src/cuda/token_pipe.cuh",
+        "    bulk_await_read<1>();\n",
+        "",
+        "the peer gets what is quantised next",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: rows are told of while they are under way",
+        "src/cuda/token_pipe.cuh",
+        "    return sent_ - min(but, sent_);",
+        "    return sent_;",
+        "bulk stores are no thread's: no fence waits for them",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: own rows that came before their places are forgotten",
+        "src/cuda/token_pipe.cuh",
+        "    kept_ += n;",
+        "    kept_ += 0 * n;",
+        "the output lacks them",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: a team comes to places of other teams",
+        "src/cuda/token_pipe.cuh",
+        "kMostTokensIn) / teams * teams)",
+        "kMostTokensIn))",
+        "it takes a turn that it has not seen for the next one, and quantises what has not come",
+        SENDS,
         "_cuda",
     ),
     Mutant(
