@@ -1,9 +1,9 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include <algorithm>
 
-#include "token_pipe.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
+#include "token_pipe.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -189,7 +189,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
     barrier_sync<kAmongPlanners, kPlanners>();
     if (warp < kQuantisers) quantise_tokens<kElementBytes<Mode>>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
-    if (warp == kDealer) RowDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
+    if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
   } else if (warp == kStorer) {
     s.plan.claimed.wait();
     if (s.plan.taken) RowStorer<kElementBytes<Mode>>(a, s.rings, out).store();

@@ -237,9 +237,9 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
 
 // kHooks: this rank's own rows go the way of all others, since who receives counts them.
 template <bool kHooks>
-class RowDealer {
+class TokenDealer {
  public:
-  __device__ RowDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+  __device__ TokenDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                        SendRings& rings)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
