@@ -6,7 +6,7 @@ tools/cuda_compiler.txt, and disassembles them. No GPU is needed, nor a CUDA too
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
   sizes   Code, registers, stack and spills are at most what BOUNDS says.
-  traps   There are none: the compiler puts one where all that follows is undefined, as behind a reference to a constant of the host.
+  traps   There are none: the compiler puts one where all that follows is undefined, say behind a reference to a host constant.
 
 What is waited for is told by the scoreboards: hardware waits for a load at the next instruction whose mask has the scoreboard that
 the load was given. That instruction reads the loaded register, or overwrites it, or wants something else that has the same
