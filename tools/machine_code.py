@@ -6,6 +6,7 @@ tools/cuda_compiler.txt, and disassembles them. No GPU is needed, nor a CUDA too
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
   sizes   Code, registers, stack and spills are at most what BOUNDS says.
+  traps   There are none: the compiler puts one where all that follows is undefined, say behind a reference to a host constant.
 
 What is waited for is told by the scoreboards: hardware waits for a load at the next instruction whose mask has the scoreboard that
 the load was given. That instruction reads the loaded register, or overwrites it, or wants something else that has the same
@@ -286,6 +287,11 @@ def check_loads(kernel: Kernel, rules: dict[str, tuple[MayWait, ...]], used: set
     return wrong
 
 
+def check_traps(function: sass.Function) -> list[str]:
+    """Where the compiler sees that what comes next means nothing, it puts a trap in its place, and says nothing."""
+    return [f"{at}\n    {place(at)}\n    a trap" for at in function.instructions if at.name == "BPT"]
+
+
 def check_sizes(sizes: Sizes, bounds: Sizes) -> list[str]:
     return [
         f"{field.name.replace('_', ' ')}: {getattr(sizes, field.name)}, at most {getattr(bounds, field.name)}"
@@ -301,7 +307,7 @@ def check(kernels: list[Kernel], bounds: dict[str, Sizes], may_wait: dict[str, t
         if kernel.name not in bounds:
             wrong.append(f"{kernel.name}: BOUNDS does not have it")
             continue
-        found = check_sizes(kernel.sizes, bounds[kernel.name])
+        found = check_sizes(kernel.sizes, bounds[kernel.name]) + check_traps(kernel.function)
         if kernel.is_plain:
             found += check_loads(kernel, may_wait, used)
         wrong += [f"{kernel.name}: {what}" for what in found]
