@@ -6,7 +6,7 @@ using namespace pplx::cuda;
 
 namespace {
 
-constexpr ManyTokens kLines[] = {{{132, 24, 8192, 4}, 1500}, {{132, 132, 8192, 4}, 700}, {{148, 148, 8192, 4}, 900}};
+constexpr ManyTokens kLines[] = {{{132, 24, 8192, 4}, 1500}, {{132, 132, 8192, 4}, 700}, {{148, 148, 8192, 4}, 900}, {{148, 148, 8192, 4, true}, 4000}};
 
 // The first line that holds, none of whose bounds is exceeded.
 void check_lines() {
@@ -14,7 +14,9 @@ void check_lines() {
   CHECK_EQ(many_tokens(kLines, {132, 24, 8192, 4}), 1500u);
   CHECK_EQ(many_tokens(kLines, {132, 25, 8192, 4}), 700u);
   CHECK_EQ(many_tokens(kLines, {148, 24, 8192, 4}), 900u);
-  for (const StepShape& beyond : {StepShape{132, 132, 8208, 4}, StepShape{132, 132, 8192, 5}, StepShape{114, 24, 8192, 4}, StepShape{}})
+  CHECK_EQ(many_tokens(kLines, {148, 24, 8192, 4, true}), 4000u);
+  for (const StepShape& beyond : {StepShape{132, 132, 8208, 4}, StepShape{132, 132, 8192, 5}, StepShape{114, 24, 8192, 4},
+                                  StepShape{132, 24, 8192, 4, true}, StepShape{}})
     CHECK_EQ(many_tokens(kLines, beyond), kManyTokensElsewhere);
 }
 
@@ -25,7 +27,7 @@ void check_table() {
     for (const ManyTokens& before : kManyTokens) {
       if (&before == &line) break;
       const StepShape &a = before.most, &b = line.most;
-      CHECK(a.gpu_sms != b.gpu_sms || a.sms < b.sms || a.row_bytes < b.row_bytes || a.world < b.world);
+      CHECK(a.gpu_sms != b.gpu_sms || a.sums != b.sums || a.sms < b.sms || a.row_bytes < b.row_bytes || a.world < b.world);
     }
     CHECK_EQ(many_tokens(line.most), line.tokens);
   }
