@@ -78,9 +78,9 @@ class DeepEp:
             mode.close()
 
 
-def rows_of_a_rank(tokens: int, world: int) -> int:
-    """num_max_dispatch_tokens_per_rank: that of all ranks together must be a multiple of 4."""
-    step = 4 // math.gcd(4, world)
+def rows_of_a_rank(tokens: int, world: int, multiple: int = 4) -> int:
+    """num_max_dispatch_tokens_per_rank: that of all ranks together must be a multiple of 4, and may have to be one of more."""
+    step = multiple // math.gcd(multiple, world)
     return -(-tokens // step) * step
 
 
@@ -90,9 +90,11 @@ def id_dtype(library: Any) -> torch.dtype:
     return found
 
 
-def low_latency_buffer(library: Any, group: Any, world: World, experts: int, hidden: int, tokens: Sequence[int]) -> Any:
-    """For as many tokens as any size has that this mode is for."""
-    most = max(rows_of_a_rank(n, world.size) for n in tokens if n <= MOST_LOW_LATENCY)
+def low_latency_buffer(
+    library: Any, group: Any, world: World, experts: int, hidden: int, tokens: Sequence[int], multiple: int = 4
+) -> Any:
+    """For as many tokens as any size has that this mode is for. multiple: see rows_of_a_rank."""
+    most = max(rows_of_a_rank(n, world.size, multiple) for n in tokens if n <= MOST_LOW_LATENCY)
     # Its queues must hold two requests for each token; 1024 is its default.
     os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 1 << (2 * most + 1).bit_length())))
     size = library.Buffer.get_low_latency_rdma_size_hint(most, hidden, world.size, experts)

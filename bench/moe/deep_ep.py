@@ -4,7 +4,6 @@ the normal mode with contiguous ones. Settings are those of bench/gpu/deep_ep.py
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from bench.moe.theirs import Mark, Theirs, found
 from pplx_comm.moe import functional as F
 
 ALIGN = 128
-"""Rows of an expert begin at multiples of it: DeepGEMM's contiguous kernels ask for that."""
+"""Rows of an expert begin at multiples of it: DeepGEMM's kernels ask for that."""
 
 
 class Mode(Protocol):
@@ -65,13 +64,12 @@ class LowLatency:
     def __init__(self, library: Any, gemm: Any, group: Any, world: World, options: LayerOptions) -> None:
         self._gemm, self._world, self._o = gemm, world, options
         self._id_dtype = deep_ep.id_dtype(library)
-        few = [tokens for tokens in options.tokens if tokens <= deep_ep.MOST_LOW_LATENCY]
-        rooms = [rows_of_a_rank(tokens, world.size) for tokens in few]
-        self._buffer = deep_ep.low_latency_buffer(library, group, world, options.experts, options.hidden, rooms)
+        self._buffer = deep_ep.low_latency_buffer(library, group, world, options.experts, options.hidden, options.tokens, ALIGN)
         self._rows = 0
 
     def prepare(self, problem: Problem, weights: list[Any]) -> None:
-        o, rows = self._o, rows_of_a_rank(problem.tokens, self._world.size)
+        # An expert's room: masked kernels write whole tiles, also into the next expert's rows.
+        o, rows = self._o, deep_ep.rows_of_a_rank(problem.tokens, self._world.size, ALIGN)
         if rows != self._rows:  # its words lie elsewhere now
             self._buffer.clean_low_latency_buffer(rows, o.hidden, o.experts)
             self._rows = rows
@@ -173,12 +171,6 @@ class Normal:
 
     def close(self) -> None:
         self._buffer.destroy()
-
-
-def rows_of_a_rank(tokens: int, world: int) -> int:
-    """So many that an expert's room is a multiple of ALIGN: masked kernels write whole tiles, also into the next expert's rows."""
-    step = ALIGN // math.gcd(ALIGN, world)
-    return -(-tokens // step) * step
 
 
 def places_of(ids: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:

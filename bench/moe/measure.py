@@ -55,6 +55,10 @@ class Point:
     off: str | None = None
 
     @property
+    def what(self) -> str:
+        return f"{self.layer}, {self.precision}, {self.tokens} tokens"
+
+    @property
     def best(self) -> Figure | None:
         """Of a forward pass: in a graph, where it can be in one."""
         return self.graph or self.forward
@@ -157,29 +161,14 @@ def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], 
 
 
 def _measure(layer: Layer, problem: Problem, point: Point, world: World, device: Any, timer: Timer) -> None:
-    what = f"{point.layer}, {point.precision}, {point.tokens} tokens"
     try:
-        world.all_or_none(lambda: layer.prepare(problem), what)
+        world.all_or_none(lambda: layer.prepare(problem), point.what)
         with torch.no_grad():
-            # Of a peer, what goes wrong is a line of the table, and the others are still measured.
-            y = layer.forward(_nothing) if isinstance(layer, Ours) else world.all_or_none(lambda: layer.forward(_nothing), what)
+            _check(layer, problem, point, world)
     except Off as off:
         point.off = str(off)
         return
     with torch.no_grad():
-        point.notes = layer.notes()
-        for note, over_ranks in (("dropped", np.mean), ("rows", np.max)):
-            if note in point.notes:
-                point.notes[note] = float(over_ranks(world.gather(point.notes[note], note)))
-        errors = world.gather(_error(problem, y, world), "errors")
-        point.error = max(errors)
-        limits = LIMITS if isinstance(layer, Ours) else LIMITS_OF_OTHERS
-        if not point.notes.get("dropped") and not point.error < limits[point.precision]:
-            wrong = f"{what}: off by {point.error:.3g}"
-            if isinstance(layer, Ours):
-                raise Wrong(wrong)
-            point.off = wrong
-            return
         point.forward = timer.figure(lambda: layer.forward(_nothing))
         point.stages = timer.stages(layer.forward)
         if layer.in_graphs and device.device.type == "cuda":
@@ -190,11 +179,24 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
         point.both = timer.figure(_training(layer, problem))
 
 
+def _check(layer: Layer, problem: Problem, point: Point, world: World) -> None:
+    """Calls it, and compares what came out. A layer of others that raises, or is wrong, is off, and the rest is still measured."""
+    ours = isinstance(layer, Ours)
+    y = layer.forward(_nothing) if ours else world.all_or_none(lambda: layer.forward(_nothing), point.what)
+    point.notes = layer.notes()
+    for note, over_ranks in (("dropped", np.mean), ("rows", np.max)):
+        if note in point.notes:
+            point.notes[note] = float(over_ranks(world.gather(point.notes[note], note)))
+    point.error = max(world.gather(_error(problem, y, world), "errors"))
+    limit = (LIMITS if ours else LIMITS_OF_OTHERS)[point.precision]
+    if not point.notes.get("dropped") and not point.error < limit:
+        raise (Wrong if ours else Off)(f"{point.what}: off by {point.error:.3g}")
+
+
 def _tell(point: Point) -> None:
     """As it is measured: a run that is cut off has said something."""
-    best = point.graph or point.forward
-    said = f"off: {point.off}" if best is None else f"{best.p50:.1f} us{', in a graph' if point.graph else ''}"
-    print(f"{point.layer}, {point.precision}, {point.tokens} tokens: {said}", file=sys.stderr, flush=True)
+    said = f"off: {point.off}" if point.best is None else f"{point.best.p50:.1f} us{', in a graph' if point.graph else ''}"
+    print(f"{point.what}: {said}", file=sys.stderr, flush=True)
 
 
 def _alone(layer: Ours, device: Any, timer: Timer) -> dict[str, Figure]:

@@ -116,13 +116,15 @@ def heading(of: dict[str, Any]) -> str:
 
 
 def plot(of: dict[str, Any], path: str) -> None:
-    """Times against tokens, with the first routing: forward, in a graph where there is one; and forward with backward."""
+    """Times against tokens, with the first routing: forward, in a graph where there is one; and forward with backward, if it was
+    measured."""
     plt = pyplot()
     routing = of["options"]["routings"][0]
     points = [p for p in of["points"] if p["routing"] == routing and p["off"] is None]
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.4), sharey=True)
+    titles = ["forward", *(["forward and backward"] if any(p["both"] for p in points) else [])]
+    figure, (axes,) = plt.subplots(1, len(titles), figsize=(1 + 6 * len(titles), 5.4), sharey=True, squeeze=False)
     colours = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(p["layer"] for p in points))}
-    for axis, title in zip(axes, ("forward", "forward and backward"), strict=True):
+    for axis, title in zip(axes, titles, strict=True):
         for layer, precision in dict.fromkeys((p["layer"], p["precision"]) for p in points):
             times = [
                 (p["tokens"], (p["graph"] or p["forward"] if title == "forward" else p["both"] or {}).get("p50"))

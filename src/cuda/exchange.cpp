@@ -73,6 +73,7 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
 }  // namespace
 
 std::uint32_t tuned_many_tokens(const Config& c, int device, std::uint32_t num_sms) {
+  if (in_pieces(c)) return kManyTokensElsewhere;
   const std::uint32_t sms = sms_of_gpu(device);
   return many_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
 }

@@ -77,15 +77,15 @@ struct ManyTokens {
   std::uint32_t tokens;
 };
 // The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md, microseconds of dispatch and combine, hidden
-// 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies.
+// 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies. None was measured in pieces, where no line counts.
 inline constexpr ManyTokens kManyTokens[] = {
-    // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 106 and 89. Between 24 and all nothing was measured both ways.
+    // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 126 and 114. Between 24 and all nothing was measured both ways.
     {{132, 64, 14336, 2, false}, 768},
-    // All of them, 1,024 tokens: 36 and 63, and 76 and 62; 2,048 tokens: 78 and 135.
+    // All of them, 1,024 tokens: 36 and 63, and 81 and 80; 2,048 tokens: 78 and 135.
     {{132, 132, 14336, 2, false}, 2048},
     // Ragged, 24 multiprocessors, 4,096 tokens: 595 and 1091.
     {{132, 64, 14336, 2, true}, 768},
-    // All of them, 4,096 tokens: 185 and 268.
+    // All of them, 4,096 tokens: 185 and 268; as steps of a layer, 581 together, and 646.
     {{132, 132, 14336, 2, true}, 6144},
 };
 inline constexpr std::uint32_t kManyTokensElsewhere = 768;
@@ -93,7 +93,8 @@ inline constexpr std::uint32_t kManyTokensElsewhere = 768;
 template <std::size_t n>
 constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShape& s) {
   for (const auto& [most, tokens] : lines)
-    if (s.gpu_sms == most.gpu_sms && s.sums == most.sums && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world) return tokens;
+    if (s.gpu_sms == most.gpu_sms && s.sums == most.sums && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world)
+      return tokens;
   return kManyTokensElsewhere;
 }
 // All ranks have the same number, from the first step to the last, since it decides how rows of combine look and which places are blank.

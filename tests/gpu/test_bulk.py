@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import WIRES, Case, random_case
-from gpus import APART, GPUS
+from gpus import APART, FROM_768, GPUS
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from size_cases import are_far, far_case
@@ -23,7 +23,7 @@ BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
 
 @pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
+    crews = Crews(request.param, FROM_768)
     yield crews
     crews.close()
 

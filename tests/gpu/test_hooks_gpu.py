@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from cases import in_pieces
-from gpus import APART, AT_ONCE, UNDER_MPS
+from gpus import APART, AT_ONCE, FROM_768, UNDER_MPS
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(AT_ONCE < 2, reason="fewer tha
 @pytest.fixture(scope="module", params=CREWS or [2], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     pytest.importorskip("triton")
-    crews = Crews(request.param)
+    crews = Crews(request.param, FROM_768)
     yield crews
     crews.close()
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from test_deep_ep_peer import Config
 
 from bench.gpu.deep_ep import MOST_LOW_LATENCY, SMS
+from bench.harness.world import Off, World
 from bench.moe import deep_ep, measure, theirs
 from bench.moe.options import LayerOptions, from_arguments, parser_of
 from pplx_comm.moe.quantise import quantise
@@ -205,3 +206,27 @@ def test_rows_that_nobody_here_wants() -> None:
     out[0], out[1], weights[0, 1], weights[1, 0] = 2, 3, 0.5, 1.0
     assert deep_ep.added_up(out, places, weights)[:, 0].tolist() == [1, 3, 0]
     assert deep_ep.experts_of_rows([0, 128], begins.device).tolist() == [1] * 128
+
+
+def test_what_is_wrong_or_raises_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer of others: a line of the table, and not the run's end."""
+    problem: Any = None
+    notes = SimpleNamespace(notes=dict[str, Any], forward=lambda mark: torch.zeros(1))
+    point = measure.Point("theirs", "fp8", 8, "even")
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "_error", lambda *_: 0.5)
+        with pytest.raises(Off, match=r"theirs, fp8, 8 tokens: off by 0\.5"):
+            measure._check(cast(Any, notes), problem, point, alone())
+        patch.setattr(measure, "_error", lambda *_: 0.01)
+        measure._check(cast(Any, notes), problem, point, alone())
+    assert point.error == 0.01
+    raises = SimpleNamespace(prepare=lambda _: None, forward=lambda mark: 1 / 0)
+    measure._measure(cast(Any, raises), problem, point, alone(), None, cast(Any, None))
+    assert point.off == "division by zero"
+
+
+def alone() -> World:
+    """A world of one rank that says what it gathers."""
+    world = World.__new__(World)
+    world.gather = lambda value, tag, patience=None: [value]  # type: ignore[method-assign]
+    return world
