@@ -3,8 +3,9 @@
 // is a sum over chunks.
 //
 // A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
-// its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in which planners, a warp of each thread block,
-// claim them.
+// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, as many as
+// there are thread blocks: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
+// stretch taken.
 #pragma once
 
 #include "claims.cuh"
@@ -32,7 +33,7 @@ struct ChunkBounds {
 struct ManyPlan {
   ClosedWords closed;
   std::uint32_t step;
-  std::uint32_t first_chunk;  // that this thread block sends
+  std::uint32_t first_stretch, first_chunk;  // that this thread block sends
   bool taken;  // the set's memory is this step's
   Gate claimed;  // taken
   std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
@@ -79,11 +80,21 @@ struct ChunkMarks {
       : tokens(reinterpret_cast<std::uint32_t*>(memory)),
         ranks(tokens + chunk_columns(k.c)),
         ids(reinterpret_cast<std::int32_t*>(ranks + 2 * kMostTokensOfChunk)) {}
-  __device__ void clear(const Common& k) {
+  __device__ void clear(const Common& k) const {
     for (std::uint32_t i = threadIdx.x % 32; i < chunk_columns(k.c) + 2 * kMostTokensOfChunk; i += 32) tokens[i] = 0;
     __syncwarp();
   }
 };
+// From the ranks of each token: which tokens go to each rank. Of the choices, many would mark the same word.
+__device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
+  static_assert(kMostTokensOfChunk == 32, "a lane has a token");
+  const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
+  for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+    const std::uint32_t tokens = __ballot_sync(~0u, ((rank < 32 ? low : high) >> rank % 32 & 1) != 0);
+    if (lane == rank % 32) marks.tokens[k.c.num_experts + rank] = tokens;
+  }
+  __syncwarp();
+}
 constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
 
 // Ids on their way from the caller's memory.
@@ -166,23 +177,26 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
   const ChunkChoices chunk(a, number);
-  ChunkMarks marks(k, memory);
+  ChunkMarks marks(k, known_shared(memory));
   if (!with_ids) {
     ChunkIds ids;
     ids.load<kPieces>(a, chunk);
     ids.keep(a, chunk, true, marks.ids);
   }
   marks.clear(k);
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
   // No step waits for the one before.
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
     const std::uint32_t at = chunk.at(i);
     const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
     atomicAdd(marks.tokens + id, 1u);
-    atomicOr(marks.tokens + k.c.num_experts + k.per_rank.divide(static_cast<std::uint32_t>(id)), 1u << k.top_k.divide(at));
+    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
+  mark_ranks(k, marks);
   for (std::uint32_t i = k.c.num_experts + lane; i < columns; i += 32) marks.tokens[i] = __popc(marks.tokens[i]);
   __syncwarp();
   auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{number} * columns);
@@ -277,6 +291,7 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                                std::uint32_t* sums, char* memory) {
+  sums = known_shared(sums);
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32) {
     {
@@ -317,7 +332,8 @@ struct LoadedChunk {
 
 // A chunk of a given plan.
 template <bool kPieces = false>
-static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk& to) {
+static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
+  PlannedChunk& to = *known_shared(planned);
   const ChunkChoices chunk(a, number);
 #pragma unroll 4
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
@@ -332,46 +348,51 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
 }
 
 // Says which tokens want which column and rank. False: some token has an expert twice.
-__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks) {
+__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, const ChunkMarks& marks) {
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
   std::uint32_t twice = 0;
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
     const std::uint32_t at = chunk.at(i);
     const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
-    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), token = k.top_k.divide(at), bit = 1u << token;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), token = top_k.divide(at), bit = 1u << token;
     twice |= atomicOr(marks.tokens + id, bit) & bit;
-    atomicOr(marks.tokens + k.c.num_experts + rank, bit);
     atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
+  mark_ranks(k, marks);
   return !__any_sync(~0u, twice != 0);
 }
 
-// `sums` has what comes before the chunk, and then what comes after it.
-static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks, std::uint32_t* sums,
-                                                  PlannedChunk& to) {
-  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts;
+// memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
+static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices chunk, char* memory, std::uint32_t* sums, PlannedChunk* planned) {
+  const ChunkMarks marks(k, known_shared(memory));
+  PlannedChunk& to = *known_shared(planned);
+  sums = known_shared(sums);
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts, choices = k.c.top_k, columns = chunk_columns(k.c);
+  marks.clear(k);
   const bool once = mark_choices(k, chunk, marks);
   const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
 #pragma unroll 4
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {
     const std::int32_t id = marks.ids[at];
-    const std::uint32_t token = k.top_k.divide(at), of_token = token * k.c.top_k, before = (1u << token) - 1;
+    const std::uint32_t token = top_k.divide(at), of_token = token * choices, before = (1u << token) - 1;
     const std::uint32_t low = marks.ranks[2 * token], high = marks.ranks[2 * token + 1];
     to.id[at] = id;
     if (at - of_token >= __popc(low) + __popc(high)) to.row[at] = kNone;
     if (once) to.index[at] = id < 0 ? 0 : sums[id] + __popc(marks.tokens[id] & before);
     if (id < 0) continue;
     // Choices of one token and rank say the same.
-    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
     const std::uint32_t nth = rank < 32 ? __popc(low & lower) : __popc(low) + __popc(high & lower);
     to.row[of_token + nth] = rank << 20 | (rows[rank] + __popc(of_rank[rank] & before));
   }
   __syncwarp();
   if (!once && lane == 0)
     for (std::uint32_t at = 0; at < chunk.all; ++at) to.index[at] = marks.ids[at] < 0 ? 0 : sums[marks.ids[at]]++;
-  for (std::uint32_t i = (once ? 0 : experts) + lane; i < chunk_columns(k.c); i += 32) sums[i] += __popc(marks.tokens[i]);
+  for (std::uint32_t i = (once ? 0 : experts) + lane; i < columns; i += 32) sums[i] += __popc(marks.tokens[i]);
   __syncwarp();
 }
 
@@ -386,6 +407,26 @@ __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step,
   for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), memory);
 }
 
+// Neighbouring chunks that one thread block sends.
+struct Stretch {
+  std::uint32_t next, end;
+
+  __device__ Stretch(const DispatchArguments& a, std::uint32_t number) {
+    const std::uint32_t all = min(gridDim.x, a.chunks);
+    next = number < all ? number * a.chunks / all : a.chunks;
+    end = number < all ? (number + 1) * a.chunks / all : a.chunks;
+  }
+};
+// By one warp.
+__device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
+  if (stretch.next == stretch.end && stretch.next < a.chunks) {
+    std::uint32_t number = 0;
+    if (threadIdx.x % 32 == 0) number = atomicAdd(a.chunk_counts.next, 1u);
+    stretch = Stretch(a, __shfl_sync(~0u, number, 0));
+  }
+  return stretch.next < a.chunks ? stretch.next++ : a.chunks;
+}
+
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
 __device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
@@ -398,29 +439,31 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
   const bool given = a.ids == nullptr;
-  std::uint32_t number = s.first_chunk, summed = number;
+  Stretch stretch(a, s.first_stretch);
+  std::uint32_t number = next_chunk(a, stretch), summed = number;
   for (std::uint32_t n = 0;; ++n) {
     const bool ends = number >= a.chunks;
     const ChunkChoices chunk(a, number);
-    if (!ends && !given) {
-      if (n != 0) loaded.load(a, chunk);
-      sum_chunks(a, step, summed, number, sums, memory);
+    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
+    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);  // none, within a stretch
+    if (n >= 2) {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      await_turn(s.used + n % 2, n / 2 - 1);
     }
-    if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
     if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
-    if (!ends && given) copy_chunk(a, number, planned);
+    if (!ends && given) copy_chunk(a, number, &planned);
     if (!ends && !given) {
       const Spends spends(k, Span::PlacingChunks);
-      ChunkMarks marks(k, memory);
-      loaded.ids.keep(a, chunk, false, marks.ids);
+      loaded.ids.keep(a, chunk, false, ChunkMarks(k, memory).ids);
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
         if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-      marks.clear(k);
-      place_choices(k, chunk, marks, sums, planned);
+      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      place_choices(k, chunk, memory, sums, &planned);
     }
-    if (number == 0) {
+    if (n == 0 && s.first_stretch == 0) {
       if (lane == 0) {
         *a.received.step = step;  // the step's other phases read it there
         take_set(k, step);
@@ -432,9 +475,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
     if (n == 0 && !given) count_all(a, step, memory);
     if (ends) return;
     summed = number + 1;
-    if (lane == 0) number = atomicAdd(a.chunk_counts.next, 1u);
-    number = __shfl_sync(~0u, number, 0);
-    if (n == 0 && lane == 0) tell_bounds(a, s, 1, number);
+    number = next;
   }
 }
 
@@ -450,8 +491,9 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   closed.keep(k, lane, s.closed);
   if (lane != 0) return;
   s.step = step_of(word);
-  s.first_chunk = first;
-  tell_bounds(a, s, 0, first);
+  s.first_stretch = first;
+  s.first_chunk = Stretch(a, first).next;
+  tell_bounds(a, s, 0, s.first_chunk);
   pass_step(k);
 }
 

@@ -95,7 +95,7 @@ class RoundPlanner {
   __device__ void plan_chunk(std::uint32_t turn) {
     const std::uint32_t round = number_ / p_.chunks;
     if (a_.ids == nullptr) {
-      copy_chunk<true>(a_, number_, s_.chunks[turn]);
+      copy_chunk<true>(a_, number_, s_.chunks + turn);
       find_round(round, p_.begin_rows + round * k_.c.world);
     } else {
       enter(round);
@@ -144,13 +144,11 @@ class RoundPlanner {
     sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
-    ChunkMarks marks(k_, memory_);
-    loaded.ids.keep(a_, chunk, false, marks.ids);
+    loaded.ids.keep(a_, chunk, false, ChunkMarks(k_, memory_).ids);
 #pragma unroll
     for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
       if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-    marks.clear(k_);
-    place_choices(k_, chunk, marks, sums_, planned);
+    place_choices(k_, chunk, memory_, sums_, &planned);
     for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
       const std::uint64_t to = std::uint64_t{chunk.first} * k_.c.top_k + at;
       a_.plan.ids[to] = planned.id[at];

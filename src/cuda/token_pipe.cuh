@@ -147,7 +147,10 @@ class TokenLoader {
  private:
   __device__ void begin_chunk() {
     const std::uint32_t turn = chunk_ % 2;
-    await_turn(plan_.known + turn, chunk_ / 2);
+    {
+      const Spends waits(a_.common, Span::AwaitingPlan);
+      await_turn(plan_.known + turn, chunk_ / 2);
+    }
     first_ = plan_.bounds[turn].first;
     tokens_ = plan_.bounds[turn].tokens;
     token_ = 0;
@@ -157,7 +160,10 @@ class TokenLoader {
   }
   // For the next part.
   __device__ void ask() {
-    place_.await_free(rings_.used);
+    {
+      const Spends waits(a_.common, Span::AwaitingPlaceIn);
+      place_.await_free(rings_.used);
+    }
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = rings_.loaded + place_.at;
       const std::uint32_t bytes = shape_.elements(a_.common, part_) * kElementBytes;
@@ -376,7 +382,10 @@ class TokenDealer {
 
   __device__ void tell_storer(std::uint32_t tokens, const SentRow& sent) {
     Batch& batch = rings_.batches[place_.at];
-    place_.await_free(rings_.told);
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOut);
+      place_.await_free(rings_.told);
+    }
     batch.rows[lane()] = sent;
     if (lane() == 0) batch.tokens = tokens;
     __syncwarp();
@@ -456,7 +465,10 @@ class RowStorer {
       if (!k_.scales_in_pieces) place_scales(sent.scales, scales);
     }
     ++sent_;
-    bulk_await_read<1>();
+    {
+      const Spends waits(k_, Span::AwaitingPlaceIn);
+      bulk_await_read<1>();
+    }
     __syncwarp();
     if (sent_ > 1 && lane == 0) turns_arrive(rings_.stored + last_);
     last_ = place_.at;
@@ -522,7 +534,10 @@ class RowStorer {
 
 __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
   for (SendPlace place(kBatches);; place.next()) {
-    await_turn(rings.there + place.at, place.turn);
+    {
+      const Spends waits(k, Span::AwaitingTile);
+      await_turn(rings.there + place.at, place.turn);
+    }
     const Batch& batch = rings.batches[place.at];
     if (batch.tokens == 0) return;
     const Spends tells(k, Span::Telling);

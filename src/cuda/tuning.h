@@ -101,11 +101,12 @@ constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShap
 // So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
 constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
 
-// Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
+// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan, short ones spread the tokens over all multiprocessors,
+// and the first one of two is sent while the other is planned.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
 constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
   std::uint32_t chunk = kLeastTokensOfChunk;
-  while (chunk < kMostTokensOfChunk && chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
+  while (chunk < kMostTokensOfChunk && 2 * chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
   return chunk;
 }
 

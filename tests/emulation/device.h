@@ -96,6 +96,11 @@ void barrier_arrive(std::uint32_t barrier) {
   emulation::barrier_arrive(barrier, kOf);
 }
 
+template <typename T>
+T* known_shared(T* at) {
+  return at;
+}
+
 inline void gate_close(std::uint64_t* gate) { *gate = 0; }
 inline void gate_open(std::uint64_t* gate) {
   emulation::maybe_yield();
