@@ -407,9 +407,9 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of sums: 32 bits to an own row",
-        "src/cuda/dealt_sums.cuh",
-        "(looked.place == kNone ? 0 : looked.place) * a_.expert_stride;",
-        "(looked.place == kNone ? 0 : looked.place) * static_cast<std::uint32_t>(a_.expert_stride);",
+        "src/cuda/dealt_rows.cuh",
+        "(place == kNone ? 0 : place) * a_.expert_stride;",
+        "(place == kNone ? 0 : place) * static_cast<std::uint32_t>(a_.expert_stride);",
         "rows of expert_out beyond 4 GiB are read among the first ones",
         "far_rows_of_many and compact",
         "_cuda",
