@@ -62,7 +62,7 @@ def show(options: Options, world: World, _: Sequence[str]) -> None:
                 print(_table(times), flush=True)
                 print()
                 if spent:
-                    print("thousands of cycles of a warp in one launch\n")
+                    print("thousands of cycles of each warp of a thread block in one launch\n")
                     print(_spans_table(spent), flush=True)
                     print()
 
@@ -73,7 +73,7 @@ Numbers = dict[str, list[float]]
 def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> tuple[Numbers, Numbers]:
     """By stage: when the first, the middle and the last warp came there, in the median of all replays.
 
-    And by what the warps of this rank spent their time with: how many there were, the median of them and the most of one.
+    And by what the warps of this rank spent their time with: those of a thread block, in the median of all thread blocks.
     """
     names: list[str] = module.stages
     noted = torch.zeros(len(names) + len(module.spans), MOST_WARPS, dtype=torch.int64, device=device.device)
@@ -99,8 +99,9 @@ def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.
     a2a.check()
     spent = {}
     for name, row in zip(module.spans, noted.cpu().numpy()[len(names) :], strict=True):
-        if (warps := row[row > 0] / options.pairs / 1000).size:
-            spent[name] = [float(warps.size), float(np.median(warps)), float(warps.max())]
+        warps = row[: len(row) // module.warps_of_block * module.warps_of_block].reshape(-1, module.warps_of_block)
+        if warps.any():
+            spent[name] = (np.median(warps[warps.any(axis=1)], axis=0) / options.pairs / 1000).tolist()
     return {name: np.median(np.array(times), axis=0).tolist() for name, times in each.items() if times}, spent
 
 
@@ -121,8 +122,8 @@ def _table(times: dict[str, list[float]]) -> str:
 
 
 def _spans_table(spent: dict[str, list[float]]) -> str:
-    cells = [["it", "warps", "middle", "most"]]
-    cells += [[name, f"{warps:.0f}", f"{middle:.2f}", f"{most:.2f}"] for name, (warps, middle, most) in spent.items()]
+    cells = [["it", *(str(warp) for warp in range(max(map(len, spent.values()))))]]
+    cells += [[name, *(f"{cycles:.1f}" if cycles else "" for cycles in each)] for name, each in spent.items()]
     return "\n".join(markdown(cells))
 
 

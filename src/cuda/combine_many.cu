@@ -1,6 +1,8 @@
 // combine() of many tokens inside a node: one launch, or one per half.
 #include <algorithm>
 
+#include "copied_rows.cuh"
+#include "dealt_sends.cuh"
 #include "dealt_sums.cuh"
 #include "kernels.h"
 #include "many_combine_kernel.cuh"
@@ -38,14 +40,15 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// Warps of a plain one: senders, adders, and the dealer, who looks after headers, too. A launch that only sends has more senders.
-inline constexpr std::uint32_t kDealer = kDealtSenders + kAdders, kPlainThreads = 32 * (kDealer + 1);
-inline constexpr std::uint32_t kPlainBytes = kDealtSenders * kCombinerBytes + kDealtBytes;
-inline constexpr std::uint32_t kMostPlainSenders = std::min(kDealer, kPlainBytes / kCombinerBytes);
+// Warps of a plain one whose rows are only copied: those of copies, adders, and the dealer, who looks after headers, too.
+inline constexpr std::uint32_t kLoader = kAdders, kStorer = kLoader + 1, kCopyTeller = kStorer + 1, kDealer = kCopyTeller + 1;
+inline constexpr std::uint32_t kPlainThreads = 32 * (kDealer + 1);
+inline constexpr std::uint32_t kPlainBytes = kCombinerBytes + kCopiesBytes + kDealtParts * kDealtPart;
 
 struct CombinePlainShared {
   CombineShared combine;
-  CombinerTurns turns[kMostPlainSenders];
+  CombinerTurns turns;
+  CopyRings copies;
   DealtRows dealt;
 };
 
@@ -58,22 +61,79 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   note(k, Stage::CombineBegins);
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
-  const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kDealtSenders) : kMostPlainSenders;
-  if (warp < kMostPlainSenders && threadIdx.x % 32 == 0) s.turns[warp].init();
-  if (warp == kDealer) s.dealt.init();
+  if (threadIdx.x == 32 * kLoader) s.turns.init();
+  if (threadIdx.x == 32 * kStorer) s.copies.init();
+  if (warp == kDealer) s.dealt.init(kAdders);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   char* const memory = reinterpret_cast<char*>(words);
-  char* const dealt = memory + kDealtSenders * kCombinerBytes;
-  if (a.send && warp < senders) {
-    ManyCombiner<T, true, false>(a, step, s.combine, memory + warp * kCombinerBytes, s.turns[warp]).send(senders);
-  } else if (a.recv && warp >= kDealtSenders && warp < kDealer) {
-    SumAdder<T>(a, step, s.combine, s.dealt, dealt, warp - kDealtSenders).add_up();
+  char* const copies = memory + kCombinerBytes;
+  const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
+  if (warp < kAdders) {
+    if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.combine, s.dealt, dealt, warp).add_up();
+  } else if (warp == kLoader) {
+    if (a.send) CopyLoader<T>(a, step, s.combine, memory, s.turns, s.copies, copies).load();
+  } else if (warp == kStorer) {
+    if (a.send) CopyStorer(a, s.copies, copies).store();
+  } else if (warp == kCopyTeller) {
+    if (a.send) tell_of_copies(k, step, s.copies);
   } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
     if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
     if (a.recv) receive_all_headers(a, step);
+  }
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
+// Warps of a plain one whose rows are sums: adders and a dealer for each half, and the teller, who looks after what is to be sent of headers, too.
+using SendAdders = AddersOf<kAddersToSend, kVectorsToSend>;
+using SumAdders = AddersOf<kAddersOfSums, kVectorsOfSums>;
+inline constexpr std::uint32_t kSendDealer = kAddersToSend + kAddersOfSums, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
+inline constexpr std::uint32_t kSumsThreads = 32 * (kTeller + 1);
+inline constexpr std::uint32_t kSumsBytes = 2 * kPartsOfHalf * kDealtPart + kOutBytes;
+
+struct CombineSumsShared {
+  CombineShared combine;
+  DealtRows to_send, dealt;
+  PartsOut out;
+};
+
+template <typename T>
+__device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(CombineSumsShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (warp == kSendDealer) s.to_send.init(kAddersToSend);
+  if (warp == kSumDealer) s.dealt.init(kAddersOfSums);
+  if (threadIdx.x == 32 * kTeller) s.out.init(kAddersToSend);
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s.combine)) return;
+  if (a.recv) begin_to_close(k, step);
+  // A launch of one half has the other's memory.
+  char* const out = reinterpret_cast<char*>(words);
+  const std::uint32_t parts = a.send && a.recv ? kPartsOfHalf : 2 * kPartsOfHalf;
+  const RingMemory to_send{out + kOutBytes, parts}, dealt{out + kOutBytes + (a.send ? kPartsOfHalf * kDealtPart : 0), parts};
+  if (warp == kTeller) {
+    if (a.send) begin_to_send(a, step, s.combine);
+    if (a.send) SendTeller(a, step, s.out, out).tell_all();
+  } else if (warp == kSendDealer) {
+    if (a.send) s.combine.claimed.wait();
+    if (a.send) SendDealer(a, step, s.combine, s.to_send, to_send).deal();
+  } else if (warp == kSumDealer) {
+    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
+    if (a.recv) receive_all_headers(a, step);
+  } else if (warp < kAddersToSend) {
+    if (a.send) SendAdder<T, SendAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
+  } else {
+    if (a.recv) SumAdder<T, SumAdders>(a, step, s.combine, s.dealt, dealt, warp - kAddersToSend).add_up();
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);
@@ -93,6 +153,10 @@ template <typename T>
 __global__ void __launch_bounds__(kPlainThreads, 1) combine_many_plain_kernel(const __grid_constant__ CombineArguments a) {
   run_combine_plain<T>(a);
 }
+template <typename T>
+__global__ void __launch_bounds__(kSumsThreads, 1) combine_many_sums_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_sums<T>(a);
+}
 
 using Kernel = void (*)(CombineArguments);
 
@@ -101,25 +165,42 @@ struct Launch {
   std::uint32_t threads, bytes;
 };
 
-template <typename T>
-Launch launch_of(bool plain, bool ready) {
-  if (ready) return {combine_many_ready_kernel<T>, kCombineManyThreads, kCombineManyBytes};
-  if (plain) return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
-  return {combine_many_kernel<T>, kCombineManyThreads, kCombineManyBytes};
+enum class Way { Any, Ready, Copies, Sums };
+
+Way way_of(const CombineArguments& a) {
+  if (a.ready.words != nullptr) return Way::Ready;
+  if (!is_plain(a)) return Way::Any;
+  return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
 }
-Launch launch_of(Dtype dtype, bool plain, bool ready) {
+
+template <typename T>
+Launch launch_of(Way way) {
+  switch (way) {
+    case Way::Ready:
+      return {combine_many_ready_kernel<T>, kCombineManyThreads, kCombineManyBytes};
+    case Way::Copies:
+      return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
+    case Way::Sums:
+      return {combine_many_sums_kernel<T>, kSumsThreads, kSumsBytes};
+    case Way::Any:
+      return {combine_many_kernel<T>, kCombineManyThreads, kCombineManyBytes};
+  }
+  return {};
+}
+Launch launch_of(Dtype dtype, Way way) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return launch_of<BFloat16>(plain, ready);
+      return launch_of<BFloat16>(way);
     case Dtype::Float16:
-      return launch_of<Float16>(plain, ready);
+      return launch_of<Float16>(way);
     case Dtype::Float32:
-      return launch_of<Float32>(plain, ready);
+      return launch_of<Float32>(way);
   }
   return {};
 }
 
-constexpr std::size_t kMostBytes = std::max(kCombineManyBytes + sizeof(CombineManyShared), kPlainBytes + sizeof(CombinePlainShared));
+constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + sizeof(CombineManyShared), kPlainBytes + sizeof(CombinePlainShared),
+                                             kSumsBytes + sizeof(CombineSumsShared)});
 
 }  // namespace
 
@@ -128,7 +209,8 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {
-  for (const Launch& launch : {launch_of(c.dtype, false, ready), launch_of(c.dtype, true, ready)}) {
+  const Way plain = c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
+  for (const Launch& launch : {launch_of(c.dtype, ready ? Way::Ready : Way::Any), launch_of(c.dtype, ready ? Way::Ready : plain)}) {
     const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
@@ -140,7 +222,7 @@ cudaError_t load_combine_many(const Config& c, bool ready) {
 
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const Launch launch = launch_of(arguments.common.c.dtype, is_plain(arguments), arguments.ready.words != nullptr);
+  const Launch launch = launch_of(arguments.common.c.dtype, way_of(arguments));
   return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
 }
 

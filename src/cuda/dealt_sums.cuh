@@ -1,77 +1,23 @@
-// The receive half of a plain combine of many tokens. One warp of a thread block, the dealer, looks tokens up, some at a time, a choice in
-// each lane, waits for their rows, and asks for row after row of what is to be added up; the adders take each of them together, every one
-// its part. A sum of few rows is few instructions, so what a token costs is the looking up and the asking, and what that waits for: one
-// warp that is ahead does it once, for all.
+// The receive half of a plain combine of many tokens. The dealer looks tokens up, some at a time, waits for their rows, and asks for row after
+// row of what is to be added up: of a token's part first this rank's own ones, whose sum a peer would have rounded, then what peers have
+// sent, ranks ascending. A sum of few rows is few instructions, so what a token costs is the looking up and the asking, and what that waits
+// for.
 #pragma once
 
 #include "combine_recv.cuh"
-#include "many_plan.cuh"
+#include "dealt_rows.cuh"
 
 namespace pplx::cuda {
 
-// A row, or a part of one, on its way to shared memory. Rows of a token's part come after each other: first this rank's own ones, whose sum
-// a peer would have rounded, then what peers have sent, ranks ascending.
-struct DealtRow {
-  char* row = nullptr;  // of this part
-  std::uint32_t token = 0;  // of this rank's
-  std::uint32_t at = 0;  // where in the row
-  float weight = 1.0f;
-  std::uint8_t own = 0, peers = 0;  // rows of the token
-  std::uint8_t before = 0;  // those of peers that come before the sum of own ones
-  std::uint8_t what = 0;
-};
-inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a place
-inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
-inline constexpr std::uint8_t kRowsShow = 4;  // there is no row: those of this token show by themselves that they have come
-inline constexpr std::uint8_t kNoMore = 8;
-
-inline constexpr std::uint32_t kMostDealtRows = 16;
-inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
-inline constexpr std::uint32_t kDealtBytes = kDealtParts * kDealtPart;
-
-// Rows that were dealt, in a ring.
-struct DealtRows {
-  std::uint64_t loaded[kMostDealtRows], used[kMostDealtRows];  // turns
-  DealtRow rows[kMostDealtRows];
-
-  // By one warp, before the block meets for the first time.
-  __device__ void init() {
-    const std::uint32_t lane = threadIdx.x % 32;
-    if (lane < kMostDealtRows) turns_init(loaded + lane, 1);
-    if (lane < kMostDealtRows) turns_init(used + lane, kAdders);
-  }
-};
-
-// A place of the ring, which the dealer and each adder go through by themselves.
-class RingPlace {
- public:
-  __device__ explicit RingPlace(std::uint32_t row_bytes)
-      : part(min(row_bytes, kDealtPart)), places_(min(kDealtBytes / part, kMostDealtRows)) {}
-  __device__ void next() {
-    if (++at != places_) return;
-    at = 0;
-    ++turn;
-  }
-
-  const std::uint32_t part;  // bytes of a place
-  std::uint32_t at = 0, turn = 0;
-
- private:
-  const std::uint32_t places_;
-};
-
 // By one warp.
-class SumDealer {
+class SumDealer : RowDealer {
  public:
-  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, char* memory)
-      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory), place_(k_.row_bytes) {
-    while (1u << shift_ < k_.c.top_k) ++shift_;
-  }
+  using RowDealer::RowDealer;
 
   // All tokens of this thread block, or those before the first that fails.
   __device__ void deal() {
     const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x, together = 32u >> shift_;
+    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x, together = this->together();
     Looked next = look_up(load_entry(0));
     std::uint32_t later = load_entry(together);
     for (std::uint32_t first = 0; first < of_block; first += together) {
@@ -93,11 +39,7 @@ class SumDealer {
     float weight = 1.0f;
   };
 
-  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
   __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
-  // The lanes of a batch's nth token.
-  __device__ std::uint32_t lanes_of(std::uint32_t nth) const { return (~0u >> (32 - (1u << shift_))) << (nth << shift_); }
 
   __device__ std::uint32_t load_entry(std::uint32_t first) const {
     const std::uint32_t of = token(first + (lane() >> shift_));
@@ -136,12 +78,9 @@ class SumDealer {
     note(k_, Stage::Came);
     fence_copies();
     if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
-    if (looked.place != kNone && looked.place >= a_.expert_rows) {
-      k_.report->notices.short_output = 1;
-      looked.place = kNone;
-    }
+    looked.place = checked(looked.place);
     const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
-    const char* const own_row = a_.expert_out + (looked.place == kNone ? 0 : looked.place) * a_.expert_stride;
+    const char* const own_row = expert_row(looked.place);
     for (std::uint32_t i = 0; i < tokens; ++i) {
       const std::uint32_t lanes = lanes_of(i);
       if ((show & lanes) != 0)
@@ -164,60 +103,29 @@ class SumDealer {
     const bool is_peer = (peers >> lane() & 1) != 0;
     const std::uint8_t of_peer = dealt.what | (blank ? kMakeBlank : 0);
     for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
-      if ((placed | peers) == 0) add(0, dealt, 0);
+      if ((placed | peers) == 0) add(0, dealt, nullptr, 0);
       const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
       dealt.row = const_cast<char*>(own_row) + dealt.at;
       dealt.weight = weight;
-      for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, bytes);
+      for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
       if (is_peer) dealt.row = row + dealt.at;
       dealt.what = of_peer;
-      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, bytes);
+      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
       dealt.what = own != 0 ? kHasOwn : 0;
     }
   }
-
-  __device__ void tell(std::uint32_t token, std::uint8_t what) {
-    DealtRow dealt;
-    dealt.token = token;
-    dealt.what = what;
-    add(0, dealt, 0);
-  }
-
-  // The lane `by` puts what it has into the next place of the ring.
-  __device__ void add(std::uint32_t by, const DealtRow& dealt, std::uint32_t bytes) {
-    if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
-    linger(k_, std::uint64_t{step_} << 32 | dealt.token);
-    if (lane() == by) {
-      ring_.rows[place_.at] = dealt;
-      if (bytes != 0) {
-        turns_expect(ring_.loaded + place_.at, bytes);
-        bulk_load(memory_ + place_.at * place_.part, dealt.row, bytes, ring_.loaded + place_.at);
-      } else {
-        turns_arrive(ring_.loaded + place_.at);
-      }
-    }
-    __syncwarp();
-    place_.next();
-  }
-
-  const CombineArguments& a_;
-  const Common& k_;
-  const std::uint32_t step_;
-  const CombineShared& s_;
-  DealtRows& ring_;
-  char* const memory_;
-  RingPlace place_;
-  std::uint32_t shift_ = 0;  // a token's choices have as many lanes as a power of two
 };
 
 // By one of several warps.
-template <typename T>
-class SumAdder {
-  static constexpr int kVectors = kVectorsOfAdder;
+template <typename T, typename Adders>
+class SumAdder : RowAdder<Adders> {
+  using Base = RowAdder<Adders>;
+  using Base::a_, Base::k_, Base::step_, Base::number_, Base::place_, Base::kVectors;
+  using Base::at, Base::lane, Base::leave, Base::look, Base::take;
 
  public:
-  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const char* memory, std::uint32_t number)
-      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory), number_(number), place_(k_.row_bytes) {}
+  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
+      : Base(a, step, ring, memory, number), s_(s) {}
 
   __device__ void add_up() {
     const Spends all(k_, Span::ReceivingSums);
@@ -234,36 +142,6 @@ class SumAdder {
   }
 
  private:
-  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  // This lane's vector j of a part begins here.
-  __device__ std::uint32_t at(int j) const { return ((j * kAdders + number_) * 32 + lane()) * 16; }
-
-  __device__ const DealtRow& look() {
-    const Spends waits(k_, Span::AwaitingInputs);
-    await_turn(ring_.loaded + place_.at, place_.turn);
-    return ring_.rows[place_.at];
-  }
-  __device__ void leave() {
-    __syncwarp();
-    if (lane() == 0) turns_arrive(ring_.used + place_.at);
-    place_.next();
-  }
-
-  // This lane's part of the next row, and its weight.
-  __device__ float take(std::uint32_t bytes, uint4 (&v)[kVectors]) {
-    const DealtRow& dealt = look();
-    const char* const from = memory_ + place_.at * place_.part;
-    const float weight = dealt.weight;
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      const bool here = at(j) < bytes;
-      v[j] = here ? *reinterpret_cast<const uint4*>(from + at(j)) : make_uint4(0, 0, 0, 0);
-      if (here && (dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
-    }
-    leave();
-    return weight;
-  }
-
   __device__ void add_part(const DealtRow& first) {
     const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at), rows = first.peers + (first.what & kHasOwn);
     char* const y = a_.y + std::uint64_t{first.token} * a_.y_stride + first.at;
@@ -308,11 +186,7 @@ class SumAdder {
   __device__ void add_own(std::uint32_t rows, std::uint32_t bytes, uint4 (&own)[kVectors]) {
     Sums<T, kVectors> sums;
     if (rows != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero
-    for (std::uint32_t i = 0; i < rows; ++i) {
-      uint4 v[kVectors];
-      const float weight = take(bytes, v);
-      sums.add_row(v, weight);
-    }
+    Base::add_rows(rows, bytes, sums);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) own[j] = T::pack(sums.sum[j]);
   }
@@ -327,19 +201,12 @@ class SumAdder {
   __device__ bool receive_strips(std::uint32_t token) {
     const std::uint32_t strips = a_.received_in.strips, own_rows = a_.sums_own ? s_.rows_begin[k_.c.rank] : kNone;
     const std::uint32_t entry = lane() < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane()] : kNone;
-    for (std::uint32_t i = number_; i < strips; i += kAdders)
+    for (std::uint32_t i = number_; i < strips; i += Adders::kWarps)
       if (!receive_strip<T, false, true, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
     return true;
   }
 
-  const CombineArguments& a_;
-  const Common& k_;
-  const std::uint32_t step_;
   const CombineShared& s_;
-  DealtRows& ring_;
-  const char* const memory_;
-  const std::uint32_t number_;
-  RingPlace place_;
 };
 
 }  // namespace pplx::cuda

@@ -30,6 +30,7 @@ __device__ inline void store_relaxed(void* word, std::uint64_t value) {
 }
 // Orders what this thread has stored, or has seen, before what it stores next, for every GPU and the host.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ inline void fence_here() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 // For what the protocol's words have in common with a host's.
 struct Atomics {
   __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
@@ -130,6 +131,13 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
 
+// Of shared memory, at the beginning of a function that is not inlined: what does not know takes many times as long, atomics above all.
+template <typename T>
+__device__ inline T* known_shared(T* at) {
+  __builtin_assume(__isShared(at));
+  return at;
+}
+
 // ---- a gate of a thread block: closed, then opened once; for any number that wait ----
 
 __device__ inline std::uint32_t shared_address(const void* at) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(at)); }
@@ -152,6 +160,14 @@ __device__ inline void gate_wait(std::uint64_t* gate) {
                  : "memory");
   }
 }
+__device__ inline bool gate_is_open(std::uint64_t* gate) {
+  std::uint32_t is_open;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(is_open)
+               : "r"(shared_address(gate))
+               : "memory");
+  return is_open != 0;
+}
 
 // ---- copies beside the threads: between a thread block's shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
 
@@ -170,10 +186,19 @@ __device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
                "r"(bytes)
                : "memory");
 }
-// Whether the turn of this parity is over.
+// Whether the turn of this parity is over. Sleeps for a while if it is not.
 __device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
+               : "memory");
+  return over != 0;
+}
+// The same, without sleep.
+__device__ inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(over)
                : "r"(shared_address(turns)), "r"(parity)
                : "memory");
@@ -211,6 +236,7 @@ __device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
 __device__ inline void turns_arrive(std::uint64_t*) {}
 __device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
 __device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline bool turn_is_over_now(std::uint64_t*, std::uint32_t) { return true; }
 __device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
 __device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
 __device__ inline void bulk_end_group() {}

@@ -1,6 +1,9 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
+#include <algorithm>
+
 #include "kernels.h"
 #include "many_kernel.cuh"
+#include "token_pipe.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -29,7 +32,7 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
       if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
   }
   const Spends spends(a.common, Span::Summing);
-  sum_chunks(a, s.step, threadIdx.x / 32, min(s.first_chunk, a.chunks), kWorkers, sums, memory);
+  sum_chunks_before(a, s.step, 0, min(s.first_chunk, a.chunks), sums, memory);
 }
 
 template <typename Mode, bool kHooks>
@@ -85,7 +88,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare<Mode>(a, s);
+  prepare(s, sending_workers<Mode>(a));
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
@@ -113,6 +116,137 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   stamp(k, Op::Dispatch, step, begun);
 }
 
+// ---- where tokens are quantised ----
+
+// Warps with roles: workers, of which all but the loader receive when they have nothing to send, and behind the other kernels' warps the storer.
+// The one that counts rows tells peers of theirs then.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kStorer = kManyWarps;
+inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
+static_assert(kQuantisers < kDealer && kStorer + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
+
+// The rings become the quantisers' memory; the other workers have theirs from the start, the loader only to count chunks.
+inline constexpr std::uint32_t kRingBytes = std::max(kTokensInBytes + kRowsOutBytes, kQuantisers * kReceiverBytes);
+
+struct DealtKernelShared {
+  ManyPlan plan;
+  ReceiveShared receive;
+  std::uint64_t loaded[kWorkers][kRowsIn];  // turns, of receivers
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  bool last;  // thread block to leave
+  SendRings rings;
+};
+
+struct DealtMemory {
+  std::uint32_t counts, places, rings, workers, bytes;  // where each begins; sums come first
+
+  constexpr explicit DealtMemory(const Config& c)
+      : counts(ManyMemory(c).counts),
+        places(ManyMemory(c).places),
+        rings(ManyMemory(c).workers),
+        workers(rings + kRingBytes),
+        bytes(workers + (kLoader - kQuantisers) * kReceiverBytes + counting_bytes(c)) {}
+  __device__ std::uint32_t of_worker(std::uint32_t warp) const {
+    return warp < kQuantisers ? rings + warp * kReceiverBytes : workers + (warp - kQuantisers) * kReceiverBytes;
+  }
+};
+
+// Until there is nothing more to send, or nothing may be sent.
+template <typename Mode, bool kHooks>
+__device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+  constexpr std::uint32_t kCountedBytes = kRowsOutBytes / kQuantisers / 16 * 16;
+  const Common& k = a.common;
+  const DealtMemory at(k.c);
+  char *const in = launched + at.rings, *const out = in + kTokensInBytes;
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (is_planner()) {
+    claim_set(a, s.plan);
+    if (!s.plan.taken) return;
+    LoadedChunk loaded;
+    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
+    barrier_sync<kAmongPlanners, kPlanners>();
+    const Spends plans(k, Span::Planning);
+    plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+  } else if (is_worker()) {
+    TokenLoader<kElementBytes<Mode>> loader(a, s.plan, s.rings, in);
+    // Tokens come while chunks are counted, where there is room for both.
+    const bool room = counting_bytes(k.c) <= kCountedBytes;
+    char* const counting = room && warp < kQuantisers ? out + warp * kCountedBytes : launched + at.of_worker(warp);
+    const FirstChunk first(a);
+    if (room && warp == kLoader) loader.ask_early();
+    first.keep(a, counting);
+    {
+      const Spends waits(k, Span::AwaitingClaims);
+      s.plan.claimed.wait();
+    }
+    if (!s.plan.taken) {
+      if (warp == kLoader) loader.drop();
+      return;
+    }
+    if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
+    if (threadIdx.x < k.c.world)
+      s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+    fence_shared_copies();  // where chunks were counted, tokens come, and rows
+    barrier_sync<kAmongPlanners, kPlanners>();
+    if (warp < kQuantisers) quantise_tokens<kElementBytes<Mode>>(k, s.rings, in, out, warp);
+    if (warp == kLoader) loader.load();
+    if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
+  } else if (warp == kStorer) {
+    s.plan.claimed.wait();
+    if (s.plan.taken) RowStorer<kElementBytes<Mode>>(a, s.rings, out).store();
+  } else if (warp == kCounter) {
+    if (a.recv) count_rows(a, s.plan.step, s.receive);
+    s.plan.claimed.wait();
+    if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  }
+}
+
+template <bool kHooks>
+__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DealtKernelShared& s, const Experts& experts, char* launched) {
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (warp == kCounter && !a.send) count_rows(a, step, s.receive);
+  if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
+  if (warp >= kLoader) return;
+  if (a.send && warp < kQuantisers) s.rings.drained.wait();
+  ManyReceiver<kHooks> receiver(a, step, s.receive, experts, launched + DealtMemory(a.common.c).of_worker(warp), s.loaded[warp], 0);
+  receiver.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
+}
+
+template <typename Mode, bool kHooks>
+__device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(DealtKernelShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  Spends::begin();
+  char* const launched = reinterpret_cast<char*>(words);
+  prepare(s, 2);  // the loader and the dealer
+  if (threadIdx.x / 32 == kStorer) init_rings<kElementBytes<Mode>>(k, s.rings);
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DealtMemory(k.c).places), k.expert_pieces};
+  std::uint32_t step = 0;
+  if (a.send) {
+    {
+      const Spends begins(k, Span::Beginning);
+      if (is_planner()) begin_plan(a, s.plan);
+      __syncthreads();
+    }
+    step = s.plan.step;
+    send_dealt<Mode, kHooks>(a, s, experts, launched, words);
+  } else if (!find_open_step(a, step)) {
+    if (kHooks) raise_after_failure(a);
+    return;
+  }
+  if (a.recv) {
+    receive_dealt<kHooks>(a, step, s, experts, launched);
+    if (kHooks) raise_after_failure(a);
+  }
+  if (a.send) leave_plan(a, s.last);
+  note(k, Stage::DispatchEnds);
+  Spends::end(k);
+  stamp(k, Op::Dispatch, step, begun);
+}
+
 template <typename Mode>
 __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
   run_dispatch_many<Mode, false>(a);
@@ -121,35 +255,49 @@ template <typename Mode>
 __global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_hooks_kernel(const __grid_constant__ DispatchArguments a) {
   run_dispatch_many<Mode, true>(a);
 }
+template <typename Mode>
+__global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_dealt<Mode, false>(a);
+}
+template <typename Mode>
+__global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_hooks_kernel(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_dealt<Mode, true>(a);
+}
 
-using Kernel = void (*)(DispatchArguments);
+struct Launch {
+  void (*kernel)(DispatchArguments);
+  std::uint32_t threads, bytes;
+};
 
 template <typename Mode>
-Kernel kernel_of(bool hooks) {
-  return hooks ? dispatch_many_hooks_kernel<Mode> : dispatch_many_kernel<Mode>;
+Launch dealt_launch(const Config& c, bool hooks) {
+  return {hooks ? dispatch_dealt_hooks_kernel<Mode> : dispatch_dealt_kernel<Mode>, kDealtThreads, DealtMemory(c).bytes};
 }
-Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
-  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
-  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
+Launch launch_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native)
+    return {hooks ? dispatch_many_hooks_kernel<AsIs> : dispatch_many_kernel<AsIs>, kManyThreads, ManyMemory(c).bytes};
+  return c.dtype == Dtype::Float32 ? dealt_launch<Quantised<4>>(c, hooks) : dealt_launch<Quantised<2>>(c, hooks);
 }
 
 }  // namespace
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
+  const bool can_deal = can_deal_sends(c) && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes;
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kReceiverBytes) &&
+         ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && (can_deal || !quantised(c.wire));
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
 
 cudaError_t load_dispatch_many(const Config& c, bool hooks) {
   for (const bool given : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
+    const Launch launch = launch_of(c, given, hooks);
+    const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    const int bytes = static_cast<int>(ManyMemory(c).bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -157,8 +305,8 @@ cudaError_t load_dispatch_many(const Config& c, bool hooks) {
 
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Config& c = arguments.common.c;
-  return cudaLaunchKernel(kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr), dim3(blocks), dim3(kManyThreads), parameters, ManyMemory(c).bytes, stream);
+  const Launch launch = launch_of(arguments.common.c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
+  return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
 }
 
 }  // namespace pplx::cuda

@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare<Mode>(a, s);
+  prepare(s, sending_workers<Mode>(a));
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;

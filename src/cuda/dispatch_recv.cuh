@@ -340,24 +340,32 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   if constexpr (kPieces) pass_on_later_pieces(a, step);
 }
 
-// False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
-__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e, ArrivedRow& r) {
+// Where this lane's choice of a row goes, as far as the rest of the row says. place: of the route, if the choice is here. False: it is not one
+// that the source may send.
+__device__ inline bool find_place(const DispatchArguments& a, bool here, std::uint32_t place, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const bool here = lane < k.c.top_k && piece.x != kNowhere, compact = k.c.layout == LayoutKind::Compact;
-  r.token = __shfl_sync(~0u, piece.z, 0);
-  r.choices = __ballot_sync(~0u, here);
-  r.expert = route_expert(piece.x);
-  r.weight = __uint_as_float(piece.y);
+  const bool compact = k.c.layout == LayoutKind::Compact;
+  r.expert = route_expert(place);
   r.place = compact && r.at < k.c.max_rows ? r.at : kNone;
   bool good = r.choices != 0 && (!here || r.expert < k.experts);
   if (good && here && !compact) {
-    const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(piece.x);
+    const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(place);
     good = at - begin < end - begin;
     const bool fits = k.c.layout == LayoutKind::Padded ? at - r.expert * k.c.max_per_expert < k.c.max_per_expert : at < k.c.max_rows;
     if (good && fits) r.place = at;
   }
-  if (__all_sync(~0u, good)) return true;
+  return good;
+}
+
+// False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e, ArrivedRow& r) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const bool here = lane < k.c.top_k && piece.x != kNowhere;
+  r.token = __shfl_sync(~0u, piece.z, 0);
+  r.choices = __ballot_sync(~0u, here);
+  r.weight = __uint_as_float(piece.y);
+  if (__all_sync(~0u, find_place(a, here, piece.x, e, r))) return true;
   if (lane == 0) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, r.source, step}, r.at, r.choices);
   return false;
 }
@@ -367,10 +375,9 @@ __device__ inline std::uint32_t copies_of(const Common& k, const ArrivedRow& r) 
   return k.c.layout == LayoutKind::Compact ? (r.place != kNone ? 1u : 0u) : __ballot_sync(~0u, r.place != kNone);
 }
 
-// Places everything that goes with a row, except its payload.
-__device__ inline void place_words(const DispatchArguments& a, const ArrivedRow& r) {
+// Places everything that goes with a row, except its payload. lane: among those of the row.
+__device__ inline void place_words(const DispatchArguments& a, const ArrivedRow& r, std::uint32_t lane = threadIdx.x % 32) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
   const std::uint64_t at = r.at;
   const bool here = (r.choices >> lane & 1) != 0, compact = k.c.layout == LayoutKind::Compact;
   if (lane == 0) a.received.choices[at] = r.choices;

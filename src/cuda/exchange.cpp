@@ -337,7 +337,7 @@ void Exchange::make_chunk_counts() {
     common_.word_rows = many_tokens_;
   }
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
-  const std::uint64_t totals = 16, taken = totals + 4 * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
+  const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
   check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
   auto* const words = reinterpret_cast<std::uint32_t*>(chunk_memory_);

@@ -15,6 +15,7 @@ struct Gate {
     if (threadIdx.x % 32 == 0) gate_open(&barrier);
   }
   __device__ void wait() { gate_wait(&barrier); }
+  __device__ bool is_open() { return gate_is_open(&barrier); }
 };
 
 }  // namespace pplx::cuda

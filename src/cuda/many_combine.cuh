@@ -146,6 +146,12 @@ class ManyCombiner {
     tell();
   }
 
+  __device__ void send_run(const RowRun& run) {
+    send_rows(run, run.first, s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows);
+  }
+  // Behind the last run.
+  __device__ void end() { tell(); }
+
   // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
   __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
     const Spends all(k_, Span::SendingSums);
@@ -277,10 +283,6 @@ class ManyCombiner {
     const bool remote = !kPlain && is_remote(k_, run.source);
     piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
     send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
-  }
-
-  __device__ void send_run(const RowRun& run) {
-    send_rows(run, run.first, s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows);
   }
 
   // first: of the slot's rows.

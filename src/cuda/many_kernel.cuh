@@ -40,8 +40,9 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   return false;
 }
 
-template <typename Mode, typename Plan>
-__device__ inline void prepare(const DispatchArguments& a, ManyKernelShared<Plan>& s) {
+// users: warps that say that they have done with a chunk.
+template <typename Shared>
+__device__ inline void prepare(Shared& s, std::uint32_t users) {
   const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     s.plan.claimed.close();
@@ -56,7 +57,7 @@ __device__ inline void prepare(const DispatchArguments& a, ManyKernelShared<Plan
     for (std::uint32_t i = 0; i < 2; ++i) {
       turns_init(s.plan.known + i, 1);
       turns_init(s.plan.planned + i, 1);
-      turns_init(s.plan.used + i, sending_workers<Mode>(a));
+      turns_init(s.plan.used + i, users);
     }
 }
 

@@ -3,8 +3,9 @@
 // is a sum over chunks.
 //
 // A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
-// its first chunk is planned, for peers want to hear of all. Chunks are sent in the order in which planners, a warp of each thread block,
-// claim them.
+// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, as many as
+// there are thread blocks: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
+// stretch taken.
 #pragma once
 
 #include "claims.cuh"
@@ -32,7 +33,7 @@ struct ChunkBounds {
 struct ManyPlan {
   ClosedWords closed;
   std::uint32_t step;
-  std::uint32_t first_chunk;  // that this thread block sends
+  std::uint32_t first_stretch, first_chunk;  // that this thread block sends
   bool taken;  // the set's memory is this step's
   Gate claimed;  // taken
   std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
@@ -79,11 +80,21 @@ struct ChunkMarks {
       : tokens(reinterpret_cast<std::uint32_t*>(memory)),
         ranks(tokens + chunk_columns(k.c)),
         ids(reinterpret_cast<std::int32_t*>(ranks + 2 * kMostTokensOfChunk)) {}
-  __device__ void clear(const Common& k) {
+  __device__ void clear(const Common& k) const {
     for (std::uint32_t i = threadIdx.x % 32; i < chunk_columns(k.c) + 2 * kMostTokensOfChunk; i += 32) tokens[i] = 0;
     __syncwarp();
   }
 };
+// From the ranks of each token: which tokens go to each rank. Of the choices, many would mark the same word.
+__device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
+  static_assert(kMostTokensOfChunk == 32, "a lane has a token");
+  const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
+  for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+    const std::uint32_t tokens = __ballot_sync(~0u, ((rank < 32 ? low : high) >> rank % 32 & 1) != 0);
+    if (lane == rank % 32) marks.tokens[k.c.num_experts + rank] = tokens;
+  }
+  __syncwarp();
+}
 constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
 
 // Ids on their way from the caller's memory.
@@ -125,25 +136,31 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  if (!planned) {
+    // Neighbouring lanes have neighbouring columns, and many of them are asked for at once: peers wait for this.
+#pragma unroll 3
+    for (std::uint32_t i = lane; i < k.c.num_experts + k.c.world; i += 32) {
+      const std::uint32_t total = total_of(a, i);
+      *(i < k.c.num_experts ? a.plan.counts + i : a.plan.rows + (i - k.c.num_experts)) = total;
+    }
+    __syncwarp();
+  }
   for (std::uint32_t i = lane; i < k.living * k.expert_pieces; i += 32) {
     const std::uint32_t peer = k.order[i / k.expert_pieces], nth = i % k.expert_pieces;
+    if (kPieces && is_remote(k, peer)) continue;
     const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
     std::uint32_t numbers[kNumbersOfPiece] = {};
 #pragma unroll
     for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
       const std::uint32_t e = nth * kNumbersOfPiece + j;
-      if (e >= experts) continue;
-      numbers[j] = planned ? a.plan.counts[first + e] : __ldcg(a.chunk_counts.totals + first + e);
-      if (!planned) a.plan.counts[first + e] = numbers[j];
+      if (e < experts) numbers[j] = a.plan.counts[first + e];
     }
-    if (kPieces && is_remote(k, peer)) continue;
     const PackedNumbers p = pack_numbers(numbers);
     linger(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
   for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
-    const std::uint32_t rows = planned ? a.plan.rows[peer] : __ldcg(a.chunk_counts.totals + k.c.num_experts + peer);
-    if (!planned) a.plan.rows[peer] = rows;
+    const std::uint32_t rows = a.plan.rows[peer];
     if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
     linger(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
@@ -160,20 +177,26 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
   const ChunkChoices chunk(a, number);
-  ChunkMarks marks(k, memory);
+  ChunkMarks marks(k, known_shared(memory));
   if (!with_ids) {
     ChunkIds ids;
     ids.load<kPieces>(a, chunk);
     ids.keep(a, chunk, true, marks.ids);
   }
   marks.clear(k);
-  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
-    const std::int32_t id = marks.ids[at];
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  // No step waits for the one before.
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
     atomicAdd(marks.tokens + id, 1u);
-    atomicOr(marks.tokens + k.c.num_experts + k.per_rank.divide(static_cast<std::uint32_t>(id)), 1u << k.top_k.divide(at));
+    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
+  mark_ranks(k, marks);
   for (std::uint32_t i = k.c.num_experts + lane; i < columns; i += 32) marks.tokens[i] = __popc(marks.tokens[i]);
   __syncwarp();
   auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{number} * columns);
@@ -186,8 +209,9 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   __syncwarp();
   linger(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
+  std::uint32_t* const totals = a.chunk_counts.totals + number % kTotals * columns;
   for (std::uint32_t i = lane; i < columns; i += 32)
-    if (marks.tokens[i] != 0) add_relaxed(a.chunk_counts.totals + i, marks.tokens[i]);
+    if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
   if constexpr (kPieces)
     if (k.slice.of > 1) digest_chunk(a, number);
   __syncwarp();
@@ -203,15 +227,16 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
   return __any_sync(~0u, mine);
 }
 
-// By one warp: until the counts of chunks first, first + stride ... (32 of them at most, below end) are there.
+// By one warp: until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few lines, so a
+// word that has been seen is not looked at again, and what was stored before it is asked for once, behind the last look.
 template <bool kPieces = false>
-__device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                    std::uint32_t stride, char* memory) {
+__device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
-  const std::uint32_t mine = first + threadIdx.x % 32 * stride;
+  const std::uint32_t mine = first + threadIdx.x % 32;
   const std::uint64_t word = arrival_word(a.common.generation, step);
+  bool there = mine >= end;
   for (std::uint32_t looks = 0;; ++looks) {
-    const bool there = mine >= end || load_acquire(a.chunk_counts.ready + mine) == word;
+    if (!there) there = load_relaxed(a.chunk_counts.ready + mine) == word;
     const std::uint32_t missing = __ballot_sync(~0u, !there);
     if (missing == 0) break;
     if (looks < kLooksAtOnce) continue;
@@ -219,15 +244,16 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       __nanosleep(kBetweenLooksNs);
       continue;
     }
-    const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1) * stride;
+    const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1);
     if (take_chunk(a, step, chunk)) count_chunk<kPieces>(a, step, chunk, memory, false);
   }
+  fence_here();
   __syncwarp();
 }
 
 // By one warp: adds two pieces a lane of n chunks' counts.
-__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t stride, std::uint32_t columns,
-                                  std::uint32_t piece, std::uint32_t* sums) {
+__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns, std::uint32_t piece,
+                                  std::uint32_t* sums) {
   constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
   piece += threadIdx.x % 32;
   std::uint32_t sum[kPieces][8] = {};
@@ -239,7 +265,7 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 #pragma unroll
       for (std::uint32_t i = 0; i < kAtOnce; ++i) {
         v[p][i] = make_uint4(0, 0, 0, 0);
-        const std::uint64_t chunk = first + (begin + i) * stride;
+        const std::uint64_t chunk = first + begin + i;
         if (begin + i < n && piece + 32 * p < columns / 8) v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + piece + 32 * p);
       }
 #pragma unroll
@@ -261,20 +287,29 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
       if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
 }
 
-// By one warp: adds the counts of chunks first, first + stride ... below end to the block's sums.
+// By one warp: adds the counts of chunks [first, end) to the block's sums.
 template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
-                                  std::uint32_t stride, std::uint32_t* sums, char* memory) {
+                                               std::uint32_t* sums, char* memory) {
+  sums = known_shared(sums);
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
-  for (; first < end; first += 32 * stride) {
+  for (; first < end; first += 32) {
     {
       const Spends spends(a.common, Span::AwaitingChunks);
-      await_chunks<kPieces>(a, step, first, end, stride, memory);
+      await_chunks<kPieces>(a, step, first, end, memory);
     }
-    const std::uint32_t n = min(32u, (end - first + stride - 1) / stride);
-    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, stride, columns, begin, sums);
+    const std::uint32_t n = min(32u, end - first);
+    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
   }
   __syncwarp();
+}
+
+// By each of a block's workers: what comes before its first chunk. Those of a worker lie together, so that it looks at few lines.
+template <bool kPieces = false>
+__device__ inline void sum_chunks_before(const DispatchArguments& a, std::uint32_t step, std::uint32_t begin, std::uint32_t end,
+                                         std::uint32_t* sums, char* memory) {
+  const std::uint32_t worker = threadIdx.x / 32, all = end - begin;
+  sum_chunks<kPieces>(a, step, begin + all * worker / kWorkers, begin + all * (worker + 1) / kWorkers, sums, memory);
 }
 
 // ---- the planner ----
@@ -297,7 +332,8 @@ struct LoadedChunk {
 
 // A chunk of a given plan.
 template <bool kPieces = false>
-static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk& to) {
+static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
+  PlannedChunk& to = *known_shared(planned);
   const ChunkChoices chunk(a, number);
 #pragma unroll 4
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
@@ -312,45 +348,51 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
 }
 
 // Says which tokens want which column and rank. False: some token has an expert twice.
-__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks) {
+__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, const ChunkMarks& marks) {
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
   std::uint32_t twice = 0;
-#pragma unroll 4
-  for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
-    const std::int32_t id = marks.ids[at];
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
-    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), token = k.top_k.divide(at), bit = 1u << token;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), token = top_k.divide(at), bit = 1u << token;
     twice |= atomicOr(marks.tokens + id, bit) & bit;
-    atomicOr(marks.tokens + k.c.num_experts + rank, bit);
     atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
+  mark_ranks(k, marks);
   return !__any_sync(~0u, twice != 0);
 }
 
-// `sums` has what comes before the chunk, and then what comes after it.
-static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices& chunk, ChunkMarks& marks, std::uint32_t* sums,
-                                                  PlannedChunk& to) {
-  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts;
+// memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
+static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices chunk, char* memory, std::uint32_t* sums, PlannedChunk* planned) {
+  const ChunkMarks marks(k, known_shared(memory));
+  PlannedChunk& to = *known_shared(planned);
+  sums = known_shared(sums);
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts, choices = k.c.top_k, columns = chunk_columns(k.c);
+  marks.clear(k);
   const bool once = mark_choices(k, chunk, marks);
   const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
 #pragma unroll 4
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {
     const std::int32_t id = marks.ids[at];
-    const std::uint32_t token = k.top_k.divide(at), of_token = token * k.c.top_k, before = (1u << token) - 1;
+    const std::uint32_t token = top_k.divide(at), of_token = token * choices, before = (1u << token) - 1;
     const std::uint32_t low = marks.ranks[2 * token], high = marks.ranks[2 * token + 1];
     to.id[at] = id;
     if (at - of_token >= __popc(low) + __popc(high)) to.row[at] = kNone;
     if (once) to.index[at] = id < 0 ? 0 : sums[id] + __popc(marks.tokens[id] & before);
     if (id < 0) continue;
     // Choices of one token and rank say the same.
-    const std::uint32_t rank = k.per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
     const std::uint32_t nth = rank < 32 ? __popc(low & lower) : __popc(low) + __popc(high & lower);
     to.row[of_token + nth] = rank << 20 | (rows[rank] + __popc(of_rank[rank] & before));
   }
   __syncwarp();
   if (!once && lane == 0)
     for (std::uint32_t at = 0; at < chunk.all; ++at) to.index[at] = marks.ids[at] < 0 ? 0 : sums[marks.ids[at]]++;
-  for (std::uint32_t i = (once ? 0 : experts) + lane; i < chunk_columns(k.c); i += 32) sums[i] += __popc(marks.tokens[i]);
+  for (std::uint32_t i = (once ? 0 : experts) + lane; i < columns; i += 32) sums[i] += __popc(marks.tokens[i]);
   __syncwarp();
 }
 
@@ -362,7 +404,27 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
 // Workers of this block may wait for peers, and they for the counts of all chunks.
 template <bool kPieces = false>
 __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), 1, memory);
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), memory);
+}
+
+// Neighbouring chunks that one thread block sends.
+struct Stretch {
+  std::uint32_t next, end;
+
+  __device__ Stretch(const DispatchArguments& a, std::uint32_t number) {
+    const std::uint32_t all = min(gridDim.x, a.chunks);
+    next = number < all ? number * a.chunks / all : a.chunks;
+    end = number < all ? (number + 1) * a.chunks / all : a.chunks;
+  }
+};
+// By one warp.
+__device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
+  if (stretch.next == stretch.end && stretch.next < a.chunks) {
+    std::uint32_t number = 0;
+    if (threadIdx.x % 32 == 0) number = atomicAdd(a.chunk_counts.next, 1u);
+    stretch = Stretch(a, __shfl_sync(~0u, number, 0));
+  }
+  return stretch.next < a.chunks ? stretch.next++ : a.chunks;
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
@@ -377,29 +439,31 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
   const bool given = a.ids == nullptr;
-  std::uint32_t number = s.first_chunk, summed = number;
+  Stretch stretch(a, s.first_stretch);
+  std::uint32_t number = next_chunk(a, stretch), summed = number;
   for (std::uint32_t n = 0;; ++n) {
     const bool ends = number >= a.chunks;
     const ChunkChoices chunk(a, number);
-    if (!ends && !given) {
-      if (n != 0) loaded.load(a, chunk);
-      sum_chunks(a, step, summed, number, 1, sums, memory);
+    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
+    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);  // none, within a stretch
+    if (n >= 2) {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      await_turn(s.used + n % 2, n / 2 - 1);
     }
-    if (n >= 2) await_turn(s.used + n % 2, n / 2 - 1);
     if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
-    if (!ends && given) copy_chunk(a, number, planned);
+    if (!ends && given) copy_chunk(a, number, &planned);
     if (!ends && !given) {
       const Spends spends(k, Span::PlacingChunks);
-      ChunkMarks marks(k, memory);
-      loaded.ids.keep(a, chunk, false, marks.ids);
+      loaded.ids.keep(a, chunk, false, ChunkMarks(k, memory).ids);
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
         if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-      marks.clear(k);
-      place_choices(k, chunk, marks, sums, planned);
+      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      place_choices(k, chunk, memory, sums, &planned);
     }
-    if (number == 0) {
+    if (n == 0 && s.first_stretch == 0) {
       if (lane == 0) {
         *a.received.step = step;  // the step's other phases read it there
         take_set(k, step);
@@ -411,9 +475,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
     if (n == 0 && !given) count_all(a, step, memory);
     if (ends) return;
     summed = number + 1;
-    if (lane == 0) number = atomicAdd(a.chunk_counts.next, 1u);
-    number = __shfl_sync(~0u, number, 0);
-    if (n == 0 && lane == 0) tell_bounds(a, s, 1, number);
+    number = next;
   }
 }
 
@@ -429,8 +491,9 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
   closed.keep(k, lane, s.closed);
   if (lane != 0) return;
   s.step = step_of(word);
-  s.first_chunk = first;
-  tell_bounds(a, s, 0, first);
+  s.first_stretch = first;
+  s.first_chunk = Stretch(a, first).next;
+  tell_bounds(a, s, 0, s.first_chunk);
   pass_step(k);
 }
 
@@ -455,7 +518,7 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
-  for (std::uint32_t i = threadIdx.x; i < chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
+  for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
   if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = 0;
   if constexpr (kPieces)
     if (threadIdx.x == 0) *a.pieces.digest = 0;

@@ -21,6 +21,13 @@ struct ReceivedRound {
 };
 struct NoRound {};
 
+// This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
+struct KeptRows {
+  Gate known;  // all of them
+  std::uint32_t rows, next;
+  std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
+};
+
 // kPieces: of rounds.
 template <bool kHooks, bool kPieces = false>
 class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
@@ -33,27 +40,32 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
         part_bytes_(static_cast<std::uint32_t>(align_up((k_.payload_bytes + parts_ - 1) / parts_, 16))),
         end_bytes_(row_end_bytes(k_.dispatch, k_.c.top_k)) {}
 
-  __device__ void receive() {
+  // kept: what else there is to receive, if anything.
+  __device__ void receive(KeptRows* kept = nullptr) {
     s_.rows_known.wait();
     if (!s_.good) return;
     const Spends all(k_, Span::Receiving);
     const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
-    const RowRuns runs(k_, s_.rows_begin, sources, kRowsOfRun);
+    const std::uint32_t own = sources == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
+    const RowRuns runs(k_, s_.rows_begin, sources, rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x));
     const std::uint32_t units = runs.all() * parts_;
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
       if (threadIdx.x % 32 == 0) unit = atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
       unit = __shfl_sync(~0u, unit, 0);
-      if (unit < units) {
-        if (!receive_unit(runs, unit)) break;
-      } else if (unit < units + padding) {
+      if (unit >= units && unit < units + padding) {
         s_.placed.wait();
         if (!s_.placed_all) break;
         zero_padding<kHooks>(a_, e_, unit - units, s_.ragged_rows);
-      } else {
-        break;
+        continue;
       }
+      RowRun run;
+      if (unit < units)
+        run = runs.at(unit / parts_);
+      else if (kept == nullptr || !find_kept(*kept, run, unit))
+        break;
+      if (!receive_unit(run, unit % parts_)) break;
     }
     bulk_await_stored<0>();
   }
@@ -99,9 +111,16 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
       return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
   }
 
-  __device__ bool receive_unit(const RowRuns& runs, std::uint32_t unit) {
-    const std::uint32_t part = unit % parts_;
-    const RowRun run = runs.at(unit / parts_);
+  __device__ bool find_kept(KeptRows& kept, RowRun& run, std::uint32_t& unit) const {
+    kept.known.wait();
+    if (threadIdx.x % 32 == 0) unit = atomicAdd(&kept.next, 1u);
+    unit = __shfl_sync(~0u, unit, 0);
+    if (unit >= kept.rows * parts_) return false;
+    run = {k_.c.rank, kept.row[unit / parts_], 1};
+    return true;
+  }
+
+  __device__ bool receive_unit(const RowRun& run, std::uint32_t part) {
     if (s_.showing[run.source] != 0) return part != 0 || receive_showing(run.source, run.first, run.rows);
     return receive_run(run.source, run.first, run.rows, part);
   }

@@ -294,7 +294,7 @@ class ManySender {
       }
       {
         const Spends quantises(k_, Span::Quantising);
-        TileQuantiser<kElementBytes<Mode>>::quantise(k_, in(used_), elements, to, scales_here);
+        TileQuantiser<kElementBytes<Mode>>::quantise(k_, in(used_), elements, to, scales_here, [] {});
         fence_shared_copies();
         __syncwarp();
       }

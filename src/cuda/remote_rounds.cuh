@@ -16,6 +16,16 @@
 
 namespace pplx::cuda {
 
+// Of all chunks' counts, that of a column.
+__device__ inline std::uint32_t total_of(const DispatchArguments& a, std::uint32_t column) {
+  std::uint32_t parts[kTotals], total = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTotals; ++i) parts[i] = __ldcg(a.chunk_counts.totals + i * chunk_columns(a.common.c) + column);
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTotals; ++i) total += parts[i];
+  return total;
+}
+
 // What makes a count of a round complete: all of its parts, of which one knows how many there are, and the round in front of it.
 inline constexpr std::uint32_t kAllParts = 1u << 29, kRoundBefore = 1u << 30;
 
@@ -147,7 +157,7 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
     const std::uint32_t peer = k.order[i / k.experts_per_rank], nth = i % k.experts_per_rank, expert = first_expert_of(k, peer) + nth;
     if (nth >= local_experts_of(k, peer)) continue;
     auto* const counts = reinterpret_cast<std::uint32_t*>(piece_for(k, step, Op::Dispatch, peer, 0) + sizeof(BlockHeader));
-    counts[nth] = a.ids == nullptr ? a.plan.counts[expert] : __ldcg(a.chunk_counts.totals + expert);
+    counts[nth] = a.ids == nullptr ? a.plan.counts[expert] : total_of(a, expert);
   }
   count_tokens_of_round(a, step, 0, kRoundBefore);
 }

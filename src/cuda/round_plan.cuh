@@ -95,7 +95,7 @@ class RoundPlanner {
   __device__ void plan_chunk(std::uint32_t turn) {
     const std::uint32_t round = number_ / p_.chunks;
     if (a_.ids == nullptr) {
-      copy_chunk<true>(a_, number_, s_.chunks[turn]);
+      copy_chunk<true>(a_, number_, s_.chunks + turn);
       find_round(round, p_.begin_rows + round * k_.c.world);
     } else {
       enter(round);
@@ -124,7 +124,7 @@ class RoundPlanner {
   __device__ void enter(std::uint32_t round) {
     if (round == round_) return;
     const std::uint32_t first = round * p_.chunks;
-    sum_chunks<true>(a_, s_.step, summed_, first, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, first, sums_, memory_);
     summed_ = first;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) {
       s_.begin[peer] = sums_[k_.c.num_experts + peer];
@@ -141,16 +141,14 @@ class RoundPlanner {
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
     loaded.load<true>(a_, chunk);
-    sum_chunks<true>(a_, s_.step, summed_, number_, 1, sums_, memory_);
+    sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
-    ChunkMarks marks(k_, memory_);
-    loaded.ids.keep(a_, chunk, false, marks.ids);
+    loaded.ids.keep(a_, chunk, false, ChunkMarks(k_, memory_).ids);
 #pragma unroll
     for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
       if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-    marks.clear(k_);
-    place_choices(k_, chunk, marks, sums_, planned);
+    place_choices(k_, chunk, memory_, sums_, &planned);
     for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
       const std::uint64_t to = std::uint64_t{chunk.first} * k_.c.top_k + at;
       a_.plan.ids[to] = planned.id[at];

@@ -47,6 +47,22 @@ inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
+// A dispatch that quantises, inside a node, has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows,
+// and the rest receive from the start; one warp more stores rows. A warp that does all of it with a token of 7168 numbers takes 19,000
+// cycles, most of which it waits. With 16 warps a thread has 128 registers, with 17 to 20 it has 96. A team has a token at a time, or a
+// part of it, up to so many bytes each: whatever its part, a warp has 150 instructions for what lies between two tokens and for scales, beside
+// 70 for 512 elements (seven warps of 2 KB: 2,000 instructions a token, two of 7 KB: 1,300).
+inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
+inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
+inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
+// Tokens on their way in, which leave for registers at once; rows on their way out: one of each team, and two that copies read. All of it,
+// with 256 experts and what a build for bench/stages.py has, is just within 227 KB.
+inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 5;
+// Tokens that are looked up, and told of, together; how many such batches are under way.
+inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 4;
+// A rank's own rows of a thread block that do not wait until their places are known.
+inline constexpr std::uint32_t kMostKeptRows = 64;
+
 // A step goes by bulk copies from some number of tokens on, which depends on this.
 struct StepShape {
   std::uint32_t gpu_sms = 0;  // multiprocessors of the GPU
@@ -63,10 +79,10 @@ struct ManyTokens {
 // The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md, microseconds of dispatch and combine, hidden
 // 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies. None was measured in pieces, where no line counts.
 inline constexpr ManyTokens kManyTokens[] = {
-    // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 126 and 114. Between 24 and all nothing was measured both ways.
+    // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 101 and 90. Between 24 and all nothing was measured both ways.
     {{132, 64, 14336, 2, false}, 768},
-    // All of them, 1,024 tokens: 36 and 63, and 81 and 80; 2,048 tokens: 78 and 135.
-    {{132, 132, 14336, 2, false}, 2048},
+    // All of them, 1,024 tokens: 36 and 63, and 81 and 80; 2,048: 78 and 135, and 105 and 187. 4,096 by bulk copies: 164 and 194.
+    {{132, 132, 14336, 2, false}, 3072},
     // Ragged, 24 multiprocessors, 4,096 tokens: 595 and 1091.
     {{132, 64, 14336, 2, true}, 768},
     // All of them, 4,096 tokens: 185 and 268; as steps of a layer, 581 together, and 646.
@@ -85,16 +101,26 @@ constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShap
 // So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
 constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
 
-// Tokens whose rows are counted together. Long chunks are fewer to add up, short ones spread the tokens over all multiprocessors.
+// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan, short ones spread the tokens over all multiprocessors,
+// and the first one of two is sent while the other is planned.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
 constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
   std::uint32_t chunk = kLeastTokensOfChunk;
-  while (chunk < kMostTokensOfChunk && chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
+  while (chunk < kMostTokensOfChunk && 2 * chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
   return chunk;
 }
 
-// Rows of one source that a worker waits for together; and those that a warp of a rank with few tokens claims together in a round.
+// Sums of all chunks' counts, of which each chunk adds to one: additions to one word take turns.
+inline constexpr std::uint32_t kTotals = 8;
+
+// Rows of one source that a worker waits for together, at most: where all of a thread block's workers have few, less, as the last ones to come
+// would be one worker's alone. And those that a warp of a rank with few tokens claims together in a round.
 inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfRoundRun = 4;
+constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
+  // No std::min: its reference to a constant of the host is nothing that a kernel can read.
+  const std::uint32_t fair = rows / (blocks * kWorkers);
+  return fair < 2 ? 2 : fair < kRowsOfRun ? fair : kRowsOfRun;
+}
 
 // Tokens, or rows of a combine, that a warp tells peers of with one fence: at most so many, and a fourth of what each sender has, so that
 // peers have something to receive from early on.
@@ -113,12 +139,18 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
 inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
 inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
-// A plain combine has warps that send, warps that add up, and a dealer: twelve, so that each thread can have 168 registers. A part of a row
-// has so many vectors for each lane that adds, and shared memory has so many parts.
-inline constexpr std::uint32_t kDealtSenders = 4, kAdders = 7, kDealtParts = 9;
+// A plain combine whose rows are only copied has a loader, a storer and a teller (copied_rows.cuh), warps that add up, and a dealer: eleven, so
+// that each thread can have 168 registers. A part of a row has so many vectors for each lane that adds, and shared memory has so many parts.
+inline constexpr std::uint32_t kAdders = 7, kDealtParts = 9;
 inline constexpr int kVectorsOfAdder = 4;
-// Rows of such a sender that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out.
-inline constexpr std::uint32_t kCopyBytes = 7168, kCopies = 3;
+// Rows that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out; runs of them that end with what
+// is on its way. A worker that copies has fewer.
+inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns = 8, kCopies = 3;
+// One whose rows are sums has adders and a dealer for what it sends, others for what it receives, and a warp that stores and tells: eleven, since
+// thirteen would leave a thread 128 registers. Fewer adders with more vectors each are fewer instructions; of a part that a token's rows
+// have, 210 of each warp. Neither half waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
+inline constexpr std::uint32_t kAddersToSend = 4, kAddersOfSums = 4, kPartsOfHalf = 6, kPartsOut = 3;
+inline constexpr int kVectorsToSend = 7, kVectorsOfSums = 7;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
@@ -144,6 +176,6 @@ inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 // Multiprocessors that steps in flight, or beside kernels of the caller that wait for them, leave to others.
 inline constexpr std::uint32_t kSmsLeft = 4;
 
-inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kManyWarps, kCombineWarps});
+inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kDealtWarps, kCombineWarps});
 
 }  // namespace pplx::cuda

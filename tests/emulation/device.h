@@ -96,6 +96,11 @@ void barrier_arrive(std::uint32_t barrier) {
   emulation::barrier_arrive(barrier, kOf);
 }
 
+template <typename T>
+T* known_shared(T* at) {
+  return at;
+}
+
 inline void gate_close(std::uint64_t* gate) { *gate = 0; }
 inline void gate_open(std::uint64_t* gate) {
   emulation::maybe_yield();
@@ -103,6 +108,10 @@ inline void gate_open(std::uint64_t* gate) {
 }
 inline void gate_wait(std::uint64_t* gate) {
   while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
+}
+inline bool gate_is_open(std::uint64_t* gate) {
+  emulation::maybe_yield();
+  return *static_cast<volatile std::uint64_t*>(gate) != 0;
 }
 
 inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::turns_init(turns, arrivals); }
@@ -115,6 +124,10 @@ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   if (emulation::turn_is_over(turns, parity)) return true;
   emulation::yield();
   return false;
+}
+inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+  emulation::maybe_yield();
+  return emulation::turn_is_over(turns, parity);
 }
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
@@ -130,6 +143,7 @@ void bulk_await_stored() {
   emulation::await_groups(kBut, true);
 }
 inline void fence_system() {}
+inline void fence_here() {}
 inline void fence_shared_copies() { emulation::maybe_yield(); }
 inline void fence_copies() { emulation::maybe_yield(); }
 

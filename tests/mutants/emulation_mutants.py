@@ -25,6 +25,7 @@ SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test
 ERROR = "a_carrier_with_an_error"
 WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
+SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -235,7 +236,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a place of the ring is taken while adders read it",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/dealt_rows.cuh",
         "    if (place_.turn != 0) await_turn(ring_.used",
         "    if (place_.turn > 1u << 30) await_turn(ring_.used",
         "rows that come are added up in place of those that were there",
@@ -297,6 +298,42 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
+        "dealt: a sum's place is written while it leaves",
+        "src/cuda/dealt_sends.cuh",
+        "    if (filled_ >= kPartsOut) await_turn(",
+        "    if (filled_ > 1u << 30) await_turn(",
+        "the peer gets a part of another row",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: sums are told of before they arrive",
+        "src/cuda/dealt_sends.cuh",
+        "    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();\n",
+        "",
+        "the peer adds up what lay there",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: a run's last row alone is told of",
+        "src/cuda/dealt_sends.cuh",
+        "    if (lane < part.ends) {\n",
+        "    if (lane < 1) {\n",
+        "peers wait for its others for ever",
+        DEALT,
+        "_cuda",
+    ),
+    Mutant(
+        "dealt: the shares of thread blocks that found no room stay",
+        "src/cuda/dealt_sends.cuh",
+        " != kNone;) deal_share(runs, share);\n",
+        " != kNone && share == kNone;) deal_share(runs, share);\n",
+        "one resident thread block must send all",
+        "test_bulk_copies_with_one_resident_thread_block",
+        "_cuda",
+    ),
+    Mutant(
         "copies: a part's place is asked for while it leaves",
         "src/cuda/many_combine.cuh",
         "          bulk_await_stored<1>();  // the place",
@@ -312,6 +349,42 @@ MUTANTS = [
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
         "beside_rows_that_show",
+        "_cuda",
+    ),
+    Mutant(
+        "sends: a row's place is free while it leaves",
+        "src/cuda/token_pipe.cuh",
+        "    bulk_await_read<1>();\n",
+        "",
+        "the peer gets what is quantised next",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: rows are told of while they are under way",
+        "src/cuda/token_pipe.cuh",
+        "    return sent_ - min(but, sent_);",
+        "    return sent_;",
+        "bulk stores are no thread's: no fence waits for them",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: own rows that came before their places are forgotten",
+        "src/cuda/token_pipe.cuh",
+        "    kept_ += n;",
+        "    kept_ += 0 * n;",
+        "the output lacks them",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: a team comes to places of other teams",
+        "src/cuda/token_pipe.cuh",
+        "kMostTokensIn) / teams * teams)",
+        "kMostTokensIn))",
+        "it takes a turn that it has not seen for the next one, and quantises what has not come",
+        SENDS,
         "_cuda",
     ),
     Mutant(
@@ -334,9 +407,9 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of sums: 32 bits to an own row",
-        "src/cuda/dealt_sums.cuh",
-        "(looked.place == kNone ? 0 : looked.place) * a_.expert_stride;",
-        "(looked.place == kNone ? 0 : looked.place) * static_cast<std::uint32_t>(a_.expert_stride);",
+        "src/cuda/dealt_rows.cuh",
+        "(place == kNone ? 0 : place) * a_.expert_stride;",
+        "(place == kNone ? 0 : place) * static_cast<std::uint32_t>(a_.expert_stride);",
         "rows of expert_out beyond 4 GiB are read among the first ones",
         "far_rows_of_many and compact",
         "_cuda",

@@ -333,3 +333,9 @@ def test_what_nvcc_compiles(tmp_path: Path) -> None:
     (wait,) = followed["waits"].waits
     line = path.read_text().splitlines().index("  if (first < 0) return;  // at once") + 1
     assert wait.why.startswith("reads R") and any(os.path.samefile(file, path) and n == line for file, n in wait.at.lines)
+
+
+def test_traps() -> None:
+    assert machine_code.check_traps(function(LOAD, BARRIER, "EXIT")) == []
+    (wrong,) = machine_code.check_traps(function(LOAD, BARRIER, Row("BPT.TRAP 0x1", line=9)))
+    assert "BPT.TRAP" in wrong and wrong.endswith("a trap")

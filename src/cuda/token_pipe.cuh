@@ -1,0 +1,556 @@
+// How a dispatch of many tokens that quantises sends, inside a node: warps with roles, and rings in shared memory between them. The loader asks
+// for tokens far ahead; quantisers make rows of them, a team each of them together; the dealer looks tokens up, some at a time, a choice in
+// each lane, and says where their rows go; the storer copies each there; the teller raises the arrival words of what was dealt together,
+// behind one fence. So the fence, the looking up and the way of tokens through memory stand behind nobody else's work, and the first rows are
+// there before anything is planned. Where this launch receives, too, rows of this rank go to their places at once, as soon as these are
+// known; before, they go the way of all others.
+//
+// None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
+#pragma once
+
+#include "many_recv.cuh"
+#include "payload.cuh"
+#include "quantise.cuh"
+#include "rows.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kMostTokensIn = 8, kMostRowsOut = 16;
+inline constexpr std::uint32_t kPartInBytes = kOfTeam * kQuantiserBytes, kTokensInBytes = kTokensIn * kPartInBytes;
+inline constexpr std::uint32_t kRowOutBytes = 7424, kRowsOutBytes = kRowsOut * kRowOutBytes;  // 7168 codes and their scales
+
+// Where a lane's part of a token goes.
+struct SentRow {
+  char* row = nullptr;  // at the peer, scales and all
+  char *place = nullptr, *scales = nullptr;  // of the output, for a copy of this rank's own row
+};
+
+// What was dealt together: the lanes of a token are as many as a power of two.
+struct Batch {
+  std::uint32_t tokens;  // none: there are no more
+  SentRow rows[32];
+};
+
+struct SendRings {
+  std::uint64_t loaded[kMostTokensIn], used[kMostTokensIn];  // turns: by the loader; by the team
+  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by the storer
+  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, the storer, the teller
+  Gate drained;  // nobody reads or writes tokens and rows any more
+  std::uint32_t parts;  // of tokens; known when there are no more
+  KeptRows kept;
+  Batch batches[kBatches];
+};
+
+// A place of a ring, which each warp goes through by itself.
+class SendPlace {
+ public:
+  __device__ explicit SendPlace(std::uint32_t places) : places_(places) {}
+  __device__ void next() {
+    if (++at != places_) return;
+    at = 0;
+    ++turn;
+  }
+  // For who fills it: until it is free.
+  __device__ void await_free(std::uint64_t* turns) const {
+    if (turn != 0) await_turn(turns + at, turn - 1);
+  }
+
+  std::uint32_t at = 0, turn = 0;
+
+ private:
+  const std::uint32_t places_;
+};
+
+// How tokens of this launch are cut.
+template <std::uint32_t kElementBytes>
+struct SendShape {
+  using Quantiser = TileQuantiser<kElementBytes, kQuantiserBytes>;
+  static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements
+
+  __device__ explicit SendShape(const Common& k)
+      : parts((k.c.hidden + kOfPart - 1) / kOfPart),
+        of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
+        part_bytes(min(k.c.hidden, kOfPart) * kElementBytes),
+        row_bytes(k.dispatch.scales_at + 16 * k.scale_pieces),
+        places_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
+        teams(places_out > kTeams ? kTeams : 1),
+        places_in(min(kTokensInBytes / part_bytes, kMostTokensIn) / teams * teams) {}
+  __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
+
+  const std::uint32_t parts;  // of a token
+  const std::uint32_t of_quantiser;  // elements of a part, of each of the team
+  const std::uint32_t part_bytes, row_bytes;  // the most that a place has
+  const std::uint32_t places_out;
+  const std::uint32_t teams;  // that there is room for
+  // A team comes to each of its places in every turn: who has not seen one turn of a place would take it for the next one. It has seen that
+  // of rows, since those leave in order.
+  const std::uint32_t places_in;
+};
+static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams);
+// A row's place is free when the one behind it is on its way.
+constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
+
+// By one warp, before the block meets for the first time.
+template <std::uint32_t kElementBytes>
+__device__ inline void init_rings(const Common& k, SendRings& s) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  if (lane < kMostTokensIn) {
+    turns_init(s.loaded + lane, 1);
+    turns_init(s.used + lane, kOfTeam);
+  }
+  if (lane < kMostRowsOut) {
+    turns_init(s.quantised + lane, kOfTeam * SendShape<kElementBytes>(k).parts);
+    turns_init(s.stored + lane, 1);
+  }
+  if (lane < kBatches) {
+    turns_init(s.dealt + lane, 1);
+    turns_init(s.there + lane, 1);
+    turns_init(s.told + lane, 1);
+  }
+  if (lane != 0) return;
+  s.drained.close();
+  s.kept.known.close();
+  s.kept.rows = s.kept.next = 0;
+  s.parts = kNone;
+}
+
+// ---- the loader ----
+
+template <std::uint32_t kElementBytes>
+class TokenLoader {
+ public:
+  __device__ TokenLoader(const DispatchArguments& a, ManyPlan& plan, SendRings& rings, char* in)
+      : a_(a), plan_(plan), rings_(rings), in_(in), shape_(a.common), place_(shape_.places_in) {}
+
+  // What finds room of the first chunk, before anything is planned.
+  __device__ void ask_early() {
+    begin_chunk();
+    while (asked_ < shape_.places_in && token_ < tokens_) ask();
+  }
+  // In place of load(): nobody wants what was asked for.
+  __device__ void drop() {
+    for (std::uint32_t i = 0; i < asked_; ++i) await_turn(rings_.loaded + i, 0);
+    rings_.drained.open();
+  }
+  __device__ void load() {
+    if (chunk_ == 0) begin_chunk();
+    for (; tokens_ != 0; begin_chunk())
+      while (token_ < tokens_) ask();
+    if (threadIdx.x % 32 == 0) rings_.parts = asked_;
+    for (std::uint32_t team = 0; team < shape_.teams; ++team) {
+      place_.await_free(rings_.used);
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
+      place_.next();
+    }
+  }
+
+ private:
+  __device__ void begin_chunk() {
+    const std::uint32_t turn = chunk_ % 2;
+    {
+      const Spends waits(a_.common, Span::AwaitingPlan);
+      await_turn(plan_.known + turn, chunk_ / 2);
+    }
+    first_ = plan_.bounds[turn].first;
+    tokens_ = plan_.bounds[turn].tokens;
+    token_ = 0;
+    ++chunk_;
+    __syncwarp();
+    if (tokens_ != 0 && threadIdx.x % 32 == 0) turns_arrive(plan_.used + turn);
+  }
+  // For the next part.
+  __device__ void ask() {
+    {
+      const Spends waits(a_.common, Span::AwaitingPlaceIn);
+      place_.await_free(rings_.used);
+    }
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = rings_.loaded + place_.at;
+      const std::uint32_t bytes = shape_.elements(a_.common, part_) * kElementBytes;
+      turns_expect(turns, bytes);
+      const std::uint64_t token = first_ + token_;
+      bulk_load(in_ + place_.at * shape_.part_bytes, a_.x + token * a_.x_stride + part_ * shape_.part_bytes, bytes, turns);
+    }
+    ++asked_;
+    place_.next();
+    if (++part_ < shape_.parts) return;
+    part_ = 0;
+    ++token_;
+  }
+
+  const DispatchArguments& a_;
+  ManyPlan& plan_;
+  SendRings& rings_;
+  char* const in_;
+  const SendShape<kElementBytes> shape_;
+  SendPlace place_;
+  std::uint32_t chunk_ = 0, first_ = 0, tokens_ = 0;  // chunks so far; tokens of the last one
+  std::uint32_t token_ = 0, part_ = 0, asked_ = 0;  // the next one; all parts
+};
+
+// ---- quantisers ----
+
+// By one of the block's: those of a team have neighbouring numbers.
+template <std::uint32_t kElementBytes>
+__device__ inline void quantise_tokens(const Common& k, SendRings& rings, const char* in, char* out, std::uint32_t number) {
+  using Shape = SendShape<kElementBytes>;
+  const Spends all(k, Span::Sending);
+  const Shape shape(k);
+  const std::uint32_t team = number / kOfTeam;
+  if (team >= shape.teams) return;
+  SendPlace from(shape.places_in), to(shape.places_out);
+  std::uint32_t part = 0;
+  const auto go_on = [&](std::uint32_t parts) {
+    for (std::uint32_t i = 0; i < parts; ++i) {
+      from.next();
+      if (++part < shape.parts) continue;
+      part = 0;
+      to.next();
+    }
+  };
+  go_on(team);
+  for (std::uint32_t n = team;; n += shape.teams) {
+    {
+      const Spends waits(k, Span::AwaitingTile);
+      await_turn(rings.loaded + from.at, from.turn);
+    }
+    if (n >= rings.parts) return;
+    {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      to.await_free(rings.stored);
+    }
+    const std::uint32_t elements = shape.elements(k, part), first = number % kOfTeam * shape.of_quantiser;
+    const auto arrive = [](std::uint64_t* turns) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(turns);
+    };
+    if (first < elements) {
+      const Spends quantises(k, Span::Quantising);
+      const std::uint32_t at = part * Shape::kOfPart + first;
+      char* const row = out + to.at * shape.row_bytes;
+      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes, min(elements - first, shape.of_quantiser), row + at,
+                                 row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
+      fence_shared_copies();
+    } else {
+      arrive(rings.used + from.at);
+    }
+    arrive(rings.quantised + to.at);
+    go_on(shape.teams);
+  }
+}
+
+// ---- the dealer ----
+
+// kHooks: this rank's own rows go the way of all others, since who receives counts them.
+template <bool kHooks>
+class TokenDealer {
+ public:
+  __device__ TokenDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+                       SendRings& rings)
+      : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
+    while (1u << shift_ < k_.c.top_k) ++shift_;
+    together_ = min(32u >> shift_, kDealtTogether);
+  }
+
+  __device__ void deal() {
+    const Spends all(k_, Span::Sending);
+    for (std::uint32_t n = 0;; ++n) {
+      const std::uint32_t turn = n % 2;
+      {
+        const Spends waits(k_, Span::AwaitingPlan);
+        await_turn(plan_.planned + turn, n / 2);
+      }
+      const auto [first, tokens] = plan_.bounds[turn];
+      if (tokens == 0) break;
+      for (std::uint32_t at = 0; at < tokens; at += together_) deal_tokens(plan_.chunks[turn], first, at, min(together_, tokens - at));
+      __syncwarp();
+      if (lane() == 0) turns_arrive(plan_.used + turn);
+    }
+    if (!places_known_) end_kept();
+    tell_storer(0, {});
+  }
+
+ private:
+  // A lane's choice of a token.
+  struct Choice {
+    PlannedToken<true> of;
+    std::uint32_t entry = kNone;  // token_rows, as in PlanView
+    char* row = nullptr;  // that the entry says, if it goes to a slot
+  };
+
+  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
+  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
+  __device__ std::uint32_t nth() const { return lane() >> shift_; }
+  // All of this lane's token, in the lowest bits.
+  __device__ std::uint32_t of_token(std::uint32_t lanes) const { return lanes >> (nth() << shift_) & (~0u >> (32 - (1u << shift_))); }
+
+  // Tokens [at, at + tokens) of the chunk that begins with token `first` of this rank's.
+  __device__ void deal_tokens(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t at, std::uint32_t tokens) {
+    const std::uint32_t own = first + at + nth();
+    const bool there = nth() < tokens && choice() < k_.c.top_k;
+    Choice c;
+    if (there) {
+      const std::uint32_t i = (at + nth()) * k_.c.top_k + choice();
+      c.of.id = chunk.id[i];
+      c.of.index = chunk.index[i];
+      c.of.weight = chunk.weight[i];
+      c.entry = chunk.row[i];
+    }
+    c.of.rank = c.of.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(c.of.id));
+    const bool is_own = !kHooks && a_.recv && c.entry != kNone && c.entry >> 20 == k_.c.rank;
+    const std::uint32_t owners = __ballot_sync(~0u, is_own);
+    const bool placed = owners != 0 && places_own(is_own, owners, c.entry);
+    if (c.entry != kNone && !(is_own && placed)) c.row = rows_at_[c.entry >> 20] + std::uint64_t{c.entry & 0xfffffu} * k_.dispatch.row_bytes;
+    SentRow sent;
+    sent.row = c.row;
+    ArrivedRow mine;
+    const bool has_own = placed && find_own(c, own, of_token(owners), mine);
+    if (has_own && mine.place != kNone && (k_.c.layout == LayoutKind::Compact ? choice() == 0 : (mine.choices >> choice() & 1) != 0)) {
+      sent.place = a_.out.x + std::uint64_t{mine.place} * k_.payload_bytes;
+      sent.scales = scale_place(a_, mine.place, mine.expert);
+    }
+    write_routes(c, own, there);
+    tell_storer(tokens, sent);
+    if (a_.ids != nullptr && there) keep(c, own);
+    if (has_own) place_words(a_, mine, choice());
+  }
+
+  // Whether places of own rows are known. If not, those are kept for later.
+  __device__ bool places_own(bool is_own, std::uint32_t owners, std::uint32_t entry) {
+    if (places_known_) return true;
+    const std::uint32_t n = __popc(owners);
+    if (kept_ + n > kMostKeptRows) {
+      const Spends waits(k_, Span::AwaitingPlacesOfOwn);
+      receive_.rows_known.wait();
+      receive_.placed.wait();
+      places_known_ = true;
+    } else {
+      places_known_ = __all_sync(~0u, receive_.rows_known.is_open() && receive_.placed.is_open());
+    }
+    if (places_known_) {
+      end_kept();
+      return true;
+    }
+    if (is_own) rings_.kept.row[kept_ + __popc(owners & ((1u << lane()) - 1))] = entry & 0xfffffu;
+    kept_ += n;
+    return false;
+  }
+  __device__ void end_kept() {
+    if (lane() == 0) rings_.kept.rows = kept_;
+    rings_.kept.known.open();
+  }
+
+  // This lane's choice of its token's own row, if there is one. owners: the token's lane that has its number.
+  __device__ bool find_own(const Choice& c, std::uint32_t own, std::uint32_t owners, ArrivedRow& r) const {
+    const std::uint32_t owner = owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1;
+    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + owner));
+    if (!receive_.good || !receive_.placed_all) return false;
+    const bool here = owners != 0 && c.of.id >= 0 && c.of.rank == k_.c.rank;
+    r.source = k_.c.rank;
+    r.at = receive_.rows_begin[k_.c.rank] + (number & 0xfffffu);
+    r.token = own;
+    r.weight = c.of.weight;
+    r.choices = of_token(__ballot_sync(~0u, here));
+    const std::uint32_t place = here ? route_place(static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, k_.c.rank), c.of.index) : kNowhere;
+    const bool good = owners == 0 || find_place(a_, here, place, experts_, r);
+    if (!good) fail(k_, {AbortReason::Protocol, Phase::DispatchRecv, k_.c.rank, r.source, plan_.step}, r.at, r.choices);
+    return all_of_warp(good) && owners != 0;
+  }
+
+  __device__ void write_routes(const Choice& c, std::uint32_t own, bool there) const {
+    const Spends routes(k_, Span::WritingRoutes);
+    for (std::uint32_t i = 0; __any_sync(~0u, c.entry != kNone && choice() >= i); ++i) {
+      const int of = static_cast<int>((nth() << shift_) + i);
+      char* const row = of_lane(c.row, of);
+      const std::uint32_t rank = __shfl_sync(~0u, c.entry, of) >> 20;
+      if (!there || row == nullptr) continue;
+      const std::uint32_t expert = static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, rank);
+      linger(k_, std::uint64_t{own} << 32 | i);
+      store_tagged(k_, row + k_.dispatch.route_at + 16 * choice(), plan_.step, c.of.rank == rank ? route_place(expert, c.of.index) : kNowhere,
+                   __float_as_uint(c.of.weight), own);
+    }
+  }
+
+  // What further dispatches, and this one's combine, need to know.
+  __device__ void keep(const Choice& c, std::uint32_t own) const {
+    const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + choice();
+    a_.plan.ids[at] = c.of.id;
+    a_.plan.index[at] = c.of.index;
+    a_.plan.token_rows[at] = c.entry;
+    if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
+  }
+
+  __device__ void tell_storer(std::uint32_t tokens, const SentRow& sent) {
+    Batch& batch = rings_.batches[place_.at];
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOut);
+      place_.await_free(rings_.told);
+    }
+    batch.rows[lane()] = sent;
+    if (lane() == 0) batch.tokens = tokens;
+    __syncwarp();
+    if (lane() == 0) turns_arrive(rings_.dealt + place_.at);
+    place_.next();
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  ManyPlan& plan_;
+  ReceiveShared& receive_;
+  const Experts& experts_;
+  char* const* const rows_at_;  // where this rank's rows begin at each peer
+  SendRings& rings_;
+  SendPlace place_{kBatches};
+  std::uint32_t shift_ = 0, together_ = 1;  // tokens
+  std::uint32_t kept_ = 0;  // own rows
+  bool places_known_ = false;
+};
+
+// ---- the storer ----
+
+template <std::uint32_t kElementBytes>
+class RowStorer {
+ public:
+  __device__ RowStorer(const DispatchArguments& a, SendRings& rings, char* out)
+      : a_(a), k_(a.common), rings_(rings), out_(out), shape_(k_), place_(shape_.places_out) {
+    while (1u << shift_ < k_.c.top_k) ++shift_;
+    const std::uint32_t peers = max(1u, min(k_.living - 1, k_.c.top_k));
+    under_way_ = a_.recv ? senders_of(gridDim.x, peers * shape_.row_bytes, kMostUnderWay) : kMostUnderWay;
+  }
+
+  __device__ void store() {
+    const Spends all(k_, Span::Sending);
+    for (;; ++batch_) {
+      const std::uint32_t at = batch_ % kBatches, turn = batch_ / kBatches;
+      if (!__all_sync(~0u, turn_is_over_now(rings_.dealt + at, turn & 1))) {
+        tell_all();  // nothing else comes soon
+        const Spends waits(k_, Span::AwaitingPlan);
+        await_turn(rings_.dealt + at, turn);
+      }
+      const Batch& batch = rings_.batches[at];
+      if (batch.tokens == 0) break;
+      for (std::uint32_t i = 0; i < batch.tokens; ++i) store_token(batch, i);
+    }
+    tell_all();
+    if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + batch_ % kBatches);
+    rings_.drained.open();
+  }
+
+ private:
+  static constexpr std::uint32_t kMostUnderWay = 8;  // tokens
+
+  __device__ void store_token(const Batch& batch, std::uint32_t nth) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    SentRow sent;
+    if (lane >> shift_ == 0) sent = batch.rows[(nth << shift_) + lane];
+    char* const row = out_ + place_.at * shape_.row_bytes;
+    {
+      const Spends waits(k_, Span::AwaitingTile);
+      await_turn(rings_.quantised + place_.at, place_.turn);
+    }
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOut);
+      tell_of(await_all_but(under_way_ - 1));
+    }
+    linger(k_, sent_);
+    {
+      const Spends stores(k_, Span::StoringTiles);
+      const char* const scales = row + k_.dispatch.scales_at;
+      if (sent.row != nullptr) bulk_store(sent.row, row, shape_.row_bytes);
+      if (sent.place != nullptr) {
+        bulk_store(sent.place, row, k_.payload_bytes);
+        if (k_.scales_in_pieces) bulk_store(sent.scales, scales, 16 * k_.scale_pieces);
+      }
+      bulk_end_group();
+      if (!k_.scales_in_pieces) place_scales(sent.scales, scales);
+    }
+    ++sent_;
+    {
+      const Spends waits(k_, Span::AwaitingPlaceIn);
+      bulk_await_read<1>();
+    }
+    __syncwarp();
+    if (sent_ > 1 && lane == 0) turns_arrive(rings_.stored + last_);
+    last_ = place_.at;
+    place_.next();
+  }
+
+  // To each copy of the own row.
+  __device__ void place_scales(char* mine, const char* scales) const {
+    for (std::uint32_t copies = __ballot_sync(~0u, mine != nullptr); copies != 0; copies &= copies - 1) {
+      char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
+      for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)
+        place_scale(a_, to, *reinterpret_cast<const uint4*>(scales + 16 * nth), nth);
+    }
+  }
+
+  // Each token is a group of stores. Returns how many are where they belong.
+  __device__ std::uint32_t await_all_but(std::uint32_t most) const {
+    const std::uint32_t but = most >= 7 ? 7 : most >= 3 ? 3 : most;
+    if (but == 7)
+      bulk_await_stored<7>();
+    else if (but == 3)
+      bulk_await_stored<3>();
+    else if (but == 2)
+      bulk_await_stored<2>();
+    else if (but == 1)
+      bulk_await_stored<1>();
+    else
+      bulk_await_stored<0>();
+    return sent_ - min(but, sent_);
+  }
+  // The teller hears of batches whose tokens are all among the first so many.
+  __device__ void tell_of(std::uint32_t tokens) {
+    __syncwarp();
+    for (; told_ != batch_ + 1 && told_tokens_ + rings_.batches[told_ % kBatches].tokens <= tokens; ++told_) {
+      told_tokens_ += rings_.batches[told_ % kBatches].tokens;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kBatches);
+    }
+  }
+  // Of what was stored. The batch that this warp waits for is not known.
+  __device__ void tell_all() {
+    bulk_await_stored<0>();
+    __syncwarp();
+    for (; told_ != batch_; ++told_) {
+      told_tokens_ += rings_.batches[told_ % kBatches].tokens;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kBatches);
+    }
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  SendRings& rings_;
+  char* const out_;
+  const SendShape<kElementBytes> shape_;
+  SendPlace place_;
+  std::uint32_t shift_ = 0, under_way_;
+  std::uint32_t sent_ = 0, last_ = 0;  // tokens; the last one's place
+  std::uint32_t batch_ = 0, told_ = 0, told_tokens_ = 0;  // batches; tokens of those that were told of
+};
+
+// ---- the teller ----
+
+__device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
+  for (SendPlace place(kBatches);; place.next()) {
+    {
+      const Spends waits(k, Span::AwaitingTile);
+      await_turn(rings.there + place.at, place.turn);
+    }
+    const Batch& batch = rings.batches[place.at];
+    if (batch.tokens == 0) return;
+    const Spends tells(k, Span::Telling);
+    char* const row = batch.rows[threadIdx.x % 32].row;
+    fence_system();
+    if (row != nullptr) {
+      linger(k, std::uint64_t{step} << 32 | place.at);
+      store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
+    }
+    note(k, Stage::Published);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) turns_arrive(rings.told + place.at);
+  }
+}
+
+}  // namespace pplx::cuda
