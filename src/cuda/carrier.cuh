@@ -7,7 +7,7 @@
 //   signal(k, peer, ctx, signal)                 the count alone
 //   reached(signal, n)                           whether this rank's signal has counted to n: then all that it counted is there
 //   left(k, peer, ctx)                           whether what was put may be written again, once the peer has answered it
-//   error(k)                                     0, or what the library says is wrong
+//   error(k, peer)                               0, or what the library says is wrong with what was put to the peer
 //
 // `to` and `signal` are where this rank has the same place: its memory is laid out like the peer's. ctx: who puts with the same one
 // follows the other, and has released what it puts to the system. The two places of blocks in pieces have a ctx each, and so have credits.
@@ -60,9 +60,13 @@ struct AwaitedPut {
         wanted(*of_signal(k.puts->base, k, step, op, part, peer) + turn) {}
 };
 
-__device__ inline void look_for_carrier_errors(const Common& k, std::uint32_t step, Phase phase, std::uint32_t peer) {
-  if (const std::uint64_t error = carrier::error(k))
-    fail(k, {AbortReason::Fabric, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), error);
+// With any peer: the one that is waited for may itself wait for what was lost on its way to another.
+__device__ inline void look_for_carrier_errors(const Common& k, std::uint32_t step, Phase phase) {
+  for (std::uint64_t peers = k.remote & ~k.dead; peers != 0; peers &= peers - 1) {
+    const std::uint32_t peer = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(peers))) - 1;
+    if (const std::uint64_t error = carrier::error(k, peer))
+      fail(k, {AbortReason::Fabric, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), error);
+  }
 }
 
 // Waits for the first part of the peer's block: for as many puts as there are turns of its set, since the generation began. kPieces: for the
@@ -75,7 +79,7 @@ static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t 
   const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
     if (carrier::reached(word, put.wanted)) return true;
-    look_for_carrier_errors(k, step, phase, peer);
+    look_for_carrier_errors(k, step, phase);
     return false;
   });
   linger(k, put.wanted);
@@ -96,7 +100,7 @@ __device__ inline bool wait_until_left(const Common& k, std::uint32_t step, Op o
   const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
   return keep_looking(k, nullptr, phase, step, peer, seen, [&] {
     if (carrier::left(k, peer, context_of(k, step, op)) && (!k.heap.in_pieces || carrier::left(k, peer, context_of(k, step, op, 1)))) return true;
-    look_for_carrier_errors(k, step, phase, peer);
+    look_for_carrier_errors(k, step, phase);
     return false;
   });
 }
@@ -157,7 +161,7 @@ __device__ inline void put_part(const Common&, std::uint32_t, Op, std::uint32_t,
 template <bool>
 __device__ inline bool wait_for_put(const Common&, std::uint32_t, Op, Phase, std::uint32_t) { return false; }
 __device__ inline bool later_part_landed(const Common&, std::uint32_t, Op, std::uint32_t, std::uint32_t) { return false; }
-__device__ inline void look_for_carrier_errors(const Common&, std::uint32_t, Phase, std::uint32_t) {}
+__device__ inline void look_for_carrier_errors(const Common&, std::uint32_t, Phase) {}
 __device__ inline bool wait_until_left(const Common&, std::uint32_t, Op, Phase, std::uint32_t) { return true; }
 __device__ inline void put_piece(const Common&, std::uint32_t, Op, std::uint32_t, std::uint32_t, std::uint32_t) {}
 __device__ inline void put_credit(const Common&, std::uint32_t, Op, std::uint32_t) {}

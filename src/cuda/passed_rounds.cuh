@@ -102,7 +102,7 @@ __device__ inline bool pass_on_rounds(const Common& k, const PieceArguments& p, 
       const bool lands = of.landed < of.all_landed;
       const Phase phase = lands ? phases.recv : phases.send;
       const std::uint64_t expected = kRound | (lands ? 0 : kToBeRead) | (lands ? of.landed : of.room);
-      look_for_carrier_errors(k, step, phase, of.peer);
+      look_for_carrier_errors(k, step, phase);
       const Verdict verdict = ask_for_round(k, looks / kLooks, first, begun, phase, step, of.peer, expected, false, kPassersWait);
       if (verdict == Verdict::Busy) begun = nanoseconds();
       if (verdict == Verdict::Failed) good = false;

@@ -233,7 +233,7 @@ static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t 
     std::uint32_t came = there;
     if (kCarrier) {
       while (came < all && (came == 0 || later_part_landed(k, step, op, peer, came))) ++came;
-      if (came < all) look_for_carrier_errors(k, step, phase, peer);
+      if (came < all) look_for_carrier_errors(k, step, phase);
     } else {
       const std::uint64_t now = load_acquire(word);
       came = pieces_in(now, k.generation, step);

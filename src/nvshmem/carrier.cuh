@@ -27,6 +27,6 @@ __device__ inline bool reached(const char* signal, std::uint64_t n) { return sta
 __device__ inline bool left(const Common&, std::uint32_t, std::uint32_t) { return true; }
 
 // NVSHMEM has no call for it: a completion with an error looks to it like one that has yet to come. Our waits have a limit.
-__device__ inline std::uint64_t error(const Common&) { return 0; }
+__device__ inline std::uint64_t error(const Common&, std::uint32_t) { return 0; }
 
 }  // namespace pplx::cuda::carrier

@@ -16,6 +16,6 @@ inline void put(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* to
 inline void signal(const Common& k, std::uint32_t peer, std::uint32_t ctx, char* signal) { post(k, peer, ctx, nullptr, nullptr, 0, signal); }
 inline bool reached(const char* signal, std::uint64_t n) { return static_cast<std::int64_t>(load_acquire(signal) - n) >= 0; }
 inline bool left(const Common& k, std::uint32_t peer, std::uint32_t ctx) { return emulation::has_left(k.blocks, peer, ctx); }
-inline std::uint64_t error(const Common& k) { return emulation::error_of(k.blocks); }
+inline std::uint64_t error(const Common& k, std::uint32_t peer) { return emulation::error_of(k.blocks, peer); }
 
 }  // namespace pplx::cuda::carrier

@@ -75,7 +75,7 @@ class Network {
     const auto flies = [&](const Flight& f) { return is_own(f) && !f.landed && !f.lost; };
     changed_.wait_for(lock, std::chrono::seconds(1), [&] { return std::none_of(flights_.begin(), flights_.end(), flies); });
     for (const Flight& f : flights_)
-      if (is_own(f)) errors_.erase(f.put.own);
+      if (is_own(f)) errors_.erase({f.put.own, f.put.peer});
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), is_own), flights_.end());
     windows_.erase(std::remove_if(windows_.begin(), windows_.end(), [&](const Window& w) { return w.own == own; }), windows_.end());
   }
@@ -119,7 +119,7 @@ class Network {
         continue;
       }
       if (f.landed && f.unheard)
-        errors_.insert(own);
+        errors_.insert({own, peer});
       else if (f.landed)
         --f.asks;
       all = false;
@@ -127,9 +127,9 @@ class Network {
     return all;
   }
 
-  std::uint64_t error_of(const char* own) {
+  std::uint64_t error_of(const char* own, std::uint32_t peer) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return errors_.count(own) != 0 ? kCutError : 0;
+    return errors_.count({own, peer}) != 0 ? kCutError : 0;
   }
 
  private:
@@ -167,7 +167,7 @@ class Network {
   void go_on(std::size_t number) {
     Flight& flight = flights_[number];
     if (flight.lost) {
-      errors_.insert(flight.put.own);
+      errors_.insert({flight.put.own, flight.put.peer});
       flight.due = Clock::time_point::max();
       return;
     }
@@ -208,7 +208,7 @@ class Network {
   std::condition_variable changed_;
   std::vector<Window> windows_;
   std::vector<Flight> flights_;
-  std::set<const char*> errors_;   // whose
+  std::set<std::pair<const char*, std::uint32_t>> errors_;   // whose, and with which peer
   Cut cut_{std::getenv("PPLX_EMULATION_CUT")};
   std::minstd_rand random_;
   unsigned posted_ = 0, late_put_ = 0, late_ms_ = 0;   // "800@40": the 40th put begins to land so much later
@@ -219,7 +219,7 @@ class Network {
 
 void post(const Put& put) { Network::instance().post(put); }
 bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) { return Network::instance().has_left(own, peer, context); }
-std::uint64_t error_of(const char* own) { return Network::instance().error_of(own); }
+std::uint64_t error_of(const char* own, std::uint32_t peer) { return Network::instance().error_of(own, peer); }
 
 }  // namespace emulation
 

@@ -19,6 +19,6 @@ struct Put {
 
 void post(const Put& put);
 bool has_left(const char* own, std::uint32_t peer, std::uint32_t context);
-std::uint64_t error_of(const char* own);
+std::uint64_t error_of(const char* own, std::uint32_t peer);
 
 }  // namespace emulation

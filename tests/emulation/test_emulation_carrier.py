@@ -94,12 +94,12 @@ def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
 
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["whole", "pieces"])
-@pytest.mark.parametrize(("world", "near"), [(2, "none"), (4, "odd")])
+@pytest.mark.parametrize(("world", "near"), [(2, "none"), (3, "none"), (4, "odd")])
 @pytest.mark.parametrize("how", ["lost", "unheard"])
 def test_a_carrier_with_an_error(how: str, world: int, near: str, pieces: bool) -> None:
     """Puts are lost, or land and nobody hears of it. Waits look at the carrier's error, so none lasts until its timeout, and all ranks say
     what the rank of the error does: the peer, its phase and its step."""
-    peer, timeout = world // 2, 30.0  # the only one that rank 0 puts to
+    peer, timeout = world // 2, 30.0  # but for three ranks, the only one that rank 0 puts to
     case = Case(seed(), world, num_experts=9, top_k=3, hidden=64, max_tokens=30 if pieces else 8, crowd="full", transport="nvshmem")
     for put in random.Random(f"error {seed()} {how} {world} {pieces}").sample(range(2, 100 if pieces else 12), 2):
         print(f"{how}=0-{peer}@{put}")

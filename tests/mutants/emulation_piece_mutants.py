@@ -120,7 +120,7 @@ MUTANTS = [
     Mutant(
         "pieces: errors are not looked at",
         "src/cuda/passed_rounds.cuh",
-        "      look_for_carrier_errors(k, step, phase, of.peer);\n",
+        "      look_for_carrier_errors(k, step, phase);\n",
         "",
         "a broken link is only seen by its silence, when the timeout is over",
         f"{ERROR} and pieces",
