@@ -131,7 +131,8 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
 
-// Of shared memory, at the beginning of a function that is not inlined: what does not know takes many times as long, atomics above all.
+// A function that is not inlined does not see that a pointer is to shared memory. It would use generic atomics, loads and stores, and generic
+// atomics take many times as long. So it says so first.
 template <typename T>
 __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));

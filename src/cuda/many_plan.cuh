@@ -85,7 +85,9 @@ struct ChunkMarks {
     __syncwarp();
   }
 };
-// From the ranks of each token: which tokens go to each rank. Of the choices, many would mark the same word.
+constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
+
+// Which tokens go to each rank, from the ranks of each token: were each choice to mark its rank's word, many lanes would wait for one word.
 __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   static_assert(kMostTokensOfChunk == 32, "a lane has a token");
   const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
@@ -95,7 +97,6 @@ __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   }
   __syncwarp();
 }
-constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
 
 // Ids on their way from the caller's memory.
 struct ChunkIds {
