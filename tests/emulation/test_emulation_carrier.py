@@ -12,7 +12,7 @@ from harness import Crew, Crews, seed
 
 pytestmark = ON_X86_64
 
-PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
+PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_send (weights)", "combine_recv")
 
 
 @pytest.mark.timeout(900)
