@@ -224,7 +224,7 @@ void Network::run(std::uint32_t what) {
     if (ports_[f.to]->open && is_recent(*ports_[f.to], f.arrival)) {
       totals_.count(Fault::Duplicated);
       if (log_.on()) log_.line("rank %u: %s arrived once more", ports_[f.to]->rank, text(f).c_str());
-      push_arrival(*ports_[f.to], f.write.immediate);
+      repeat_arrival(*ports_[f.to], f.arrival);
     }
   } else if (action == kTryPeer) {
     const Port& to = *ports_[f.to];
@@ -321,9 +321,9 @@ void Network::arrive(std::uint32_t number, Flight& f) {
     const Immediate i = unpack(old.immediate);
     if (is_recent(to, old)) {
       totals_.count(Fault::Replayed);
-      log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
-                i.shard);
-      push_arrival(to, old.immediate);
+      log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u, piece ..%u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
+                i.shard, i.piece);
+      repeat_arrival(to, old);
     }
   }
   if (random_.chance(profile_.stranger)) {
@@ -378,6 +378,15 @@ void Network::push_arrival(Port& at, std::uint32_t immediate) {
   push(at, due);
 }
 
+void Network::repeat_arrival(Port& at, const Arrival& arrival) {
+  Due due;
+  due.completion.kind = Completion::Kind::Arrived;
+  due.completion.immediate = arrival.immediate;
+  due.repeated = true;
+  due.repeats = arrival;
+  push(at, due);
+}
+
 void Network::push(Port& at, const Due& due) {
   if (trap_.kind == Trap::Kind::CompletionsLost && trap_.rank == at.rank && !trap_.fired && !at.ready.empty() &&
       trap_.fits({}, 0, {}, 0)) {
@@ -401,7 +410,7 @@ int Network::poll(Port& at, Completion* out, int capacity) {
   int n = 0;
   while (n < most && !at.ready.empty()) {
     Due& due = at.ready[random_.below(at.ready.size())];
-    out[n++] = due.completion;
+    if (!due.repeated || is_recent(at, due.repeats)) out[n++] = due.completion;   // completions overtake each other, so it may have become too old here
     if (due.bytes > 0 && at.regions.count(due.key) != 0) {
       std::memset(due.source, 0xa5, due.bytes);
       totals_.count(Fault::Poisoned);

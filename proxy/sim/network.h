@@ -59,16 +59,18 @@ class Network final : public Clock::Task {
     std::uint64_t shared_bytes = 0;
     std::uint64_t key = 0;
   };
+  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: pieces, and steps, are counted.
+  struct Arrival {
+    std::uint32_t immediate = 0;
+    std::uint64_t at = 0;
+  };
   struct Due {
     Completion completion;
     char* source = nullptr;                              // Sent: memory that nobody reads any more
     std::size_t bytes = 0;
     std::uint64_t key = 0;                               // of the region it lies in
-  };
-  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: pieces, and steps, are counted.
-  struct Arrival {
-    std::uint32_t immediate = 0;
-    std::uint64_t at = 0;
+    bool repeated = false;                               // Arrived: this is
+    Arrival repeats;
   };
   struct Stream {
     std::deque<Arrival> latest;
@@ -103,6 +105,7 @@ class Network final : public Clock::Task {
   Post post(Port& from, const Write& write);             // for SimFabric::write()
   int poll(Port& at, Completion* out, int capacity);
   void push_arrival(Port& at, std::uint32_t immediate);  // an arrival that belongs to no write
+  void repeat_arrival(Port& at, const Arrival& arrival);
 
   void set_trap(Trap trap) { trap_ = std::move(trap); }
   const Trap& trap() const { return trap_; }
