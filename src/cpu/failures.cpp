@@ -27,6 +27,11 @@ void Failures::tell_node(std::uint64_t word) {
 }
 
 void Failures::fail(const Abort& abort, const std::string& message) {
+  seen();   // what this rank has known for longer comes first
+  note(abort, message);
+}
+
+void Failures::note(const Abort& abort, const std::string& message) {
   {
     std::lock_guard<std::mutex> lock(mutex_);   // a reset ends what came before it
     first_.tell(own_word(), abort, message);
@@ -136,7 +141,7 @@ std::uint64_t Failures::seen() {
     const std::uint32_t peer = lost_network_.abort.peer;
     const bool left = peer < left_at_.size() && left_at_[peer].load(std::memory_order_acquire) >= 0;
     const LostNetwork told = left ? lost_network_.after_goodbye() : lost_network_;
-    fail(told.abort, told.message);
+    note(told.abort, told.message);
   }
   return load_acquire(at);
 }

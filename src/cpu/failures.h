@@ -21,7 +21,7 @@ class Failures {
  public:
   Failures(const Blocks& blocks, Clock clock);
 
-  // Safe from any thread, and from the proxy.
+  // Safe from any thread, and from the proxy. A network that was lost long enough before comes first.
   void fail(const Abort& abort, const std::string& message);
   // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead rank.
   void lost_network(const Abort& abort, const std::string& message);
@@ -50,6 +50,7 @@ class Failures {
  private:
   std::uint64_t* own_word() const { return blocks_.abort_of(blocks_.config().rank); }
   std::uint64_t seen();                 // this rank's abort word
+  void note(const Abort& abort, const std::string& message);
   void tell_node(std::uint64_t word);   // writes the abort words of the ranks that share memory with this one
 
   const Blocks& blocks_;

@@ -84,6 +84,23 @@ void a_lost_network_may_be_a_goodbye() {
   CHECK(time < lost + 1);
 }
 
+// A rank between two calls knows of its network for longer than the others have waited for it.
+void a_lost_network_comes_before_what_it_led_to() {
+  double time = 1;
+  Lonely rank([&] { return time; });
+  Failures& failures = rank.exchange->failures();
+  failures.lost_network(kLost, "");
+  time += 10;
+  failures.fail({AbortReason::Timeout, Phase::CombineRecv, 1, 1, 1}, "");
+  AbortReason reason = AbortReason::None;
+  try {
+    failures.raise();
+  } catch (const PeerFailure& failure) {
+    reason = failure.reason;
+  }
+  CHECK(reason == AbortReason::Fabric);
+}
+
 // A rank that was left out at a reset wakes up in an old step and aborts it: the survivors do not hear that.
 void abort_of_one_left_out() {
   Config config;
@@ -118,4 +135,5 @@ int main() {
   stopped_for_a_while();
   a_lost_network_may_be_a_death();
   a_lost_network_may_be_a_goodbye();
+  a_lost_network_comes_before_what_it_led_to();
 }
