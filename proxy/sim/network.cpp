@@ -12,9 +12,8 @@ constexpr std::size_t kHistory = 64;
 // repeats that late: what is repeated is among the last few of its stream.
 constexpr std::uint64_t kRecent = 4;
 
-// Of the stream that an immediate belongs to, and of what it says within it. A credit has no shards; there they name an op.
+// Of the stream that an immediate belongs to. A credit has no shards; there they name an op.
 std::uint32_t stream_of(std::uint32_t immediate) { return immediate & (unpack(immediate).op == Op::Credit ? 0xffff00ffu : 0xffff0000u); }
-std::uint32_t number_of(std::uint32_t immediate) { return immediate >> 8 & 0xffu; }
 
 }  // namespace
 
@@ -339,29 +338,33 @@ void Network::arrive(std::uint32_t number, Flight& f) {
 
 bool Network::is_recent(const Port& port, const Arrival& arrival) {
   const auto stream = port.streams.find(stream_of(arrival.immediate));
-  return stream != port.streams.end() && arrival.at + kRecent >= stream->second.last;
+  if (stream == port.streams.end() || arrival.step + kRecent < stream->second.step) return false;
+  const auto piece = stream->second.pieces.find(arrival.step);
+  return piece != stream->second.pieces.end() && arrival.piece + kRecent >= piece->second;
 }
 
+// Steps, and pieces of a step, come in any order, but none is overtaken by half as many as its number can tell apart.
 Network::Arrival Network::note(Port& port, std::uint32_t immediate) {
   const Immediate i = unpack(immediate);
   Stream& stream = port.streams[stream_of(immediate)];
-  for (const Arrival& other : stream.latest)   // of two pieces that are under way at once numbers differ
-    if (number_of(other.immediate) == number_of(immediate) && is_recent(port, other)) return {immediate, other.at};
-  std::uint64_t forward = 1;   // another step
-  if (!stream.latest.empty() && unpack(stream.latest.back().immediate).step == i.step)
-    forward = (i.piece - unpack(stream.latest.back().immediate).piece) & 7u;
-  const bool late = forward > kRecent;
+  if (stream.step == 0) stream.step = 32 + i.step;
+  const std::uint32_t step_ahead = (i.step - static_cast<std::uint32_t>(stream.step)) & 31u;
+  const bool late_step = step_ahead > 16;
+  Arrival at{immediate, late_step ? stream.step - (32 - step_ahead) : stream.step + step_ahead};
+  stream.step = std::max(stream.step, at.step);
+  std::uint64_t& newest = stream.pieces.try_emplace(at.step, 8 + i.piece).first->second;
+  const std::uint32_t piece_ahead = (i.piece - static_cast<std::uint32_t>(newest)) & 7u;
+  const bool late_piece = piece_ahead > kRecent;
+  at.piece = late_piece ? newest - (8 - piece_ahead) : newest + piece_ahead;
+  newest = std::max(newest, at.piece);
+  while (stream.pieces.begin()->first + 16 < stream.step) stream.pieces.erase(stream.pieces.begin());
   if (i.op == Op::Credit) {
     totals_.count(Fault::Credit);
-    if (late) totals_.count(Fault::CreditReordered);
+    if (late_step || late_piece) totals_.count(Fault::CreditReordered);
   } else if (i.piece > 0) {
     totals_.count(Fault::Piece);
   }
-  if (late) return {immediate, stream.last - (8 - forward)};   // behind a later one
-  stream.last += forward;
-  stream.latest.push_back({immediate, stream.last});
-  if (stream.latest.size() > kRecent) stream.latest.pop_front();
-  return stream.latest.back();
+  return at;
 }
 
 void Network::hold_up(std::uint32_t port, Time then) {

@@ -59,10 +59,10 @@ class Network final : public Clock::Task {
     std::uint64_t shared_bytes = 0;
     std::uint64_t key = 0;
   };
-  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: pieces, and steps, are counted.
+  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: in numbers that do not begin anew.
   struct Arrival {
     std::uint32_t immediate = 0;
-    std::uint64_t at = 0;
+    std::uint64_t step = 0, piece = 0;
   };
   struct Due {
     Completion completion;
@@ -73,8 +73,8 @@ class Network final : public Clock::Task {
     Arrival repeats;
   };
   struct Stream {
-    std::deque<Arrival> latest;
-    std::uint64_t last = 0;
+    std::uint64_t step = 0;                              // the newest one; 0: there was none
+    std::map<std::uint64_t, std::uint64_t> pieces;       // by step, of the last few: the newest one
   };
   struct Port {
     std::uint32_t number = 0, rank = 0;
