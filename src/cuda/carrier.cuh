@@ -15,6 +15,7 @@
 // Remote peers are those that stores do not reach: the others' memory is mapped, whoever made it (pplx_comm/wiring/gpu_memory.py).
 #pragma once
 
+#include "ranks.cuh"
 #include "words.cuh"
 
 #ifdef PPLX_CARRIER
@@ -63,7 +64,7 @@ struct AwaitedPut {
 // With any peer: the one that is waited for may itself wait for what was lost on its way to another.
 __device__ inline void look_for_carrier_errors(const Common& k, std::uint32_t step, Phase phase) {
   for (std::uint64_t peers = k.remote & ~k.dead; peers != 0; peers &= peers - 1) {
-    const std::uint32_t peer = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(peers))) - 1;
+    const std::uint32_t peer = lowest_rank(peers);
     if (const std::uint64_t error = carrier::error(k, peer))
       fail(k, {AbortReason::Fabric, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), error);
   }

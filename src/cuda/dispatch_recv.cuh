@@ -298,7 +298,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   bool mine = false;
   if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
   if (!__any_sync(~0u, mine)) return;
-  const std::uint32_t peers = __popcll(k.remote & ~k.dead);
+  const std::uint32_t peers = remote_peers(k);
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];

@@ -9,6 +9,7 @@
 #include "closed.cuh"
 #include "payload.cuh"
 #include "plan.cuh"
+#include "ranks.cuh"
 #include "remote.cuh"
 #include "rows.cuh"
 
@@ -24,7 +25,7 @@ struct StoredUnit {
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
 
-  __device__ std::uint32_t rows(std::uint32_t token) const { return __popcll(ranks[token]); }
+  __device__ std::uint32_t rows(std::uint32_t token) const { return count_ranks(ranks[token]); }
 };
 
 struct SendShared {

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "barriers.cuh"
+#include "ranks.cuh"
 #include "rows.cuh"
 #include "words.cuh"
 
@@ -153,11 +154,8 @@ struct PlannedToken {
   }
   __device__ bool wanted_by(std::uint32_t rank) const { return (ranks >> rank & 1) != 0; }
   // Which of the ranks that want it this one is.
-  __device__ std::uint32_t nth(std::uint32_t rank) const {
-    const Ranks before = ranks & ((Ranks{1} << rank) - 1);
-    return kPlain ? __popc(static_cast<std::uint32_t>(before)) : __popcll(before);
-  }
-  __device__ std::uint32_t count() const { return kPlain ? __popc(static_cast<std::uint32_t>(ranks)) : __popcll(ranks); }
+  __device__ std::uint32_t nth(std::uint32_t rank) const { return count_ranks_below(ranks, rank); }
+  __device__ std::uint32_t count() const { return count_ranks(ranks); }
 
   __device__ void find_rows(const Common& k, char* const* rows_at) {
 #pragma unroll
@@ -228,7 +226,7 @@ __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kPl
   while (ranks != 0) {
     const Ranks kind = !kPlain && (ranks & k.remote) != 0 ? static_cast<Ranks>(ranks & k.remote) : ranks;
     const Ranks next = (kind & after) != 0 ? kind & after : kind;
-    const auto rank = static_cast<std::uint32_t>(kPlain ? __ffs(static_cast<int>(next)) : __ffsll(static_cast<long long>(next))) - 1;
+    const std::uint32_t rank = lowest_rank(next);
     ranks &= ~(Ranks{1} << rank);
     visit(rank);
   }

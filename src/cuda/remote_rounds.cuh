@@ -12,6 +12,7 @@
 // the header.
 #pragma once
 
+#include "ranks.cuh"
 #include "remote.cuh"
 
 namespace pplx::cuda {
@@ -34,7 +35,7 @@ __device__ inline std::uint64_t* remote_word(const Common& k, const PieceArgumen
   return p.remote.words + (std::uint64_t{of_set} * kPieceOps + static_cast<std::uint32_t>(op)) * k.c.world + peer;
 }
 // Those that live.
-__device__ inline std::uint32_t remote_peers(const Common& k) { return __popcll(k.remote & ~k.dead); }
+__device__ inline std::uint32_t remote_peers(const Common& k) { return count_ranks(k.remote & ~k.dead); }
 
 // What the handle of a dispatch keeps of its rounds: how many there are, or 0; then the rows before each.
 __device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }

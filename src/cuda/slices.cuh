@@ -7,6 +7,7 @@
 #pragma once
 
 #include "combine_send.cuh"
+#include "ranks.cuh"
 
 namespace pplx::cuda {
 
@@ -14,7 +15,7 @@ namespace pplx::cuda {
 __device__ inline std::uint32_t member(const Common& k, std::uint32_t n) {
   unsigned long long ranks = k.replicas | 1ull << k.c.rank;
   for (n %= k.slice.of; n > 0; --n) ranks &= ranks - 1;
-  return static_cast<std::uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
+  return lowest_rank(ranks);
 }
 
 // The block into which `from` stores the rows that it finishes for `to`.

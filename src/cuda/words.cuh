@@ -9,6 +9,7 @@
 #include "../protocol/arrival.h"
 #include "device.cuh"
 #include "fuzz.cuh"
+#include "ranks.cuh"
 #include "stages.cuh"
 
 namespace pplx::cuda {
@@ -33,7 +34,7 @@ __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std:
 }
 __device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
-  return k.blocks + k.heap.spaced_send_at(k.c, set, op, __popcll(k.remote & ((1ull << peer) - 1)));
+  return k.blocks + k.heap.spaced_send_at(k.c, set, op, count_ranks_below(k.remote, peer));
 }
 __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
