@@ -9,6 +9,9 @@ asks the device how many rows there are, as its users would, so no graph can hol
 in its time. Each begins with cold caches, and is the median of rounds in which the backends take turns. Each result is compared
 with the loop's, both a call's and a replay's, in memory that holds NaN elsewhere.
 
+"pair" is both products of few rows of codes, with SwiGLU between: a shape is that of the first one. The backend of that name makes
+one launch of them, the others three.
+
 "host" is what one call costs the thread that makes it, beside an idle device: the median of calls, each after the one before has
 ended. Who calls product after product without a graph gets the larger of both times.
 """
@@ -40,18 +43,22 @@ from pplx_comm.errors import Error
 from pplx_comm.layer_arguments import positive
 from pplx_comm.machine import machine, versions
 from pplx_comm.moe.grouped import tiles
+from pplx_comm.moe.grouped.backend import ScaledBackend
 from pplx_comm.moe.grouped.choose import backends, scaled_backends
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.pair import TritonPair
+from pplx_comm.moe.grouped.products import Apart
 from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu, swiglu_backward, swiglu_quantise
 
 SHAPES = {"7168x4096": "V3, first product", "2048x7168": "V3, second", "4096x4096": "Flash, first", "2048x4096": "Flash, second"}
-OPS = ("forward", "dgrad", "wgrad")
+OPS = ("forward", "dgrad", "wgrad", "pair")
 FORMATS = ("bf16", "fp8")
 SPREADS = ("even", "zipf")
-LIMITS = {"bf16": 0.01, "fp8": 0.01}
-"""Relative difference from the loop: both round to bfloat16 once, and add up in other orders."""
+LIMITS = {"bf16": 0.01, "fp8": 0.01, "pair": 0.03}
+"""Relative difference from the loop: both round to bfloat16 once, and add up in other orders. Between two products some codes are
+then rounded another way, which is an eighth of each."""
 HOST_CALLS = 15
 """Of which the host's time is the median, if there are not more rounds."""
 CACHE = 256 << 20
@@ -84,7 +91,8 @@ class Point:
 
     def tflops(self, backend: str) -> float:
         p = self.problem
-        return 2e-6 * self.work * p.inner * p.width / self.us[backend]
+        halves = 3 if p.op == "pair" else 2  # the second product has half the weights
+        return 1e-6 * halves * self.work * p.inner * p.width / self.us[backend]
 
 
 class Operands:
@@ -93,7 +101,7 @@ class Operands:
     def __init__(self, p: Problem, device: torch.device, seed: int) -> None:
         g = torch.Generator(device=device).manual_seed(seed)
         self.p, self.counts = p, counts(p)
-        self.padded = p.rows <= PADDED_UP_TO and p.op == "forward"
+        self.padded = p.rows <= PADDED_UP_TO and p.op in ("forward", "pair")
         align = 128 if p.format == "fp8" else 16
         rooms = [-(-n // align) * align for n in self.counts]
         if self.padded:
@@ -110,6 +118,9 @@ class Operands:
         if p.format == "fp8":
             self.codes = quantise(torch.nan_to_num(self.x), self.where)
             self.weights = quantise_weights(self.w, across=p.op == "dgrad")
+        if p.op == "pair":
+            down = torch.randn(p.experts, p.inner, p.width // 2, device=device, generator=g).mul_((p.width // 2) ** -0.5)
+            self.down = quantise_weights(down.bfloat16())
 
     def _rows(self, width: int, g: torch.Generator) -> torch.Tensor:
         """NaN where no row is, but for what adds rows up, whose padding is zero."""
@@ -120,6 +131,9 @@ class Operands:
 
     def run(self, backend: Any) -> torch.Tensor:
         p = self.p
+        if p.op == "pair":
+            both = backend if isinstance(backend, TritonPair) else Apart(backend.name)
+            return both.through(self.codes, self.weights, self.down, self.where, torch.bfloat16)
         if p.format == "fp8":
             return backend.product(self.codes, self.weights, self.where, p.op == "dgrad", torch.bfloat16)
         if p.op == "wgrad":
@@ -135,10 +149,15 @@ class Operands:
     def backends(self, only: list[str] | None) -> Iterator[Any]:
         found: list[Any]
         if self.p.format == "fp8":
-            found = [each for each in scaled_backends() if not each.mx and each.takes(self.weights[0], self.where)]
+            found = [each for each in scaled_backends() if not each.mx and self._takes(each)]
         else:
             found = [each for each in backends() if each.takes(self.x.device, torch.bfloat16)]
         return (each for each in found if only is None or each.name in only)
+
+    def _takes(self, backend: ScaledBackend) -> bool:
+        if isinstance(backend, TritonPair):
+            return self.p.op == "pair" and backend.takes_both(self.codes, self.weights, self.down, self.where)
+        return all(backend.takes(w[0], self.where) for w in (self.weights, *((self.down,) if self.p.op == "pair" else ())))
 
 
 def counts(p: Problem) -> list[int]:
@@ -233,7 +252,7 @@ def measured(p: Problem, timer: Timer, seed: int, only: list[str] | None) -> Poi
     def check() -> None:
         for name, call in calls.items():
             error = float((operands.told(call()).float() - wanted).norm() / wanted.norm())
-            if not error <= LIMITS[p.format]:
+            if not error <= LIMITS["pair" if p.op == "pair" else p.format]:
                 how = "in a graph " if call.graph else ""
                 raise Error(f"bench/grouped.py: {name} {how}is wrong by {error:.4f} (seed {seed}): {p}")
 
@@ -346,7 +365,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="bench/grouped.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
     p.add_argument("--formats", type=words, default=list(FORMATS), help="bf16, fp8 (both)")
-    p.add_argument("--ops", type=words, default=list(OPS), help="forward, dgrad, wgrad (all; of fp8 there is no wgrad)")
+    p.add_argument(
+        "--ops", type=words, default=list(OPS), help="forward, dgrad, wgrad, pair (all; no wgrad of fp8, no pair of bf16)"
+    )
     p.add_argument("--shapes", type=words, default=list(SHAPES), metavar="KxN,KxN", help=f"({','.join(SHAPES)})")
     p.add_argument("--experts", type=numbers, default=[8, 32], metavar="N,N", help="on this device (8,32)")
     p.add_argument(
@@ -373,12 +394,15 @@ def parser() -> argparse.ArgumentParser:
 def problems(args: argparse.Namespace) -> Iterator[Problem]:
     for precision in args.formats:
         for op in args.ops:
-            if (precision, op) == ("fp8", "wgrad"):
+            if (precision, op) in (("fp8", "wgrad"), ("bf16", "pair")):
                 continue  # gradients of weights are products of bfloat16
             for shape in args.shapes:
+                if op == "pair" and SHAPES.get(shape, "").endswith("second"):
+                    continue
                 inner, width = map(int, shape.split("x"))
+                most = PADDED_UP_TO if op == "pair" else args.most_rows
                 for experts in args.experts:
-                    for rows in (n for n in args.rows if n * experts <= args.most_rows):
+                    for rows in (n for n in args.rows if n * experts <= args.most_rows and n <= most):
                         for spread in args.spreads:
                             yield Problem(op, precision, inner, width, experts, rows, spread)
 

@@ -18,6 +18,8 @@ from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
 from pplx_comm.moe import overlap as overlapping
 from pplx_comm.moe.arithmetic import Rows
+from pplx_comm.moe.grouped import products
+from pplx_comm.moe.grouped.pair import TritonPair
 from pplx_comm.moe.received import received
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
 from pplx_comm.wire import Wire
@@ -124,7 +126,12 @@ class Ours:
     def _computed(self, rows: Rows, mark: Mark) -> torch.Tensor:
         where, dtype, (gate_up, down) = rows.where, self._a2a.dtype, self._weights
         if self._quantised:
-            h = F.scaled_grouped_mm(rows.codes(), gate_up, where, dtype=dtype)
+            x = rows.codes()
+            if isinstance(products.for_both(x, gate_up, down, where, dtype), TritonPair):
+                out = F.scaled_experts(x, gate_up, down, where, dtype=dtype)
+                mark("experts")
+                return out
+            h = F.scaled_grouped_mm(x, gate_up, where, dtype=dtype)
             mark("up")
             codes = F.swiglu_quantise(h, where)
             mark("activation")

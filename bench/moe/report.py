@@ -18,7 +18,7 @@ from pplx_comm._version import __version__
 from pplx_comm.machine import machine, versions
 
 SCHEMA = 1
-STAGES = ("dispatch", "up", "activation", "down", "combine", "all")
+STAGES = ("dispatch", "up", "activation", "down", "experts", "combine", "all")
 
 
 def record(options: LayerOptions, points: Sequence[Point], ranks: int, where: str, arguments: Sequence[str]) -> dict[str, Any]:

@@ -72,6 +72,10 @@ class Arithmetic(Protocol):
         """[rows, 2 * intermediate] through the activation to [rows, hidden], in `out` if that is given."""
         ...
 
+    def through(self, rows: Rows) -> torch.Tensor:
+        """up() and down(), for a pass that keeps nothing in between: [rows, hidden] to [rows, hidden]."""
+        ...
+
     def back_through_down(self, g: Rows) -> torch.Tensor:
         """The gradient of the activation: [rows, hidden] to [rows, intermediate]."""
         ...
@@ -110,6 +114,9 @@ class Precise:
 
     def down(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return products.forward(self.activated(h), self.down_weights, self.where, self.backend, out)
+
+    def through(self, rows: Rows) -> torch.Tensor:
+        return self.down(self.up(rows))
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
         return products.dgrad(g.values(self.dtype), self.down_weights, self.where, self.backend)
@@ -178,6 +185,10 @@ class Quantised:
 
     def down(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return self._product(self.activated(h), self.down_weights, False, out)
+
+    def through(self, rows: Rows) -> torch.Tensor:
+        x = self._received(rows, self.gate_up)
+        return products.through_experts(x, self.gate_up, self.down_weights, self.where, dtype=self.dtype, backend=self.backend)
 
     def back_through_down(self, g: Rows) -> torch.Tensor:
         return self._product(self._received(g, self.codes.down_across), self.codes.down_across, True)

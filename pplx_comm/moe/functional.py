@@ -5,14 +5,14 @@
     shared = ...                                # runs while the tokens travel
     y = receive(one, gate_up, down, Options(quantised=True)) + shared
 
-or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_quantise, scaled_grouped_mm. With experts of another
-kind, Exchange has the tokens' way there and back, with gradients.
+or, over dispatch and combine themselves: grouped_mm, swiglu, quantise, swiglu_quantise, scaled_grouped_mm, scaled_experts. With
+experts of another kind, Exchange has the tokens' way there and back, with gradients.
 """
 
 from pplx_comm.moe.exchange import Exchange
 from pplx_comm.moe.grouped.autograd import grouped_mm
 from pplx_comm.moe.grouped.choose import choices
-from pplx_comm.moe.grouped.scaled import scaled_grouped_mm
+from pplx_comm.moe.grouped.scaled import scaled_experts, scaled_grouped_mm
 from pplx_comm.moe.quantise import dequantise, dequantise_weights, quantise, quantise_weights, rescale_mx
 from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.routed import Extras, Options, Pass, compute, finish, receive, send
@@ -48,6 +48,7 @@ __all__ = [
     "quantise_weights",
     "receive",
     "rescale_mx",
+    "scaled_experts",
     "scaled_grouped_mm",
     "segments",
     "send",

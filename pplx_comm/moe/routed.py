@@ -109,6 +109,8 @@ class Pass:
         self.options = Options()
         self.combines_whole = False
         """Whether compute() is followed by finish(), and backwards finish() by compute()."""
+        self.keeps = True
+        """Whether there may be a backward pass, which wants what is between the products."""
         self.x: torch.Tensor | None = x
         self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged", NONE)
         self.tokens = len(x)
@@ -170,6 +172,7 @@ def compute(
     if (options.overlap == NONE) != (one.lane is None):
         raise Error(f"compute: overlap={options.overlap!r}, but send() was told {one.options.overlap!r}: tell send() as well")
     one.options, one.combines_whole, one.ran.overlap = options, whole, options.overlap
+    one.keeps = torch.is_grad_enabled()
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
 
@@ -282,16 +285,18 @@ def _sent_beside(one: Pass, x: torch.Tensor, ids: torch.Tensor, weights: torch.T
     )
 
 
-def _computed(one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras) -> tuple[Rows, torch.Tensor]:
-    """Received rows, and what the first product made of them. Combine is on its way, or was."""
+def _computed(
+    one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
+) -> tuple[Rows, torch.Tensor | None]:
+    """Received rows, and what the first product made of them, for a pass that keeps it. Combine is on its way, or was."""
     if one.lane is not None:
         return _computed_beside(one, one.lane, sent, gate_up, down, extras)
     a2a = one.a2a
     d = a2a.dispatch_recv(sent)
     rows = received(a2a, d, one.tokens)
     arithmetic = _arithmetic(one, gate_up, down, rows.where, extras)
-    h = arithmetic.up(rows)
-    out = arithmetic.down(h)
+    h = arithmetic.up(rows) if one.keeps else None
+    out = arithmetic.through(rows) if h is None else arithmetic.down(h)
     combine = a2a.combine if one.combines_whole else a2a.combine_send
     one.returning = combine(out.view_as(d.x) if rows.where.room else out, d)
     return rows, h
@@ -352,7 +357,7 @@ def _dispatched_again(one: Pass, x: torch.Tensor) -> Rows:
     return received(one.a2a, d, one.tokens)
 
 
-def _kept(rows: Rows, h: torch.Tensor, recompute: str) -> tuple[torch.Tensor | None, ...]:
+def _kept(rows: Rows, h: torch.Tensor | None, recompute: str) -> tuple[torch.Tensor | None, ...]:
     if recompute == "dispatch":
         return None, None, None
     return rows.x, rows.scale, h if recompute == "nothing" else None

@@ -14,6 +14,7 @@ from moe_reference import MoECase, error, expected, make_world
 
 from pplx_comm.moe.grouped import choose, triton_mm, triton_scaled
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.products import Apart
 from pplx_comm.moe.quantise import quantise, quantise_weights
 from pplx_comm.moe.segments import Segments
 
@@ -103,13 +104,63 @@ def products(me: Any, seed: int) -> dict[str, float]:
     return found
 
 
+def both_products(me: Any, seed: int) -> dict[str, bool]:
+    """Of few rows, in one launch: the bits of three, in calls one after the other, and in replays of a graph whose rows change."""
+    from pplx_comm.moe.grouped import pair
+
+    gpu_of(me)
+    found, both, apart = {}, pair.TritonPair(), Apart("triton")
+    hidden, width, experts, room, g = 1024, 512, 32, 256, torch.Generator(device="cuda").manual_seed(seed)
+    gate_up, down = (
+        quantise_weights(torch.randn(experts, *shape, device="cuda", generator=g).mul_(0.05).bfloat16())
+        for shape in ((2 * width, hidden), (hidden, width))
+    )
+
+    def drawn(number: int, layout: str) -> tuple[Any, Segments, torch.Tensor]:
+        """Few rows, none, more than a tile has, and all that there is room for."""
+        counts = torch.randint(0, 4, (experts,), device="cuda", generator=g, dtype=torch.int32) * (number != 1)
+        counts[number] += (0, 0, 65, room - 3)[number % 4]
+        sizes = torch.full_like(counts, room) if layout == "padded" else (counts + 127) // 128 * 128
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        rows = torch.arange(experts * room, device="cuda", dtype=torch.int32)
+        expert = torch.searchsorted(ends, rows, right=True).clamp(max=experts - 1)
+        filled = counts if layout == "padded" else sizes
+        there = (rows < ends[-1]) & (rows - (ends - sizes)[expert] < filled[expert])
+        x = torch.randn(len(rows), hidden, device="cuda", generator=g).bfloat16().masked_fill(~there[:, None], torch.nan)
+        padded = layout == "padded"
+        where = Segments(counts if padded else torch.cat([ends[:1] * 0, ends]), room if padded else 0, 2)
+        return quantise(x, where), where, there
+
+    for layout in ("padded", "ragged"):
+        cases = [drawn(number, layout) for number in range(8)]
+        wanted = [apart.through(x, gate_up, down, where, torch.bfloat16) for x, where, _ in cases]
+        for number, (x, where, there) in enumerate(cases):
+            assert both.takes_both(x, gate_up, down, where)
+            seen = [both.through(x, gate_up, down, where, torch.bfloat16) for _ in range(3)]
+            found[f"{layout} {number}"] = all(torch.equal(each[there], wanted[number][there]) for each in seen)
+        (codes, scale), where, _ = cases[0]
+        codes, scale = codes.clone(), torch.empty_like(scale).copy_(scale)
+        where = replace(where, where=where.where.clone())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = both.through((codes, scale), gate_up, down, where, torch.bfloat16)
+        for turn in range(24):
+            (new_codes, new_scale), new_where, there = cases[turn % 8]
+            codes.view(torch.uint8).copy_(new_codes.view(torch.uint8))
+            scale.copy_(new_scale)
+            where.where.copy_(new_where.where)
+            graph.replay()
+            found[f"{layout} replay {turn}"] = torch.equal(y[there], wanted[turn % 8][there])
+    return found
+
+
 def compiled_once(me: Any, case: MoECase) -> dict[str, Any]:
     """Kernels that a step, forward and backward, compiles: with one routing, and then with others of as many tokens."""
-    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, scaled
+    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, pair, scaled
 
     def compiled() -> dict[str, int]:
         found = {}
-        for module in (activation, beside, formats, grouped, mx, scaled):
+        for module in (activation, beside, formats, grouped, mx, pair, scaled):
             for name, kernel in vars(module).items():
                 caches = getattr(kernel, "device_caches", {})
                 found[f"{module.__name__}.{name}"] = sum(len(cache[0]) for cache in caches.values())

@@ -211,6 +211,16 @@ def test_products() -> None:
         crews.close()
 
 
+def test_both_products_in_one_launch() -> None:
+    pytest.importorskip("triton")
+    crews = Crews(1)
+    try:
+        (found,) = crews.run("moe_gpu_cases:both_products", seed(), timeout=LIMIT)
+        assert all(found.values()), found
+    finally:
+        crews.close()
+
+
 def test_formats() -> None:
     pytest.importorskip("triton")
     crews = Crews(1)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import reference
@@ -17,9 +19,11 @@ import torch
 from pplx_comm.moe import quantise, swiglu
 from pplx_comm.moe.grouped import tiles, triton_mm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.scaled import scaled_experts
 from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.kernels import launch
+from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.segments import Segments
 
 USED, ROWS = 272, 300
@@ -210,6 +214,131 @@ def parts(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
+PAIRS = {
+    "as it is": {},
+    "small tiles": {"rows": 16, "side": 64, "masked": True},
+    "one program": {"rows": 32, "programs": 1, "masked": False},
+}
+"""What differs from the usual shape. Of tiles of 16 rows an expert has several. By pointers the first two, by descriptors the last."""
+
+
+def padded_pair(*counts: int) -> Segments:
+    return Segments(torch.tensor(counts, dtype=torch.int32), 48, 16)
+
+
+PAIR_SEGMENTS = {
+    "ragged": (replace(segments(16, 0, 48, 80, 0), expected=16), replace(segments(0, 0, 0, 0, 0), expected=1)),
+    "padded": (padded_pair(3, 0, 53, 17, 16), padded_pair(0, 0, 0, 0, 1), padded_pair(0, 0, 0, 0, 0)),
+}
+"""Of small tiles, of which there are many, the first ones."""
+
+
+def operands_of_pair(where: Segments, seed: int, width: int = 256) -> tuple[Any, Any, Any, torch.Tensor]:
+    """Codes of rows, NaN where none are, and of both weights; and which rows there are."""
+    rows, hidden = where.experts * where.room or 160, 192
+    there = torch.zeros(rows, dtype=torch.bool)
+    for _, some in where.slices():
+        there[some] = True
+    g = torch.Generator().manual_seed(seed)
+    codes, scale = quantise.quantise(torch.randn(rows, hidden, generator=g))
+    codes.view(torch.uint8)[~there], scale[~there] = 0x7F, torch.nan
+    scale = scale.unflatten(0, (-1, where.room)) if where.room else scale
+    gate_up, down = (torch.randn(where.experts, *shape, generator=g) * 0.1 for shape in ((2 * width, hidden), (hidden, width)))
+    return (codes, scale), quantise.quantise_weights(gate_up), quantise.quantise_weights(down), there
+
+
+def pair(me: Any, layout: str, tma: bool, seed: int) -> dict[str, bool]:
+    """The bits of three launches, whatever the tiles are, and words of zeros behind it."""
+    from pplx_comm.moe.grouped import pair as of_pair
+    from pplx_comm.moe.grouped.products import Apart
+
+    found = {}
+    for name, changes in list(PAIRS.items())[tma : 2 + tma]:
+        shape = replace(tiles.SHAPE_OF_PAIR, **changes)
+        # Tiles of as many rows: the interpreter multiplies by numpy, which adds up tiles of other sizes in other orders.
+        apart = {"shape_of_codes": lambda *_, s=shape: replace(s, programs=1)}
+        with patched(tiles, {"SHAPE_OF_PAIR": shape, **apart}):
+            for number, where in enumerate(PAIR_SEGMENTS[layout] if name != "small tiles" else PAIR_SEGMENTS[layout][:1]):
+                x, gate_up, down, there = operands_of_pair(where, seed + number)
+                both = of_pair.TritonPair(tma)
+                assert both.takes_both(x, gate_up, down, where)
+                seen = both.through(x, gate_up, down, where, torch.float16)
+                wanted = Apart("triton").through(x, gate_up, down, where, torch.float16)
+                found[f"{name} {number}"] = torch.equal(seen[there], wanted[there]) and bool(wanted[there].isfinite().all())
+        (words,) = of_pair._words._left.values()
+        found[f"{name} words"] = len(words) > of_pair._kernels().WRITTEN.value and not bool(words.any())
+        of_pair._words._left.clear()
+    by_name = (("pair", 256, "pair"), ("auto", 256, "loop"), ("pair", 192, "triton")) if tma and layout == "padded" else ()
+    for number, (backend, width, ran_as) in enumerate(by_name):
+        x, gate_up, down, there = operands_of_pair(PAIR_SEGMENTS[layout][0], seed, width)
+        ran = Ran(layout, "none")
+        with ran.noted():
+            y = scaled_experts(x, gate_up, down, PAIR_SEGMENTS[layout][0], dtype=torch.float16, backend=backend)
+        names = [f"forward 192x{2 * width}", f"forward {width}x192"]
+        found[f"named {number}"] = ran.products == dict.fromkeys(names, ran_as) and bool(y[there].isfinite().all())
+    return found
+
+
+TURNS = 0.02, 0.2
+"""Seconds that a block of a product takes each process, and its quantisation, so that the first one waits for the second."""
+
+
+def pair_of_processes(me: Any, path: str, seed: int) -> dict[str, bool]:
+    """Two processes with one program each share a launch, and its memory, in which nothing is until somebody writes it."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    from pplx_comm.moe.grouped import pair as of_pair
+    from pplx_comm.moe.grouped.products import Apart
+    from pplx_comm.moe.kernels import pair as kernels
+
+    where, shape = padded_pair(3, 0, 20), replace(tiles.SHAPE_OF_PAIR, rows=32)
+    x, gate_up, down, there = operands_of_pair(where, seed)
+    (rows, hidden), width = x[0].shape, down[0].shape[2]
+    sizes = {"h": 2 * width * rows * 2, "codes": width * rows, "scales": width // 128 * rows * 4, "out": rows * hidden * 2}
+    with open(path, "a+b") as shared:
+        shared.truncate((1 << 12) + sum(sizes.values()))
+    words, *rest = torch.from_file(path, True, (1 << 12) + sum(sizes.values()), dtype=torch.uint8).split([1 << 12, *sizes.values()])
+    words, come = words.view(torch.int32)[:1000], words.view(torch.int32)[1000:]
+    h, codes, scale, out = (t.view(d) for t, d in zip(rest, (torch.half, torch.uint8, torch.float32, torch.half), strict=True))
+    scale = scale.view(where.experts, width // 128, where.room).mT
+    memory = of_pair.Memory(h.view(rows, -1), (codes.view(rows, -1), scale), out.view(rows, -1), words)
+    with patched(tiles, {"SHAPE_OF_PAIR": shape, "shape_of_codes": lambda *_: shape}):
+        wanted = Apart("triton").through(x, gate_up, down, where, torch.float16)
+        found = {}
+
+        def slowly(call: Any) -> Any:
+            def later(*operands: Any) -> Any:
+                time.sleep(TURNS[me.rank])
+                return call(*operands)
+
+            return later
+
+        multiply, quantise_values = slowly(interpreter_builder.create_dot), slowly(kernels.codes_and_scales)
+
+        def together(point: int) -> None:
+            come[me.rank] = point
+            while int(come[1 - me.rank]) < point:
+                time.sleep(1e-3)
+
+        for number in range(2):
+            if me.rank == 0:
+                codes.fill_(0x7F)
+                for t in (h, memory.activated[1], out):
+                    t.fill_(torch.nan)
+            together(3 * number + 1)
+            with (
+                patched(interpreter_builder, {"create_dot": multiply}),
+                patched(kernels, {"codes_and_scales": quantise_values}),
+            ):
+                of_pair.launch(x, gate_up, down, where, memory, 1, others=1)
+            together(3 * number + 2)
+            found[f"same {number}"] = torch.equal(memory.out[there], wanted[there])
+            found[f"others {number}"] = bool(memory.out[~there].isnan().all())
+            found[f"words {number}"] = not bool(words.any())
+            together(3 * number + 3)
+    return found
+
+
 def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
     """What tl.dot_scaled means, which the interpreter does not know."""
     import triton.language as tl
@@ -299,6 +428,14 @@ def check_words(name: str, ptx: str, tma: bool) -> None:
     elif name == "rows_by_weights_with_words":
         words = ptx.rindex("atom" if "red.release" not in ptx else "red.release")
         assert "bar.sync" in ptx[:words] and "%smid" in ptx
+    elif name == "rows_through_experts":
+        for word in ("acq_rel", ".release"):
+            just_before = ptx[: ptx.index(word)].splitlines()[-12:]
+            stored = [line for line in just_before if "bar.sync" in line or "st.global" in line]
+            assert stored and "bar.sync" in stored[-1], f"{word}: all threads have stored"
+        acquire = ptx.rindex(".acquire")
+        rows = ptx.index("wgmma.mma_async", acquire)
+        assert "prefetch.global.L2" in ptx[:acquire] and (not tma or "fence.proxy.async;" in ptx[acquire:rows])
     elif name in ("until_raised", "until_reached"):
         assert ".acquire" in ptx
 
@@ -316,13 +453,14 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
     from triton.compiler import ASTSource
 
     from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, scaled
+    from pplx_comm.moe.kernels import pair as both
 
     triton.knobs.cache.dir = cache
     rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
-    strides = [f"{of}{name}" for of in ("", "out_") for name in ("row_stride", "scale_stride", "skew")]
+    strides = [f"{of}{name}" for of in ("", "out_", "a_") for name in ("row_stride", "scale_stride", "skew")]
     counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
-    counts |= dict.fromkeys(("chunks_in_all", "least", "kept"), "i32")
-    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "counts", "word", "count")
+    counts |= dict.fromkeys(("chunks_in_all", "least", "kept", "programs", "hidden"), "i32")
+    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "counts", "word", "count", "words")
     counts |= dict.fromkeys(words, "*i32")
     f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
     grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
@@ -373,6 +511,16 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
             variants.append((beside.rows_by_weights_as_they_come, types, {**tile, **waits}))
             stays = {"ORDERED": True, "OWNERS": 1024, "PROGRAMS": shape.programs}
             variants.append((beside.rows_by_weights_with_words, types, {**tile, **stays}))
+        for masked in (True, False) if tma else ():
+            shape, scales = (
+                replace(tiles.SHAPE_OF_PAIR, masked=masked),
+                dict.fromkeys(("x_scale", "up_scale", "down_scale", "a_scale"), f32),
+            )
+            a = of("fp8e4nv", shape.rows, 128, tma=not masked)
+            w = of("fp8e4nv", shape.side, 128)
+            types = {"x": a, "a": a, "up": w, "down": w, **scales, "weights": u8, "codes": u8, "h": bf16, "out": bf16}
+            tile = {"ROWS_TMA": not masked, "TMA": True, "ASSEMBLY": True, "ROWS": shape.rows, "SIDE": shape.side, "BLOCK": 128}
+            variants.append((both.rows_through_experts, types, {**tile, "SOME": 16, "LINES": shape.ahead, "SHAPE": shape}))
     variants += [(beside.until_raised, {}, {}), (beside.until_reached, {}, {})]
     found: dict[str, int] = {}
     both = [
@@ -388,7 +536,7 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         aligned = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or name in ("inner", "width", "height")
+            if signature[name].startswith("*") or name in ("inner", "width", "height", "hidden")
         }
         made = triton.compile(
             ASTSource(kernel, signature=signature, constexprs=constexprs, attrs=aligned),
@@ -397,6 +545,6 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         ptx = made.asm["ptx"]
         # A multiprocessor has room for all programs of a shape: 1 KB of each is CUDA's.
         assert shape.programs * (made.metadata.shared + 1024) <= 228 << 10, (kernel.__name__, constants, made.metadata.shared)
-        check_words(kernel.__name__, ptx, "TMA" in constants and constants["TMA"])
+        check_words(kernel.__name__, ptx, constants.get("ROWS_TMA", constants.get("TMA", False)))
         found[f"{number} {kernel.__name__}"] = ptx.count("wgmma.mma_async") + ptx.count("kind::mxf8f6f4.block_scale")
     return found

@@ -27,8 +27,8 @@ def test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(sys, "argv", ["bench/grouped.py", *TINY, "--json", str(wanted)])
     assert grouped.main() == 0
     record = json.loads(wanted.read_text())
-    # three products of bfloat16 and two of codes, of two sizes, spread in two ways
-    assert len(record["points"]) == 5 * 2 * 2 and all(point["us"]["loop"] > 0 for point in record["points"])
+    # three products of bfloat16 and two of codes, of two sizes, and both of an expert's for few rows, spread in two ways
+    assert len(record["points"]) == (5 * 2 + 1) * 2 and all(point["us"]["loop"] > 0 for point in record["points"])
     forward = ["swiglu", "swiglu + quantise", "quantise", "MXFP8 to 1x128"]
     training = ["swiglu, backward", "quantise weights", "quantise weights, across", "dequantise"]
     assert [b["kernel"] for b in record["between"]] == forward + training

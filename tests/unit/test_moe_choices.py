@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,9 @@ from pplx_comm.moe import MoE
 from pplx_comm.moe import functional as F
 from pplx_comm.moe.grouped import choose, products, tiles
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.pair import TritonPair
 from pplx_comm.moe.segments import Segments
+from pplx_comm.moe.swiglu import swiglu_quantise
 
 GPU = torch.device("cuda")
 FEW, MANY = 8, 4096
@@ -84,6 +86,56 @@ def test_few_tokens_and_many(comm: pc.Communicator, timed: list[Timed], precisio
     few, many = ({of(where.average(10**6), torch.device("cpu")) for where in asked[first : first + 2]} for first in (0, 2))
     wanted = (tiles.SHAPE_OF_FEW, tiles.SHAPE_OF_SOME), (tiles.SHAPE_OF_FEW_CODES, tiles.SHAPE_OF_MANY_CODES)
     assert (few, many) == tuple({shape} for shape in wanted[precision == "fp8"])
+
+
+class TimedPair(TritonPair):
+    """Both products in one launch, whose speed is made up."""
+
+    times: ClassVar[dict[int, float]] = {2: 1.5, 1024: 3.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured, self.launches = 0, 0
+
+    def takes_both(self, *_: object) -> bool:
+        return True
+
+    def through(self, x: Any, gate_up: Any, down: Any, where: Segments, dtype: torch.dtype) -> torch.Tensor:
+        self.rows = choose.rows_class(where.average(len(x[0])))
+        self.launches += 1
+        h = ScaledLoop().product(x, gate_up, where, False, dtype)
+        return ScaledLoop().product(swiglu_quantise(h, where), down, where, False, dtype)
+
+
+def test_both_products_in_one_launch(comm: pc.Communicator, timed: list[Timed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured beside the launches apart, for passes that keep nothing; and never while a graph is captured."""
+    pair = TimedPair()
+    monkeypatch.setattr(products, "scaled_backends", lambda: [*timed, pair])
+    microseconds = choose._microseconds
+
+    def of_both(call: Any) -> float:
+        if isinstance(call.args[0], products.Apart):
+            call()
+            return 2.0
+        return microseconds(call)
+
+    monkeypatch.setattr(choose, "_microseconds", of_both)
+    layer = MoE(128, 64, 8, 2, comm, "fp8", max_tokens_per_rank=MANY)
+    x = torch.randn(MANY, 128, generator=torch.Generator().manual_seed(seed())).bfloat16()
+    names = ["forward 128x128", "forward 64x128"]
+    with torch.no_grad():
+        for tokens in (FEW, MANY, FEW, MANY):
+            layer(x[:tokens])
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        for tokens in (FEW, 100):
+            layer(x[:tokens])
+    assert (pair.measured, pair.launches) == (2, 5), "measured for few and for many rows, and taken for few"
+    assert {n: ran.products for n, ran in layer.choices().items()} == {
+        FEW: dict.fromkeys(names, "pair"), MANY: dict.fromkeys(names, "for many"), 100: dict.fromkeys(names, "for many")
+    }  # fmt: skip
+    assert {key[0]: name for key, name in F.choices().items() if key[0] == "through" and 2 in key} == {"through": "pair"}
+    layer(x[:FEW].requires_grad_())
+    assert set(layer.choices()[FEW].products.values()) == {"for few"} and pair.launches == 5
 
 
 def test_a_backward_pass_expects_the_same_rows(comm: pc.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:

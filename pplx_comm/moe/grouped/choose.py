@@ -7,7 +7,7 @@ import importlib.util
 import statistics
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -15,15 +15,26 @@ from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
 from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import Loop, ScaledLoop
+from pplx_comm.moe.grouped.pair import TritonPair
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
 from pplx_comm.moe.grouped.triton_mm import TritonGroupedMm
 from pplx_comm.moe.grouped.triton_mx import TritonMx
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 
+
+class Candidate(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+
 Either = TypeVar("Either", Backend, ScaledBackend)
+Some = TypeVar("Some", bound=Candidate)
 
 _chosen: dict[tuple[Any, ...], str] = {}
-_measuring = threading.Lock()
+_measuring = threading.RLock()  # what is measured may choose for itself
 REPEATS = 5
 AHEAD = 2_000_000
 """Cycles for which the GPU does nothing before a call that is timed, so that the host has made it by then: a millisecond."""
@@ -41,27 +52,27 @@ def scaled_backends() -> list[ScaledBackend]:
     """In the order in which they are taken where nothing may be measured."""
     found: list[ScaledBackend] = [ScaledLoop()]
     if importlib.util.find_spec("triton"):
-        found = [TritonScaledMm(), *found, TritonMx()]
+        found = [TritonScaledMm(), *found, TritonMx(), TritonPair()]
     if importlib.util.find_spec("deep_gemm"):
         found.insert(0, DeepGemm())
     return found
 
 
-def named(found: list[Either], name: str) -> Either:
+def named(found: list[Some], name: str) -> Some:
     for backend in found:
         if backend.name == name:
             return backend
     raise Error(f"there is no backend {name!r} here; there are {', '.join(repr(b.name) for b in found)}")
 
 
-def pick(found: list[Either], key: tuple[Any, ...], device: torch.device, run: Callable[[Either], object]) -> Either:
+def pick(found: list[Some], key: tuple[Any, ...], device: torch.device, run: Callable[[Some], object]) -> Some:
     """found: those that take this product; run: takes it, into memory that nobody reads.
 
     On CPUs all are loops, and the first measurement would cost more than they differ. With deterministic algorithms, and while a
     CUDA graph is captured, nothing is measured: what is known or the first of the list is taken.
     """
     if device.type == "cpu":
-        return named(found, "loop")
+        return next((one for one in found if one.name == "loop"), found[0])
     quick = [backend for backend in found if not backend.waits] or found
     if len(quick) == 1:
         return quick[0]

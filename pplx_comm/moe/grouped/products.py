@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
 from pplx_comm.moe.grouped.choose import Either, backends, named, pick, rows_class, scaled_backends
+from pplx_comm.moe.grouped.pair import TritonPair
+from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
+from pplx_comm.moe.swiglu import swiglu_quantise
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 
@@ -101,6 +106,8 @@ def scaled(
 
 def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype, backend: str) -> ScaledBackend:
     mx = x[1].dtype == torch.uint8
+    if backend == TritonPair.name:
+        backend = TritonScaledMm.name  # a product by itself
     if backend != "auto" and named(scaled_backends(), backend).mx == mx:
         return _of_parts(named(scaled_backends(), backend), where)
     able = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
@@ -113,3 +120,48 @@ def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype:
 
     key = ("scaled", transposed, tuple(w[0].shape), *_like(where, x[0]))
     return pick(found, key, x[0].device, run)
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Both products by launches of their own, and what is between them by one."""
+
+    backend: str = "auto"
+    name: str = "apart"
+    waits: bool = False
+
+    def through(self, x: Codes, gate_up: Codes, down: Codes, where: Segments, dtype: torch.dtype) -> torch.Tensor:
+        h = scaled(x, gate_up, where, dtype=dtype, backend=self.backend)
+        return scaled(swiglu_quantise(h, where), down, where, dtype=dtype, backend=self.backend)
+
+
+def through_experts(
+    x: Codes, gate_up: Codes, down: Codes, where: Segments, *, dtype: torch.dtype, backend: str = "auto"
+) -> torch.Tensor:
+    """The product of codes with gate_up, SwiGLU, and the product with down, in dtype: for whoever keeps nothing in between.
+
+    Few rows may be taken by one launch, with the bits that our products have: "auto" measures it beside the launches apart.
+    """
+    chosen = for_both(x, gate_up, down, where, dtype, backend)
+    if isinstance(chosen, TritonPair):
+        for weights in (gate_up, down):
+            note("forward", weights[0].shape, chosen.name)
+    return chosen.through(x, gate_up, down, where, dtype)
+
+
+def for_both(
+    x: Codes, gate_up: Codes, down: Codes, where: Segments, dtype: torch.dtype, backend: str = "auto"
+) -> Apart | TritonPair:
+    """What through_experts() takes."""
+    apart = Apart(backend)
+    asked = [each for each in scaled_backends() if isinstance(each, TritonPair) and backend in ("auto", each.name)]
+    able = [each for each in asked if each.takes_both(x, gate_up, down, where)]
+    if not able or backend != "auto":
+        return able[0] if able else apart
+
+    def run(each: Apart | TritonPair) -> object:
+        return each.through(x, gate_up, down, where, dtype)
+
+    key = ("through", tuple(gate_up[0].shape), tuple(down[0].shape), *_like(where, x[0]))
+    both: list[Apart | TritonPair] = [apart, *able]
+    return pick(both, key, x[0].device, run)

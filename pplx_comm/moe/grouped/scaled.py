@@ -1,4 +1,4 @@
-"""The product of codes for layers of one's own."""
+"""The products of codes for layers of one's own."""
 
 from __future__ import annotations
 
@@ -22,3 +22,19 @@ def scaled_grouped_mm(
     where: d.offsets, or segments(d), with x as d.x.flatten(0, 1) and d.scale where rows lie as Padded lays them.
     """
     return products.scaled(x, w, Segments.of(where), transposed=transposed, dtype=dtype, backend=backend)
+
+
+def scaled_experts(
+    x: products.Codes,
+    gate_up: products.Codes,
+    down: products.Codes,
+    where: torch.Tensor | Segments,
+    *,
+    dtype: torch.dtype,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Both products of codes by expert with SwiGLU between, in dtype and without gradients. Few rows may take one launch.
+
+    x, where: as of scaled_grouped_mm(). gate_up: [experts, 2 * intermediate, hidden], down: [experts, hidden, intermediate].
+    """
+    return products.through_experts(x, gate_up, down, Segments.of(where), dtype=dtype, backend=backend)

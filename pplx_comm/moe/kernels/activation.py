@@ -18,6 +18,13 @@ def gate_and_up(h, rows, columns, inside, width):
 
 
 @triton.jit
+def activated(h, rows, columns, inside, width):
+    """silu(gate) * up at some columns, rounded once to h's dtype."""
+    gate, up = gate_and_up(h, rows, columns, inside, width)
+    return (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
+
+
+@triton.jit
 def swiglu_forward(
     h, where, out, scales, experts, room, width, row_stride, scale_stride, skew,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, QUANTISED: tl.constexpr,
@@ -29,8 +36,7 @@ def swiglu_forward(
         rows, used, block, expert = rows_of_tile(tile, ends, where, experts, room, blocks, ROWS, PADDED)
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = (rows < used)[:, None] & (columns < width)[None, :]
-        gate, up = gate_and_up(h, rows, columns, inside, width)
-        a = (gate * tl.sigmoid(gate) * up).to(h.dtype.element_ty)
+        a = activated(h, rows, columns, inside, width)
         places = out + rows[:, None].to(tl.int64) * width + columns[None, :]
         if QUANTISED:
             codes, scale = codes_and_scales(a.to(tl.float32))

@@ -128,8 +128,8 @@ def store_product(
     """A tile of the product, of codes if SCALED: ROWS rows from `row` on, as far as the expert's go."""
     if SCALED:
         sums = scaled_tile_of_product(
-            x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-            TMA, ROWS, SIDE, INNER,
+            x, x_scale, w, w_scale, expert, row, column_tile, end, inner, width, row_stride, scale_stride, skew,
+            TMA, TMA, ROWS, SIDE, INNER,
         )  # fmt: skip
     else:
         sums = tile_of_product(x, w, expert, row, column_tile * SIDE, rows, inner, width, False, TMA, ROWS, SIDE, INNER)

@@ -60,7 +60,7 @@ def _formats() -> Any:
     return formats
 
 
-def _scales(rows: int, width: int, s: Segments) -> torch.Tensor:
+def empty_scales(rows: int, width: int, s: Segments) -> torch.Tensor:
     """Column by column, and columns at multiples of 16 bytes, as grouped products read them: by expert where each has a room."""
     blocks = -(-width // BLOCK)
     if not s.room:
@@ -93,7 +93,7 @@ def swiglu(h: torch.Tensor, s: Segments) -> torch.Tensor:
 def swiglu_quantise(h: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     """See swiglu.swiglu_quantise."""
     rows, width = h.shape[0], h.shape[1] // 2
-    codes, scales = h.new_empty(rows, width, dtype=torch.uint8), _scales(rows, width, s)
+    codes, scales = h.new_empty(rows, width, dtype=torch.uint8), empty_scales(rows, width, s)
     where, experts, room = _place(s)
     _activation().swiglu_forward[_grid(h, SWIGLU_QUANTISE)](
         h, where, codes, scales, experts, room, width, *strides_of_scales(scales), **_tiles(s, SWIGLU_QUANTISE),
@@ -117,7 +117,7 @@ def swiglu_backward(
 def quantise(x: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     """See quantise.quantise."""
     rows, width = x.shape
-    codes, scales = torch.empty(x.shape, dtype=torch.uint8, device=x.device), _scales(rows, width, s)
+    codes, scales = torch.empty(x.shape, dtype=torch.uint8, device=x.device), empty_scales(rows, width, s)
     where, experts, room = _place(s)
     _formats().quantise_rows[_grid(x, QUANTISE)](
         x, where, codes, scales, experts, room, width, *strides_of_scales(scales), **_tiles(s, QUANTISE), BLOCK=BLOCK
@@ -152,7 +152,7 @@ def rescale_mx(codes: torch.Tensor, scale: torch.Tensor, s: Segments) -> tuple[t
     rows, width = codes.shape
     if width % 4:
         raise Error(f"rescale_mx() takes four codes at a time: rows of {width} are no multiple of that")
-    out, scales = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device), _scales(rows, width, s)
+    out, scales = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device), empty_scales(rows, width, s)
     became = torch.zeros((), dtype=torch.int64, device=codes.device)
     where, experts, room = _place(s)
     _formats().rescale_rows[_grid(codes, RESCALE)](

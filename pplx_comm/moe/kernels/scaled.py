@@ -32,18 +32,21 @@ def scaled_rows_by_weights(
         row_tile, column_tile = in_supergroups(tile - first_tile, tl.cdiv(end - begin, ROWS), columns, GROUP)
         row = begin + row_tile * ROWS
         sums = scaled_tile_of_product(
-            x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-            TMA, ROWS, SIDE, BLOCK,
+            x, x_scale, w, w_scale, expert, row, column_tile, end, inner, width, row_stride, scale_stride, skew,
+            TMA, TMA, ROWS, SIDE, BLOCK,
         )  # fmt: skip
         store_tile(out, sums, row, column_tile * SIDE, end, width)
 
 
 @triton.jit
 def scaled_tile_of_product(
-    x, x_scale, w, w_scale, expert, row, column_tile, end, rows, inner, width, row_stride, scale_stride, skew,
-    TMA: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
+    x, x_scale, w, w_scale, expert, row, column_tile, end, inner, width, row_stride, scale_stride, skew,
+    ROWS_TMA: tl.constexpr, TMA: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS x SIDE of what scaled_rows_by_weights says, in float32. end: before which row the expert's end."""
+    """ROWS x SIDE of what scaled_rows_by_weights says, in float32. end: before which row the expert's end.
+
+    ROWS_TMA: x is a descriptor, by which whole tiles are read. By its pointer nothing behind `end` is.
+    """
     columns, depth = tl.cdiv(width, BLOCK), tl.cdiv(inner, BLOCK)
     column, above = column_tile * SIDE, expert * width
     here = row + tl.arange(0, ROWS)
@@ -52,7 +55,7 @@ def scaled_tile_of_product(
     sums = tl.zeros((ROWS, SIDE), dtype=tl.float32)
     of_rows, of_weights = tl.load(row_scales, mask=here < end, other=0.0), tl.load(weight_scales)
     for block in range(depth):
-        a = load_tile(x, row, block * BLOCK, rows, inner, inner, ROWS, BLOCK, TMA)
+        a = load_tile(x, row, block * BLOCK, end, inner, inner, ROWS, BLOCK, ROWS_TMA)
         b = load_tile(w, above + column, block * BLOCK, above + width, inner, inner, SIDE, BLOCK, TMA)
         scale, later = of_rows * of_weights, tl.minimum(block + 1, depth - 1)  # scales come a turn ahead
         of_rows, of_weights = tl.load(row_scales + later * scale_stride, mask=here < end, other=0.0), tl.load(weight_scales + later)
