@@ -88,13 +88,13 @@ FIGURES = (
         "across",
         "nodes of one GPU over shm and tcp, blocks in parts",
         3,
-        f"--wire fp8 {DECODE},1024 --transport proxy:shm,proxy:tcp --pairs 16 --replays 5 --peers none",
+        f"--wire fp8 {DECODE},1024 --transport mapped,proxy:shm,proxy:tcp --node-size 1 --pairs 16 --replays 5 --peers none",
     ),
     latency(
         "across-whole",
         "the same, blocks as a whole",
         3,
-        f"--wire fp8 {DECODE},1024 --transport proxy:shm,proxy:tcp --pairs 16 --replays 5 --peers none",
+        f"--wire fp8 {DECODE},1024 --transport mapped,proxy:shm,proxy:tcp --node-size 1 --pairs 16 --replays 5 --peers none",
         (("PPLX_COMM_PART_BYTES", "4294967295"),),
     ),
     latency(

@@ -2,6 +2,7 @@
 
     python tools/on_gpus.py --list                                        what there is, and what this machine can run of it
     python tools/on_gpus.py --build --minutes 25 --out DIR --only 'large-*,proof-bulk'
+    python tools/on_gpus.py --out DIR --only 'proof-*' --beside 3         three proofs at a time, which GPUs take by turns
     python tests/gpu/mps.py 2 -- python tools/on_gpus.py --out DIR --only 'proof-*'      two ranks share each GPU: for proofs only
 
 A run's output, figures and plots lie in DIR under its name; summary.txt has a line each. Runs that have succeeded there are not run
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import itertools
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,28 +117,32 @@ def build(out: Path, cmake: str) -> None:
         raise SystemExit(f"on_gpus.py: it did not build; all of it is in {log}")
 
 
-def run_all(runs: list[Run], machine: Machine, out: Path, until: float) -> bool:
-    """Whether all that was begun succeeded."""
+def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, str]:
+    """Whether it succeeded, or was not begun."""
+    done = out / f"{run.name}.ok"
+    left = until - time.monotonic()
+    lacks = machine.lacks(run)
+    if done.exists():
+        return True, f"{run.name:20} ok before"
+    if lacks:
+        return True, f"{run.name:20} not run: {lacks}"
+    if left < 60 * run.minutes:
+        return True, f"{run.name:20} not run: takes {run.minutes:g} minutes, and {max(left, 0) / 60:.1f} are left"
+    succeeded, line = attempt(run, machine, out, left)
+    if succeeded:
+        done.touch()
+    return succeeded, line
+
+
+def run_all(runs: list[Run], machine: Machine, out: Path, until: float, beside: int = 1) -> bool:
+    """Whether all that was begun succeeded. Of proofs that follow each other, `beside` run at a time; what measures runs alone."""
     good = True
-    summary = out / "summary.txt"
-    for run in runs:
-        done = out / f"{run.name}.ok"
-        left = until - time.monotonic()
-        lacks = machine.lacks(run)
-        if done.exists():
-            line = f"{run.name:20} ok before"
-        elif lacks:
-            line = f"{run.name:20} not run: {lacks}"
-        elif left < 60 * run.minutes:
-            line = f"{run.name:20} not run: takes {run.minutes:g} minutes, and {max(left, 0) / 60:.1f} are left"
-        else:
-            succeeded, line = attempt(run, machine, out, left)
-            good = good and succeeded
-            if succeeded:
-                done.touch()
-        print(line, flush=True)
-        with summary.open("a") as file:
-            print(line, file=file)
+    for figures, some in itertools.groupby(runs, key=lambda run: run.figure):
+        with ThreadPoolExecutor(1 if figures else beside) as pool, (out / "summary.txt").open("a") as summary:
+            for succeeded, line in pool.map(lambda run: run_one(run, machine, out, until), some):
+                good = good and succeeded
+                print(line, flush=True)
+                print(line, file=summary, flush=True)
     return good
 
 
@@ -147,6 +154,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=600, help="none is begun that would take longer, none goes on longer (600)"
     )
+    parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many proofs at a time (1)")
     parser.add_argument("--out", type=Path, help="folder for outputs, figures and plots; made where it is not there")
     parser.add_argument("--build", action="store_true", help="build first, with this Python and what the host has")
     parser.add_argument(
@@ -157,6 +165,8 @@ def main() -> int:
     if args.list:
         list_runs(runs, machine)
         return 0
+    if args.beside < 1:
+        parser.error("--beside is how many proofs run at a time, one or more")
     if args.out is None:
         parser.error("--out says where outputs go")
     if machine.gpus == 0:
@@ -165,7 +175,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.build:
         build(args.out, args.cmake)
-    return 0 if run_all(runs, machine, args.out, begun + 60 * args.minutes) else 1
+    return 0 if run_all(runs, machine, args.out, begun + 60 * args.minutes, args.beside) else 1
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,25 @@ def test_a_hang_is_ended_with_its_children(tmp_path: Path) -> None:
     # Killed, it is gone or waits for init to collect it.
     state = Path(f"/proc/{child.read_text()}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_proofs_run_beside_each_other_and_figures_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met = {False: threading.Barrier(2), True: threading.Barrier(2)}
+    alone: list[bool] = []
+
+    def attempt(run: Run, *_: object) -> tuple[bool, str]:
+        """Two proofs meet, a figure waits for another in vain."""
+        try:
+            met[run.figure].wait(1 if run.figure else 60)
+        except threading.BrokenBarrierError:
+            met[run.figure].reset()
+            alone.append(run.figure)
+        return True, run.name
+
+    monkeypatch.setattr(on_gpus, "attempt", attempt)
+    runs = [Run(name, "", 0, "", figure=name.startswith("f")) for name in ("p1", "p2", "f1", "f2")]
+    assert on_gpus.run_all(runs, TWO, tmp_path, on_gpus.time.monotonic() + 600, beside=2)
+    assert (tmp_path / "summary.txt").read_text().split() == [run.name for run in runs] and alone == [True, True]
 
 
 def test_none_is_begun_without_its_time_or_its_gpus(tmp_path: Path) -> None:
