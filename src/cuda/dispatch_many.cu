@@ -1,6 +1,7 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include <algorithm>
 
+#include "carried_rows.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
 #include "token_pipe.cuh"
@@ -36,21 +37,21 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
 }
 
 template <typename Mode, bool kHooks>
-__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
-                                          std::uint32_t* sums, char* planner_memory) {
+__device__ inline void send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
+                                 std::uint32_t* sums, char* planner_memory) {
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
   if (is_planner()) {
     claim_set(a, s.plan);
-    if (!s.plan.taken) return 0;
+    if (!s.plan.taken) return;
     LoadedChunk loaded;
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
     const Spends plans(k, Span::Planning);
     plan_chunks(a, s.plan, loaded, sums, planner_memory);
-    return 0;
+    return;
   }
-  if (!is_worker()) return 0;
+  if (!is_worker()) return;
   // Tiles come while chunks are counted, where there is room for both.
   ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
   const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
@@ -64,7 +65,7 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   }
   if (!s.plan.taken) {
     if (warp < senders) sender.drop();
-    return sender.parities();
+    return;
   }
   if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
   if (threadIdx.x < k.c.world)
@@ -72,7 +73,6 @@ __device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared
   fence_shared_copies();  // where chunks were counted, tiles come
   barrier_sync<kAmongPlanners, kPlanners>();
   if (warp < senders) sender.send();
-  return sender.parities();
 }
 
 // kHooks: the caller's kernels hear of what has come.
@@ -89,9 +89,10 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(s, sending_workers<Mode>(a));
+  prepare_loads(s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
-  std::uint32_t step = 0, parities = 0;
+  std::uint32_t step = 0;
   if (a.send) {
     {
       const Spends begins(k, Span::Beginning);
@@ -99,7 +100,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
       __syncthreads();
     }
     step = s.plan.step;
-    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
+    send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
   } else if (!find_open_step(a, step)) {
     if (kHooks) raise_after_failure(a);
     return;
@@ -107,7 +108,7 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
   if (a.recv) {
     if (warp == kWorkers + 1) count_rows(a, step, s.receive);
     if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
-    if (is_worker()) ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
+    if (is_worker()) RowCarrier<kHooks>(a, step, s.receive, experts).receive();
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
@@ -118,42 +119,32 @@ __device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
 
 // ---- where tokens are quantised ----
 
-// Warps with roles: workers, of which all but the loader receive when they have nothing to send, and behind the other kernels' warps the storer.
-// The one that counts rows tells peers of theirs then.
-inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kStorer = kManyWarps;
+// Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
-static_assert(kQuantisers < kDealer && kStorer + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
+static_assert(kQuantisers < kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
 
-// The rings become the quantisers' memory; the other workers have theirs from the start, the loader only to count chunks.
-inline constexpr std::uint32_t kRingBytes = std::max(kTokensInBytes + kRowsOutBytes, kQuantisers * kReceiverBytes);
+inline constexpr std::uint32_t kRingBytes = kTokensInBytes + kRowsOutBytes;
 
 struct DealtKernelShared {
   ManyPlan plan;
   ReceiveShared receive;
-  std::uint64_t loaded[kWorkers][kRowsIn];  // turns, of receivers
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
   bool last;  // thread block to leave
   SendRings rings;
 };
 
 struct DealtMemory {
-  std::uint32_t counts, places, rings, workers, bytes;  // where each begins; sums come first
+  std::uint32_t counts, places, rings, bytes;  // where each begins; sums come first
 
   constexpr explicit DealtMemory(const Config& c)
-      : counts(ManyMemory(c).counts),
-        places(ManyMemory(c).places),
-        rings(ManyMemory(c).workers),
-        workers(rings + kRingBytes),
-        bytes(workers + (kLoader - kQuantisers) * kReceiverBytes + counting_bytes(c)) {}
-  __device__ std::uint32_t of_worker(std::uint32_t warp) const {
-    return warp < kQuantisers ? rings + warp * kReceiverBytes : workers + (warp - kQuantisers) * kReceiverBytes;
-  }
+      : counts(ManyMemory(c).counts), places(ManyMemory(c).places), rings(ManyMemory(c).workers), bytes(rings + kRingBytes) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks>
 __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
-  constexpr std::uint32_t kCountedBytes = kRowsOutBytes / kQuantisers / 16 * 16;
   const Common& k = a.common;
   const DealtMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
@@ -169,8 +160,8 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
   } else if (is_worker()) {
     TokenLoader<kElementBytes<Mode>> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
-    const bool room = counting_bytes(k.c) <= kCountedBytes;
-    char* const counting = room && warp < kQuantisers ? out + warp * kCountedBytes : launched + at.of_worker(warp);
+    const bool room = kWorkers * counting_bytes(k.c) <= kRowsOutBytes;
+    char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     const FirstChunk first(a);
     if (room && warp == kLoader) loader.ask_early();
     first.keep(a, counting);
@@ -185,30 +176,25 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
     if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
     if (threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
-    fence_shared_copies();  // where chunks were counted, tokens come, and rows
+    fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kAmongPlanners, kPlanners>();
     if (warp < kQuantisers) quantise_tokens<kElementBytes<Mode>>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
+    if (warp >= kFirstStorer && warp < kDealer) RowStorer<kElementBytes<Mode>>(a, s.rings, out, warp - kFirstStorer).store();
     if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
-  } else if (warp == kStorer) {
-    s.plan.claimed.wait();
-    if (s.plan.taken) RowStorer<kElementBytes<Mode>>(a, s.rings, out).store();
-  } else if (warp == kCounter) {
-    if (a.recv) count_rows(a, s.plan.step, s.receive);
+  } else if (warp == kTeller) {
     s.plan.claimed.wait();
     if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
   }
 }
 
 template <bool kHooks>
-__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DealtKernelShared& s, const Experts& experts, char* launched) {
+__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DealtKernelShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
-  if (warp == kCounter && !a.send) count_rows(a, step, s.receive);
+  if (warp == kCounter) count_rows(a, step, s.receive);
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
-  if (warp >= kLoader) return;
-  if (a.send && warp < kQuantisers) s.rings.drained.wait();
-  ManyReceiver<kHooks> receiver(a, step, s.receive, experts, launched + DealtMemory(a.common.c).of_worker(warp), s.loaded[warp], 0);
-  receiver.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
+  if (a.send) s.plan.claimed.wait();
+  RowCarrier<kHooks>(a, step, s.receive, experts).receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
 template <typename Mode, bool kHooks>
@@ -221,7 +207,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   Spends::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x / 32 == kStorer) init_rings<kElementBytes<Mode>>(k, s.rings);
+  if (threadIdx.x / 32 == kTeller) init_rings<kElementBytes<Mode>>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DealtMemory(k.c).places), k.expert_pieces};
   std::uint32_t step = 0;
@@ -238,7 +224,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
     return;
   }
   if (a.recv) {
-    receive_dealt<kHooks>(a, step, s, experts, launched);
+    receive_dealt<kHooks>(a, step, s, experts);
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
@@ -285,7 +271,7 @@ bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   const BlockLayout row = dispatch_block(c);
   const bool can_deal = can_deal_sends(c) && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kReceiverBytes) &&
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kRingBytes / kWorkers) &&
          ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && (can_deal || !quantised(c.wire));
 }
 

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(s, sending_workers<Mode>(a));
+  prepare_loads(s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
     if (warp == kWorkers + 2) place_rows<false, kHooks>(a, step, s.receive, experts);
     if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
-      ManyReceiver<kHooks, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
+      ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
     if (kHooks) raise_after_failure(a);
   }

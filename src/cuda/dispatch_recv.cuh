@@ -665,6 +665,16 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   return true;
 }
 
+// In a step of many tokens: n rows of a source that has few, from row `first` of all sources on.
+template <bool kHooks>
+static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e, std::uint32_t first,
+                                                    std::uint32_t n) {
+  const std::uint32_t begin = first * a.common.parts;
+  for (std::uint32_t unit = begin; unit < begin + n * a.common.parts; ++unit)
+    if (!receive_part<true, kHooks>(a, step, unit, s, e)) return false;
+  return true;
+}
+
 // For any warp of the block, once it has nothing to send.
 template <bool kPlain, bool kHooks>
 __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {

@@ -40,10 +40,16 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   return false;
 }
 
+// Where workers load for themselves.
+template <typename Shared>
+__device__ inline void prepare_loads(Shared& s) {
+  if (threadIdx.x % 32 == 0 && is_worker())
+    for (std::uint64_t& turns : s.loaded[threadIdx.x / 32]) turns_init(&turns, 1);
+}
+
 // users: warps that say that they have done with a chunk.
 template <typename Shared>
 __device__ inline void prepare(Shared& s, std::uint32_t users) {
-  const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     s.plan.claimed.close();
     s.receive.rows_known.close();
@@ -51,8 +57,6 @@ __device__ inline void prepare(Shared& s, std::uint32_t users) {
     s.receive.next = 0;
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
-  if (threadIdx.x % 32 == 0 && is_worker())
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
   if (threadIdx.x % 32 == 0 && is_planner())
     for (std::uint32_t i = 0; i < 2; ++i) {
       turns_init(s.plan.known + i, 1);

@@ -1,21 +1,22 @@
 // How a dispatch of many tokens that quantises sends, inside a node: warps with roles, and rings in shared memory between them. The loader asks
-// for tokens far ahead; quantisers make rows of them, a team each of them together; the dealer looks tokens up, some at a time, a choice in
-// each lane, and says where their rows go; the storer copies each there; the teller raises the arrival words of what was dealt together,
-// behind one fence. So the fence, the looking up and the way of tokens through memory stand behind nobody else's work, and the first rows are
-// there before anything is planned. Where this launch receives, too, rows of this rank go to their places at once, as soon as these are
-// known; before, they go the way of all others.
+// for tokens far ahead, by bulk copies; quantisers make rows of them, a team each of them together; the dealer looks tokens up, some at a time,
+// a choice in each lane, and says where their rows go; storers take them there, by ordinary stores of all lanes, which wait for nothing; the
+// teller raises the arrival words of all that has been stored, behind one fence. So the fence, the looking up and the way of tokens through
+// memory stand behind nobody else's work, and the first rows are there before anything is planned. Where this launch receives, too, rows of
+// this rank go to their places at once, as soon as these are known; before, they go the way of all others.
 //
 // None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
 #pragma once
 
-#include "many_recv.cuh"
+#include "carried_rows.cuh"
+#include "many_plan.cuh"
 #include "payload.cuh"
 #include "quantise.cuh"
 #include "rows.cuh"
 
 namespace pplx::cuda {
 
-inline constexpr std::uint32_t kMostTokensIn = 8, kMostRowsOut = 16;
+inline constexpr std::uint32_t kMostTokensIn = 8, kMostRowsOut = 12;
 inline constexpr std::uint32_t kPartInBytes = kOfTeam * kQuantiserBytes, kTokensInBytes = kTokensIn * kPartInBytes;
 inline constexpr std::uint32_t kRowOutBytes = 7424, kRowsOutBytes = kRowsOut * kRowOutBytes;  // 7168 codes and their scales
 
@@ -33,9 +34,8 @@ struct Batch {
 
 struct SendRings {
   std::uint64_t loaded[kMostTokensIn], used[kMostTokensIn];  // turns: by the loader; by the team
-  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by the storer
-  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, the storer, the teller
-  Gate drained;  // nobody reads or writes tokens and rows any more
+  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by a storer
+  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, all storers, the teller
   std::uint32_t parts;  // of tokens; known when there are no more
   KeptRows kept;
   Batch batches[kBatches];
@@ -72,22 +72,24 @@ struct SendShape {
         of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
         part_bytes(min(k.c.hidden, kOfPart) * kElementBytes),
         row_bytes(k.dispatch.scales_at + 16 * k.scale_pieces),
-        places_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
-        teams(places_out > kTeams ? kTeams : 1),
+        room_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
+        teams(room_out >= kTeams * kStorers ? kTeams : 1),
+        storers(teams == 1 ? 1 : kStorers),
+        places_out(room_out / (teams * storers) * (teams * storers)),
         places_in(min(kTokensInBytes / part_bytes, kMostTokensIn) / teams * teams) {}
   __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
 
   const std::uint32_t parts;  // of a token
   const std::uint32_t of_quantiser;  // elements of a part, of each of the team
   const std::uint32_t part_bytes, row_bytes;  // the most that a place has
-  const std::uint32_t places_out;
-  const std::uint32_t teams;  // that there is room for
-  // A team comes to each of its places in every turn: who has not seen one turn of a place would take it for the next one. It has seen that
-  // of rows, since those leave in order.
-  const std::uint32_t places_in;
+  const std::uint32_t room_out;
+  const std::uint32_t teams, storers;  // that there is room for
+  // Each of a ring's places has the same team, and the same storer, in every turn: who has not seen one turn of a place would take it for the
+  // next one.
+  const std::uint32_t places_out, places_in;
 };
-static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams);
-// A row's place is free when the one behind it is on its way.
+static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams && kRowsOut >= kTeams * kStorers);
+// While a row leaves, another is made.
 constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
 
 // By one warp, before the block meets for the first time.
@@ -104,11 +106,10 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
   }
   if (lane < kBatches) {
     turns_init(s.dealt + lane, 1);
-    turns_init(s.there + lane, 1);
+    turns_init(s.there + lane, SendShape<kElementBytes>(k).storers);
     turns_init(s.told + lane, 1);
   }
   if (lane != 0) return;
-  s.drained.close();
   s.kept.known.close();
   s.kept.rows = s.kept.next = 0;
   s.parts = kNone;
@@ -130,7 +131,6 @@ class TokenLoader {
   // In place of load(): nobody wants what was asked for.
   __device__ void drop() {
     for (std::uint32_t i = 0; i < asked_; ++i) await_turn(rings_.loaded + i, 0);
-    rings_.drained.open();
   }
   __device__ void load() {
     if (chunk_ == 0) begin_chunk();
@@ -230,7 +230,6 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
       char* const row = out + to.at * shape.row_bytes;
       Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes, min(elements - first, shape.of_quantiser), row + at,
                                  row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
-      fence_shared_copies();
     } else {
       arrive(rings.used + from.at);
     }
@@ -267,7 +266,7 @@ class TokenDealer {
       if (lane() == 0) turns_arrive(plan_.used + turn);
     }
     if (!places_known_) end_kept();
-    tell_storer(0, {});
+    tell_storers(0, {});
   }
 
  private:
@@ -310,7 +309,7 @@ class TokenDealer {
       sent.scales = scale_place(a_, mine.place, mine.expert);
     }
     write_routes(c, own, there);
-    tell_storer(tokens, sent);
+    tell_storers(tokens, sent);
     if (a_.ids != nullptr && there) keep(c, own);
     if (has_own) place_words(a_, mine, choice());
   }
@@ -380,7 +379,7 @@ class TokenDealer {
     if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
   }
 
-  __device__ void tell_storer(std::uint32_t tokens, const SentRow& sent) {
+  __device__ void tell_storers(std::uint32_t tokens, const SentRow& sent) {
     Batch& batch = rings_.batches[place_.at];
     {
       const Spends waits(k_, Span::AwaitingPlaceOut);
@@ -406,150 +405,123 @@ class TokenDealer {
   bool places_known_ = false;
 };
 
-// ---- the storer ----
+// ---- storers ----
 
+// By one of the block's, each of which takes every kStorers-th row.
 template <std::uint32_t kElementBytes>
 class RowStorer {
  public:
-  __device__ RowStorer(const DispatchArguments& a, SendRings& rings, char* out)
-      : a_(a), k_(a.common), rings_(rings), out_(out), shape_(k_), place_(shape_.places_out) {
+  __device__ RowStorer(const DispatchArguments& a, SendRings& rings, const char* out, std::uint32_t number)
+      : a_(a), k_(a.common), rings_(rings), out_(out), number_(number), shape_(k_), place_(shape_.places_out) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
-    const std::uint32_t peers = max(1u, min(k_.living - 1, k_.c.top_k));
-    under_way_ = a_.recv ? senders_of(gridDim.x, peers * shape_.row_bytes, kMostUnderWay) : kMostUnderWay;
   }
 
   __device__ void store() {
     const Spends all(k_, Span::Sending);
-    for (;; ++batch_) {
-      const std::uint32_t at = batch_ % kBatches, turn = batch_ / kBatches;
-      if (!__all_sync(~0u, turn_is_over_now(rings_.dealt + at, turn & 1))) {
-        tell_all();  // nothing else comes soon
+    if (number_ >= shape_.storers) return;
+    for (SendPlace at(kBatches);; at.next()) {
+      {
         const Spends waits(k_, Span::AwaitingPlan);
-        await_turn(rings_.dealt + at, turn);
+        await_turn(rings_.dealt + at.at, at.turn);
       }
-      const Batch& batch = rings_.batches[at];
-      if (batch.tokens == 0) break;
-      for (std::uint32_t i = 0; i < batch.tokens; ++i) store_token(batch, i);
+      const Batch& batch = rings_.batches[at.at];
+      const std::uint32_t tokens = batch.tokens;
+      for (std::uint32_t i = 0; i < tokens; ++i, place_.next())
+        if (place_.at % shape_.storers == number_) store_token(batch, i);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + at.at);
+      if (tokens == 0) return;
     }
-    tell_all();
-    if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + batch_ % kBatches);
-    rings_.drained.open();
   }
 
  private:
-  static constexpr std::uint32_t kMostUnderWay = 8;  // tokens
+  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales goes twice as many
 
-  __device__ void store_token(const Batch& batch, std::uint32_t nth) {
+  __device__ void store_token(const Batch& batch, std::uint32_t nth) const {
     const std::uint32_t lane = threadIdx.x % 32;
     SentRow sent;
     if (lane >> shift_ == 0) sent = batch.rows[(nth << shift_) + lane];
-    char* const row = out_ + place_.at * shape_.row_bytes;
+    const char* const row = out_ + place_.at * shape_.row_bytes;
     {
       const Spends waits(k_, Span::AwaitingTile);
       await_turn(rings_.quantised + place_.at, place_.turn);
     }
-    {
-      const Spends waits(k_, Span::AwaitingPlaceOut);
-      tell_of(await_all_but(under_way_ - 1));
+    linger(k_, place_.at);
+    const Spends stores(k_, Span::StoringTiles);
+    const std::uint32_t rows = __ballot_sync(~0u, sent.row != nullptr), places = __ballot_sync(~0u, sent.place != nullptr);
+#pragma unroll 1
+    for (std::uint32_t begin = 0; begin < shape_.row_bytes; begin += kVectors * 512) {
+      const std::uint32_t at = begin + 16 * lane;
+      uint4 v[kVectors];
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if (at + 512 * j < shape_.row_bytes) v[j] = *reinterpret_cast<const uint4*>(row + at + 512 * j);
+      store_part(sent.row, rows, at, shape_.row_bytes, v);
+      store_part(sent.place, places, at, k_.payload_bytes, v);
     }
-    linger(k_, sent_);
-    {
-      const Spends stores(k_, Span::StoringTiles);
-      const char* const scales = row + k_.dispatch.scales_at;
-      if (sent.row != nullptr) bulk_store(sent.row, row, shape_.row_bytes);
-      if (sent.place != nullptr) {
-        bulk_store(sent.place, row, k_.payload_bytes);
-        if (k_.scales_in_pieces) bulk_store(sent.scales, scales, 16 * k_.scale_pieces);
-      }
-      bulk_end_group();
-      if (!k_.scales_in_pieces) place_scales(sent.scales, scales);
-    }
-    ++sent_;
-    {
-      const Spends waits(k_, Span::AwaitingPlaceIn);
-      bulk_await_read<1>();
-    }
+    if (places != 0) place_scales(sent.scales, places, row + k_.dispatch.scales_at);
     __syncwarp();
-    if (sent_ > 1 && lane == 0) turns_arrive(rings_.stored + last_);
-    last_ = place_.at;
-    place_.next();
+    if (lane == 0) turns_arrive(rings_.stored + place_.at);
+  }
+
+  // To the place that each of `lanes` has, as far as there is room.
+  __device__ static void store_part(char* mine, std::uint32_t lanes, std::uint32_t at, std::uint32_t room, const uint4 (&v)[kVectors]) {
+#pragma unroll 1
+    for (; lanes != 0; lanes &= lanes - 1) {
+      char* const to = known_global(of_lane(mine, __ffs(static_cast<int>(lanes)) - 1)) + at;
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if (at + 512 * j < room) store16(to + 512 * j, v[j]);
+    }
   }
 
   // To each copy of the own row.
-  __device__ void place_scales(char* mine, const char* scales) const {
-    for (std::uint32_t copies = __ballot_sync(~0u, mine != nullptr); copies != 0; copies &= copies - 1) {
+  __device__ void place_scales(char* mine, std::uint32_t copies, const char* scales) const {
+#pragma unroll 1
+    for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
+#pragma unroll 1
       for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)
         place_scale(a_, to, *reinterpret_cast<const uint4*>(scales + 16 * nth), nth);
-    }
-  }
-
-  // Each token is a group of stores. Returns how many are where they belong.
-  __device__ std::uint32_t await_all_but(std::uint32_t most) const {
-    const std::uint32_t but = most >= 7 ? 7 : most >= 3 ? 3 : most;
-    if (but == 7)
-      bulk_await_stored<7>();
-    else if (but == 3)
-      bulk_await_stored<3>();
-    else if (but == 2)
-      bulk_await_stored<2>();
-    else if (but == 1)
-      bulk_await_stored<1>();
-    else
-      bulk_await_stored<0>();
-    return sent_ - min(but, sent_);
-  }
-  // The teller hears of batches whose tokens are all among the first so many.
-  __device__ void tell_of(std::uint32_t tokens) {
-    __syncwarp();
-    for (; told_ != batch_ + 1 && told_tokens_ + rings_.batches[told_ % kBatches].tokens <= tokens; ++told_) {
-      told_tokens_ += rings_.batches[told_ % kBatches].tokens;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kBatches);
-    }
-  }
-  // Of what was stored. The batch that this warp waits for is not known.
-  __device__ void tell_all() {
-    bulk_await_stored<0>();
-    __syncwarp();
-    for (; told_ != batch_; ++told_) {
-      told_tokens_ += rings_.batches[told_ % kBatches].tokens;
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kBatches);
     }
   }
 
   const DispatchArguments& a_;
   const Common& k_;
   SendRings& rings_;
-  char* const out_;
+  const char* const out_;
+  const std::uint32_t number_;
   const SendShape<kElementBytes> shape_;
   SendPlace place_;
-  std::uint32_t shift_ = 0, under_way_;
-  std::uint32_t sent_ = 0, last_ = 0;  // tokens; the last one's place
-  std::uint32_t batch_ = 0, told_ = 0, told_tokens_ = 0;  // batches; tokens of those that were told of
+  std::uint32_t shift_ = 0;
 };
 
 // ---- the teller ----
 
+// One fence for all that is there: what other warps have stored, this one has seen them tell of.
 __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
-  for (SendPlace place(kBatches);; place.next()) {
+  for (std::uint32_t told = 0;;) {
+    const auto is_there = [&](std::uint32_t n) { return turn_is_over_now(rings.there + n % kBatches, n / kBatches & 1); };
     {
       const Spends waits(k, Span::AwaitingTile);
-      await_turn(rings.there + place.at, place.turn);
+      await_turn(rings.there + told % kBatches, told / kBatches);
     }
-    const Batch& batch = rings.batches[place.at];
-    if (batch.tokens == 0) return;
+    std::uint32_t end = told + 1;
+    while (end - told < kBatches && __all_sync(~0u, is_there(end))) ++end;
     const Spends tells(k, Span::Telling);
-    char* const row = batch.rows[threadIdx.x % 32].row;
     fence_system();
-    if (row != nullptr) {
-      linger(k, std::uint64_t{step} << 32 | place.at);
-      store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
+    for (; told != end; ++told) {
+      const Batch& batch = rings.batches[told % kBatches];
+      if (batch.tokens == 0) return;
+      char* const row = batch.rows[threadIdx.x % 32].row;
+      if (row != nullptr) {
+        linger(k, std::uint64_t{step} << 32 | told);
+        store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
+      }
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings.told + told % kBatches);
     }
     note(k, Stage::Published);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) turns_arrive(rings.told + place.at);
   }
 }
 
