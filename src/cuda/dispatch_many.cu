@@ -1,6 +1,4 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
-#include <algorithm>
-
 #include "carried_rows.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
@@ -8,8 +6,6 @@
 
 namespace pplx::cuda {
 namespace {
-
-using ManyShared = ManyKernelShared<ManyPlan>;
 
 // The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
 struct FirstChunk {
@@ -36,98 +32,13 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
   sum_chunks_before(a, s.step, 0, min(s.first_chunk, a.chunks), sums, memory);
 }
 
-template <typename Mode, bool kHooks>
-__device__ inline void send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
-                                 std::uint32_t* sums, char* planner_memory) {
-  const Common& k = a.common;
-  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
-  if (is_planner()) {
-    claim_set(a, s.plan);
-    if (!s.plan.taken) return;
-    LoadedChunk loaded;
-    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
-    barrier_sync<kAmongPlanners, kPlanners>();
-    const Spends plans(k, Span::Planning);
-    plan_chunks(a, s.plan, loaded, sums, planner_memory);
-    return;
-  }
-  if (!is_worker()) return;
-  // Tiles come while chunks are counted, where there is room for both.
-  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
-  const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
-  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
-  const FirstChunk first(a);
-  if (room && warp < senders) sender.ask_early();
-  first.keep(a, counting);
-  {
-    const Spends waits(k, Span::AwaitingClaims);
-    s.plan.claimed.wait();
-  }
-  if (!s.plan.taken) {
-    if (warp < senders) sender.drop();
-    return;
-  }
-  if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
-  if (threadIdx.x < k.c.world)
-    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
-  fence_shared_copies();  // where chunks were counted, tiles come
-  barrier_sync<kAmongPlanners, kPlanners>();
-  if (warp < senders) sender.send();
-}
-
-// kHooks: the caller's kernels hear of what has come.
-template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
-  PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(ManyShared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::DispatchBegins);
-  Spends::begin();
-  const ManyMemory at(k.c);
-  char* const launched = reinterpret_cast<char*>(words);
-  const std::uint32_t warp = threadIdx.x / 32;
-  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare(s, sending_workers<Mode>(a));
-  prepare_loads(s);
-  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
-  std::uint32_t step = 0;
-  if (a.send) {
-    {
-      const Spends begins(k, Span::Beginning);
-      if (is_planner()) begin_plan(a, s.plan);
-      __syncthreads();
-    }
-    step = s.plan.step;
-    send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
-  } else if (!find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
-    return;
-  }
-  if (a.recv) {
-    if (warp == kWorkers + 1) count_rows(a, step, s.receive);
-    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
-    if (is_worker()) RowCarrier<kHooks>(a, step, s.receive, experts).receive();
-    if (kHooks) raise_after_failure(a);
-  }
-  if (a.send) leave_plan(a, s.last);
-  note(k, Stage::DispatchEnds);
-  Spends::end(k);
-  stamp(k, Op::Dispatch, step, begun);
-}
-
-// ---- where tokens are quantised ----
-
 // Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
 static_assert(kQuantisers < kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
 
-inline constexpr std::uint32_t kRingBytes = kTokensInBytes + kRowsOutBytes;
-
-struct DealtKernelShared {
+struct DispatchShared {
   ManyPlan plan;
   ReceiveShared receive;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
@@ -135,18 +46,18 @@ struct DealtKernelShared {
   SendRings rings;
 };
 
-struct DealtMemory {
+struct DispatchMemory {
   std::uint32_t counts, places, rings, bytes;  // where each begins; sums come first
 
-  constexpr explicit DealtMemory(const Config& c)
-      : counts(ManyMemory(c).counts), places(ManyMemory(c).places), rings(ManyMemory(c).workers), bytes(rings + kRingBytes) {}
+  constexpr explicit DispatchMemory(const Config& c)
+      : counts(ManyMemory(c).counts), places(ManyMemory(c).places), rings(ManyMemory(c).others), bytes(rings + kRingBytes) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks>
-__device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+__device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
   const Common& k = a.common;
-  const DealtMemory at(k.c);
+  const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
   const std::uint32_t warp = threadIdx.x / 32;
   if (is_planner()) {
@@ -158,7 +69,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
     const Spends plans(k, Span::Planning);
     plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
-    TokenLoader<kElementBytes<Mode>> loader(a, s.plan, s.rings, in);
+    TokenLoader<Mode> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
     const bool room = kWorkers * counting_bytes(k.c) <= kRowsOutBytes;
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
@@ -178,9 +89,10 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kAmongPlanners, kPlanners>();
-    if (warp < kQuantisers) quantise_tokens<kElementBytes<Mode>>(k, s.rings, in, out, warp);
+    if constexpr (SendShape<Mode>::kQuantises)
+      if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
-    if (warp >= kFirstStorer && warp < kDealer) RowStorer<kElementBytes<Mode>>(a, s.rings, out, warp - kFirstStorer).store();
+    if (warp >= kFirstStorer && warp < kDealer) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
     if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
@@ -189,7 +101,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
 }
 
 template <bool kHooks>
-__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DealtKernelShared& s, const Experts& experts) {
+__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
   if (warp == kCounter) count_rows(a, step, s.receive);
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
@@ -200,16 +112,16 @@ __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t s
 template <typename Mode, bool kHooks>
 __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(DealtKernelShared, s);
+  PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::DispatchBegins);
   Spends::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x / 32 == kTeller) init_rings<kElementBytes<Mode>>(k, s.rings);
+  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DealtMemory(k.c).places), k.expert_pieces};
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};
   std::uint32_t step = 0;
   if (a.send) {
     {
@@ -234,14 +146,6 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
 }
 
 template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many<Mode, false>(a);
-}
-template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_hooks_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many<Mode, true>(a);
-}
-template <typename Mode>
 __global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_kernel(const __grid_constant__ DispatchArguments a) {
   run_dispatch_dealt<Mode, false>(a);
 }
@@ -250,40 +154,33 @@ __global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_hooks_kernel(
   run_dispatch_dealt<Mode, true>(a);
 }
 
-struct Launch {
-  void (*kernel)(DispatchArguments);
-  std::uint32_t threads, bytes;
-};
+using Kernel = void (*)(DispatchArguments);
 
 template <typename Mode>
-Launch dealt_launch(const Config& c, bool hooks) {
-  return {hooks ? dispatch_dealt_hooks_kernel<Mode> : dispatch_dealt_kernel<Mode>, kDealtThreads, DealtMemory(c).bytes};
+Kernel kernel_of(bool hooks) {
+  return hooks ? dispatch_dealt_hooks_kernel<Mode> : dispatch_dealt_kernel<Mode>;
 }
-Launch launch_of(const Config& c, bool given_scales, bool hooks) {
-  if (given_scales || c.wire == Wire::Native)
-    return {hooks ? dispatch_many_hooks_kernel<AsIs> : dispatch_many_kernel<AsIs>, kManyThreads, ManyMemory(c).bytes};
-  return c.dtype == Dtype::Float32 ? dealt_launch<Quantised<4>>(c, hooks) : dealt_launch<Quantised<2>>(c, hooks);
+Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
+  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
 }
 
 }  // namespace
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
-  const BlockLayout row = dispatch_block(c);
-  const bool can_deal = can_deal_sends(c) && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
-  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kRingBytes / kWorkers) &&
-         ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && (can_deal || !quantised(c.wire));
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
+         DispatchMemory(c).bytes + sizeof(DispatchShared) <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
 
 cudaError_t load_dispatch_many(const Config& c, bool hooks) {
   for (const bool given : {false, true}) {
-    const Launch launch = launch_of(c, given, hooks);
-    const void* const function = reinterpret_cast<const void*>(launch.kernel);
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
+    const int bytes = static_cast<int>(DispatchMemory(c).bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -291,8 +188,9 @@ cudaError_t load_dispatch_many(const Config& c, bool hooks) {
 
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Launch launch = launch_of(arguments.common.c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
-  return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
+  const Config& c = arguments.common.c;
+  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kDealtThreads), parameters, DispatchMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

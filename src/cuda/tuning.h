@@ -40,14 +40,14 @@ constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_eac
 }
 
 // A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
-// send. Without roles each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
+// send. In pieces each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
 inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
 inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
 inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// A dispatch that quantises has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows, some store them, and
+// Inside a node a dispatch has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows, some store them, and
 // the rest receive from the start; one warp more tells of rows. A warp that does all of it with a token of 7168 numbers takes 19,000
 // cycles, most of which it waits. With 16 warps a thread has 128 registers, with 17 to 20 it has 96. A team has a token at a time, or a
 // part of it, up to so many bytes each: whatever its part, a warp has 150 instructions for what lies between two tokens and for scales, beside

@@ -55,6 +55,18 @@ def test_bulk_copies_of_many_chunks() -> None:
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 
 
+@pytest.mark.parametrize("scale_layout", ["row", "tma"])
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:
+    """In some steps the caller has quantised. Rows of one scale and of more than a warp has lanes for, and of several parts."""
+    with Crew(2, BULK) as crew:
+        for hidden in (272, 20480):
+            case = Case(
+                seed(), 2, num_experts=6, top_k=2, hidden=hidden, max_tokens=20, wire=wire, scale_layout=scale_layout, steps=6
+            )
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [("float32", "ragged"), ("bfloat16", "ragged"), ("bfloat16", "padded"), ("bfloat16", "compact"), ("float16", "compact")],

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "replicas: rows are of the first tokens",
         "src/cuda/many_send.cuh",
-        "      const std::uint64_t given = token_of<!kPieces>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
+        "      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
         "      const std::uint64_t given = plan_.bounds[chunk_ % 2].first + token_;\n",
         "all replicas send the tokens of the first, under the names of their own",
         REPLICAS,
