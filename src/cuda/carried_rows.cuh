@@ -94,8 +94,7 @@ class RowCarrier {
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (16 * lane + 512 * j < k_.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
-    s_.placed.wait();
-    if (!s_.placed_all) return false;
+    if (!await_places(k_, s_)) return false;
     for (std::uint32_t i = 0; i < run.rows; ++i, row += row_bytes) {
       const RowEnd its_end = end;
       char* const next = i + 1 < run.rows ? row + row_bytes : nullptr;

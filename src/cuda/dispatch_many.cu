@@ -2,6 +2,7 @@
 #include "carried_rows.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
+#include "numbered_rows.cuh"
 #include "token_pipe.cuh"
 
 namespace pplx::cuda {
@@ -13,7 +14,7 @@ struct FirstChunk {
   ChunkIds ids;
 
   __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
-    if (is_there(a)) ids.load(a, ChunkChoices(a, number));
+    if (is_there(a) && !numbers_rows(a)) ids.load(a, ChunkChoices(a, number));
   }
   __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
   __device__ void keep(const DispatchArguments& a, char* memory) const {
@@ -47,10 +48,14 @@ struct DispatchShared {
 };
 
 struct DispatchMemory {
-  std::uint32_t counts, places, rings, bytes;  // where each begins; sums come first
+  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; sums come first
 
   constexpr explicit DispatchMemory(const Config& c)
-      : counts(ManyMemory(c).counts), places(ManyMemory(c).places), rings(ManyMemory(c).others), bytes(rings + kRingBytes) {}
+      : counts(ManyMemory(c).counts),
+        places(ManyMemory(c).places),
+        rings(ManyMemory(c).others),
+        placer(rings + kRingBytes),
+        bytes(placer + counting_bytes(c)) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
@@ -67,7 +72,10 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
     const Spends plans(k, Span::Planning);
-    plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    if (numbers_rows(a))
+      number_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    else
+      plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
     TokenLoader<Mode> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
@@ -75,7 +83,10 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     const FirstChunk first(a);
     if (room && warp == kLoader) loader.ask_early();
-    first.keep(a, counting);
+    if (numbers_rows(a))
+      count_rows_before(a, s.plan, sums);
+    else
+      first.keep(a, counting);
     {
       const Spends waits(k, Span::AwaitingClaims);
       s.plan.claimed.wait();
@@ -84,7 +95,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
       if (warp == kLoader) loader.drop();
       return;
     }
-    if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
+    if (a.ids != nullptr && !numbers_rows(a)) count_chunks(a, s.plan, first.number, sums, counting);
     if (threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
@@ -97,6 +108,10 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
     if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  } else if (warp == kPlacer && numbers_rows(a)) {
+    s.plan.claimed.wait();
+    for (std::uint32_t c = blockIdx.x; s.plan.taken && c < a.chunks; c += gridDim.x)
+      if (take_chunk(a, s.plan.step, c)) count_chunk(a, s.plan.step, c, launched + at.placer, false);
   }
 }
 

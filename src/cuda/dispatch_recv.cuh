@@ -45,6 +45,13 @@ struct Experts {
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
 __device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
+// By any warp: until it is known where rows go. Compact: a row's number says so, whatever the experts are. False: nobody knows.
+__device__ inline bool await_places(const Common& k, ReceiveShared& s) {
+  if (k.c.layout == LayoutKind::Compact) return true;
+  s.placed.wait();
+  return s.placed_all;
+}
+
 // Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
 #pragma unroll 1

@@ -345,10 +345,10 @@ class TokenDealer {
     if (kept_ + n > kMostKeptRows) {
       const Spends waits(k_, Span::AwaitingPlacesOfOwn);
       receive_.rows_known.wait();
-      receive_.placed.wait();
+      await_places(k_, receive_);
       places_known_ = true;
     } else {
-      places_known_ = __all_sync(~0u, receive_.rows_known.is_open() && receive_.placed.is_open());
+      places_known_ = __all_sync(~0u, receive_.rows_known.is_open() && (k_.c.layout == LayoutKind::Compact || receive_.placed.is_open()));
     }
     if (places_known_) {
       end_kept();
@@ -367,7 +367,7 @@ class TokenDealer {
   __device__ bool find_own(const Choice& c, std::uint32_t own, std::uint32_t owners, ArrivedRow& r) const {
     const std::uint32_t owner = owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1;
     const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + owner));
-    if (!receive_.good || !receive_.placed_all) return false;
+    if (!receive_.good || !await_places(k_, receive_)) return false;
     const bool here = owners != 0 && c.of.id >= 0 && c.of.rank == k_.c.rank;
     r.source = k_.c.rank;
     r.at = receive_.rows_begin[k_.c.rank] + (number & 0xfffffu);

@@ -26,6 +26,7 @@ ERROR = "a_carrier_with_an_error"
 WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
 SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
+NUMBERED = "test_bulk_copies_of_compact_rows"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -449,6 +450,24 @@ MUTANTS = [
         "number > k_.showing_rows;",
         "a later step of few tokens takes this one's rows for its own",
         SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "numbered: a token counts once for each of its choices",
+        "src/cuda/numbered_rows.cuh",
+        "choice == 0 ? mine : 0",
+        "choice < 2 ? mine : 0",
+        "rows leave gaps, and go beyond what peers were told",
+        NUMBERED,
+        "_cuda",
+    ),
+    Mutant(
+        "numbered: what lies between two stretches is not counted",
+        "src/cuda/numbered_rows.cuh",
+        "    if (!ends && counted != number)",
+        "    if (!ends && counted > number)",
+        "rows of a thread block's later stretches go where others' do",
+        NUMBERED,
         "_cuda",
     ),
     Mutant(
