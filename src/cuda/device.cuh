@@ -138,6 +138,12 @@ __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));
   return at;
 }
+// The same of a pointer that comes from another lane, or from shared memory.
+template <typename T>
+__device__ inline T* known_global(T* at) {
+  __builtin_assume(__isGlobal(at));
+  return at;
+}
 
 // ---- a gate of a thread block: closed, then opened once; for any number that wait ----
 

@@ -1,14 +1,12 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
-#include <algorithm>
-
+#include "carried_rows.cuh"
 #include "kernels.h"
 #include "many_kernel.cuh"
+#include "numbered_rows.cuh"
 #include "token_pipe.cuh"
 
 namespace pplx::cuda {
 namespace {
-
-using ManyShared = ManyKernelShared<ManyPlan>;
 
 // The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
 struct FirstChunk {
@@ -16,7 +14,7 @@ struct FirstChunk {
   ChunkIds ids;
 
   __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
-    if (is_there(a)) ids.load(a, ChunkChoices(a, number));
+    if (is_there(a) && !numbers_rows(a)) ids.load(a, ChunkChoices(a, number));
   }
   __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
   __device__ void keep(const DispatchArguments& a, char* memory) const {
@@ -35,127 +33,36 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
   sum_chunks_before(a, s.step, 0, min(s.first_chunk, a.chunks), sums, memory);
 }
 
-template <typename Mode, bool kHooks>
-__device__ inline std::uint32_t send_many(const DispatchArguments& a, ManyShared& s, const Experts& experts, char* memory,
-                                          std::uint32_t* sums, char* planner_memory) {
-  const Common& k = a.common;
-  const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
-  if (is_planner()) {
-    claim_set(a, s.plan);
-    if (!s.plan.taken) return 0;
-    LoadedChunk loaded;
-    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
-    barrier_sync<kAmongPlanners, kPlanners>();
-    const Spends plans(k, Span::Planning);
-    plan_chunks(a, s.plan, loaded, sums, planner_memory);
-    return 0;
-  }
-  if (!is_worker()) return 0;
-  // Tiles come while chunks are counted, where there is room for both.
-  ManySender<Mode, kHooks> sender(a, s.plan, s.receive, experts, s.rows_at, warp, senders, memory, s.loaded[warp]);
-  const bool room = counting_bytes(k.c) <= kWorkerBytes - kTilesIn * kTileBytes;
-  char* const counting = room ? memory + kTilesIn * kTileBytes : memory;
-  const FirstChunk first(a);
-  if (room && warp < senders) sender.ask_early();
-  first.keep(a, counting);
-  {
-    const Spends waits(k, Span::AwaitingClaims);
-    s.plan.claimed.wait();
-  }
-  if (!s.plan.taken) {
-    if (warp < senders) sender.drop();
-    return sender.parities();
-  }
-  if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
-  if (threadIdx.x < k.c.world)
-    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
-  fence_shared_copies();  // where chunks were counted, tiles come
-  barrier_sync<kAmongPlanners, kPlanners>();
-  if (warp < senders) sender.send();
-  return sender.parities();
-}
-
-// kHooks: the caller's kernels hear of what has come.
-template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_many(const DispatchArguments& a) {
-  PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(ManyShared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::DispatchBegins);
-  Spends::begin();
-  const ManyMemory at(k.c);
-  char* const launched = reinterpret_cast<char*>(words);
-  const std::uint32_t warp = threadIdx.x / 32;
-  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
-  prepare(s, sending_workers<Mode>(a));
-  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
-  std::uint32_t step = 0, parities = 0;
-  if (a.send) {
-    {
-      const Spends begins(k, Span::Beginning);
-      if (is_planner()) begin_plan(a, s.plan);
-      __syncthreads();
-    }
-    step = s.plan.step;
-    parities = send_many<Mode, kHooks>(a, s, experts, memory, words, launched + at.counts);
-  } else if (!find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
-    return;
-  }
-  if (a.recv) {
-    if (warp == kWorkers + 1) count_rows(a, step, s.receive);
-    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
-    if (is_worker()) ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities).receive();
-    if (kHooks) raise_after_failure(a);
-  }
-  if (a.send) leave_plan(a, s.last);
-  note(k, Stage::DispatchEnds);
-  Spends::end(k);
-  stamp(k, Op::Dispatch, step, begun);
-}
-
-// ---- where tokens are quantised ----
-
-// Warps with roles: workers, of which all but the loader receive when they have nothing to send, and behind the other kernels' warps the storer.
-// The one that counts rows tells peers of theirs then.
-inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kStorer = kManyWarps;
+// Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
-static_assert(kQuantisers < kDealer && kStorer + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
+static_assert(kQuantisers < kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
 
-// The rings become the quantisers' memory; the other workers have theirs from the start, the loader only to count chunks.
-inline constexpr std::uint32_t kRingBytes = std::max(kTokensInBytes + kRowsOutBytes, kQuantisers * kReceiverBytes);
-
-struct DealtKernelShared {
+struct DispatchShared {
   ManyPlan plan;
   ReceiveShared receive;
-  std::uint64_t loaded[kWorkers][kRowsIn];  // turns, of receivers
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
   bool last;  // thread block to leave
   SendRings rings;
 };
 
-struct DealtMemory {
-  std::uint32_t counts, places, rings, workers, bytes;  // where each begins; sums come first
+struct DispatchMemory {
+  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; sums come first
 
-  constexpr explicit DealtMemory(const Config& c)
+  constexpr explicit DispatchMemory(const Config& c)
       : counts(ManyMemory(c).counts),
         places(ManyMemory(c).places),
-        rings(ManyMemory(c).workers),
-        workers(rings + kRingBytes),
-        bytes(workers + (kLoader - kQuantisers) * kReceiverBytes + counting_bytes(c)) {}
-  __device__ std::uint32_t of_worker(std::uint32_t warp) const {
-    return warp < kQuantisers ? rings + warp * kReceiverBytes : workers + (warp - kQuantisers) * kReceiverBytes;
-  }
+        rings(ManyMemory(c).others),
+        placer(rings + kRingBytes),
+        bytes(placer + counting_bytes(c)) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks>
-__device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
-  constexpr std::uint32_t kCountedBytes = kRowsOutBytes / kQuantisers / 16 * 16;
+__device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
   const Common& k = a.common;
-  const DealtMemory at(k.c);
+  const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
   const std::uint32_t warp = threadIdx.x / 32;
   if (is_planner()) {
@@ -165,15 +72,21 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
     const Spends plans(k, Span::Planning);
-    plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    if (numbers_rows(a))
+      number_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    else
+      plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
-    TokenLoader<kElementBytes<Mode>> loader(a, s.plan, s.rings, in);
+    TokenLoader<Mode> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
-    const bool room = counting_bytes(k.c) <= kCountedBytes;
-    char* const counting = room && warp < kQuantisers ? out + warp * kCountedBytes : launched + at.of_worker(warp);
+    const bool room = kWorkers * counting_bytes(k.c) <= kRowsOutBytes;
+    char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     const FirstChunk first(a);
     if (room && warp == kLoader) loader.ask_early();
-    first.keep(a, counting);
+    if (numbers_rows(a))
+      count_rows_before(a, s.plan, sums);
+    else
+      first.keep(a, counting);
     {
       const Spends waits(k, Span::AwaitingClaims);
       s.plan.claimed.wait();
@@ -182,48 +95,48 @@ __device__ inline void send_dealt(const DispatchArguments& a, DealtKernelShared&
       if (warp == kLoader) loader.drop();
       return;
     }
-    if (a.ids != nullptr) count_chunks(a, s.plan, first.number, sums, counting);
+    if (a.ids != nullptr && !numbers_rows(a)) count_chunks(a, s.plan, first.number, sums, counting);
     if (threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
-    fence_shared_copies();  // where chunks were counted, tokens come, and rows
+    fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kAmongPlanners, kPlanners>();
-    if (warp < kQuantisers) quantise_tokens<kElementBytes<Mode>>(k, s.rings, in, out, warp);
+    if constexpr (SendShape<Mode>::kQuantises)
+      if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
+    if (warp >= kFirstStorer && warp < kDealer) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
     if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
-  } else if (warp == kStorer) {
-    s.plan.claimed.wait();
-    if (s.plan.taken) RowStorer<kElementBytes<Mode>>(a, s.rings, out).store();
-  } else if (warp == kCounter) {
-    if (a.recv) count_rows(a, s.plan.step, s.receive);
+  } else if (warp == kTeller) {
     s.plan.claimed.wait();
     if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  } else if (warp == kPlacer && numbers_rows(a)) {
+    s.plan.claimed.wait();
+    for (std::uint32_t c = blockIdx.x; s.plan.taken && c < a.chunks; c += gridDim.x)
+      if (take_chunk(a, s.plan.step, c)) count_chunk(a, s.plan.step, c, launched + at.placer, false);
   }
 }
 
 template <bool kHooks>
-__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DealtKernelShared& s, const Experts& experts, char* launched) {
+__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
-  if (warp == kCounter && !a.send) count_rows(a, step, s.receive);
+  if (warp == kCounter) count_rows(a, step, s.receive);
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
-  if (warp >= kLoader) return;
-  if (a.send && warp < kQuantisers) s.rings.drained.wait();
-  ManyReceiver<kHooks> receiver(a, step, s.receive, experts, launched + DealtMemory(a.common.c).of_worker(warp), s.loaded[warp], 0);
-  receiver.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
+  if (a.send) s.plan.claimed.wait();
+  RowCarrier<kHooks>(a, step, s.receive, experts).receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
 template <typename Mode, bool kHooks>
 __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(DealtKernelShared, s);
+  PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::DispatchBegins);
   Spends::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x / 32 == kStorer) init_rings<kElementBytes<Mode>>(k, s.rings);
+  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DealtMemory(k.c).places), k.expert_pieces};
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};
   std::uint32_t step = 0;
   if (a.send) {
     {
@@ -238,7 +151,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
     return;
   }
   if (a.recv) {
-    receive_dealt<kHooks>(a, step, s, experts, launched);
+    receive_dealt<kHooks>(a, step, s, experts);
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
@@ -248,14 +161,6 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
 }
 
 template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many<Mode, false>(a);
-}
-template <typename Mode>
-__global__ void __launch_bounds__(kManyThreads, 1) dispatch_many_hooks_kernel(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_many<Mode, true>(a);
-}
-template <typename Mode>
 __global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_kernel(const __grid_constant__ DispatchArguments a) {
   run_dispatch_dealt<Mode, false>(a);
 }
@@ -264,40 +169,33 @@ __global__ void __launch_bounds__(kDealtThreads, 1) dispatch_dealt_hooks_kernel(
   run_dispatch_dealt<Mode, true>(a);
 }
 
-struct Launch {
-  void (*kernel)(DispatchArguments);
-  std::uint32_t threads, bytes;
-};
+using Kernel = void (*)(DispatchArguments);
 
 template <typename Mode>
-Launch dealt_launch(const Config& c, bool hooks) {
-  return {hooks ? dispatch_dealt_hooks_kernel<Mode> : dispatch_dealt_kernel<Mode>, kDealtThreads, DealtMemory(c).bytes};
+Kernel kernel_of(bool hooks) {
+  return hooks ? dispatch_dealt_hooks_kernel<Mode> : dispatch_dealt_kernel<Mode>;
 }
-Launch launch_of(const Config& c, bool given_scales, bool hooks) {
-  if (given_scales || c.wire == Wire::Native)
-    return {hooks ? dispatch_many_hooks_kernel<AsIs> : dispatch_many_kernel<AsIs>, kManyThreads, ManyMemory(c).bytes};
-  return c.dtype == Dtype::Float32 ? dealt_launch<Quantised<4>>(c, hooks) : dealt_launch<Quantised<2>>(c, hooks);
+Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
+  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
+  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
 }
 
 }  // namespace
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
-  const BlockLayout row = dispatch_block(c);
-  const bool can_deal = can_deal_sends(c) && DealtMemory(c).bytes + sizeof(DealtKernelShared) <= shared_bytes;
-  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && row_end_bytes(row, c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= std::min(kWorkerBytes, kReceiverBytes) &&
-         ManyMemory(c).bytes + sizeof(ManyShared) <= shared_bytes && (can_deal || !quantised(c.wire));
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
+         DispatchMemory(c).bytes + sizeof(DispatchShared) <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
 
 cudaError_t load_dispatch_many(const Config& c, bool hooks) {
   for (const bool given : {false, true}) {
-    const Launch launch = launch_of(c, given, hooks);
-    const void* const function = reinterpret_cast<const void*>(launch.kernel);
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
+    const int bytes = static_cast<int>(DispatchMemory(c).bytes);
+    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
@@ -305,8 +203,9 @@ cudaError_t load_dispatch_many(const Config& c, bool hooks) {
 
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Launch launch = launch_of(arguments.common.c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
-  return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
+  const Config& c = arguments.common.c;
+  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kDealtThreads), parameters, DispatchMemory(c).bytes, stream);
 }
 
 }  // namespace pplx::cuda

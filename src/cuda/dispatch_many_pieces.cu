@@ -1,12 +1,23 @@
 // dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "kernels.h"
 #include "many_kernel.cuh"
+#include "many_recv.cuh"
+#include "many_send.cuh"
 #include "round_plan.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-using RoundShared = ManyKernelShared<RoundPlan>;
+inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
+
+struct RoundShared {
+  RoundPlan plan;
+  ReceiveShared receive;
+  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
+  bool last;  // thread block to leave
+};
+
+constexpr std::uint32_t launched_bytes(const Config& c) { return ManyMemory(c).others + kWorkers * kWorkerBytes; }
 
 // One warp more than inside a node: it passes on what the proxy says.
 inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
@@ -15,8 +26,7 @@ static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that
 
 // Returns what ManySender::parities() does.
 template <typename Mode>
-__device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundShared& s, const Experts& experts, char* memory, std::uint32_t* sums,
-                                            char* planner_memory) {
+__device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundShared& s, char* memory, std::uint32_t* sums, char* planner_memory) {
   const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
   if (is_planner()) {
     if (a.pieces.begins) claim_set<true>(a, s.plan);
@@ -33,7 +43,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
     if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
   __syncwarp();
   fence_shared_copies();  // where chunks were counted, tiles come
-  ManySender<Mode, false, RoundPlan> sender(a, s.plan, s.receive, experts, nullptr, warp, senders, memory, s.loaded[warp]);
+  ManySender<Mode> sender(a, s.plan, warp, senders, memory, s.loaded[warp]);
   if (warp < senders) sender.send();
   return sender.parities();
 }
@@ -50,8 +60,10 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
   const ManyMemory at(k.c);
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
-  char* const memory = launched + at.workers + (is_worker() ? warp : 0) * kWorkerBytes;
+  char* const memory = launched + at.others + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(s, sending_workers<Mode>(a));
+  if (threadIdx.x % 32 == 0 && is_worker())
+    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
@@ -63,7 +75,7 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
     if (is_planner()) begin_round_plan(a, s.plan, step);
     __syncthreads();
     step = s.plan.step;
-    parities = send_rounds<Mode>(a, s, experts, memory, words, launched + at.counts);
+    parities = send_rounds<Mode>(a, s, memory, words, launched + at.counts);
   }
   if (a.recv) {
     if (warp == kWorkers + 1) {
@@ -73,7 +85,7 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch_many_pieces_ke
     if (warp == kWorkers + 2) place_rows<false, kHooks>(a, step, s.receive, experts);
     if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
-      ManyReceiver<kHooks, true>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
+      ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
     if (kHooks) raise_after_failure(a);
   }
@@ -97,7 +109,8 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 }  // namespace
 
 bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
-  return can_dispatch_many(c, shared_bytes) && ManyMemory(c).bytes + sizeof(RoundShared) <= shared_bytes;
+  return can_dispatch_many(c, shared_bytes) && row_end_bytes(dispatch_block(c), c.top_k) <= kMostRowEndBytes &&
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && launched_bytes(c) + sizeof(RoundShared) <= shared_bytes;
 }
 
 cudaError_t load_dispatch_many_pieces(const Config& c, bool hooks) {
@@ -105,7 +118,7 @@ cudaError_t load_dispatch_many_pieces(const Config& c, bool hooks) {
     const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    const int bytes = static_cast<int>(ManyMemory(c).bytes);
+    const int bytes = static_cast<int>(launched_bytes(c));
     if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) return error;
   }
@@ -116,7 +129,7 @@ cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std:
   void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
   const Config& c = arguments.common.c;
   const Kernel kernel = kernel_of(c, arguments.scales != nullptr, tells_of_rows(arguments));
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kManyPiecesThreads), parameters, ManyMemory(c).bytes, stream);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kManyPiecesThreads), parameters, launched_bytes(c), stream);
 }
 
 }  // namespace pplx::cuda

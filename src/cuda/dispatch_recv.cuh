@@ -45,6 +45,13 @@ struct Experts {
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
 __device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
+// By any warp: until it is known where rows go. Compact: a row's number says so, whatever the experts are. False: nobody knows.
+__device__ inline bool await_places(const Common& k, ReceiveShared& s) {
+  if (k.c.layout == LayoutKind::Compact) return true;
+  s.placed.wait();
+  return s.placed_all;
+}
+
 // Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
 #pragma unroll 1
@@ -662,6 +669,16 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   if (kHooks) count_placed(a, r.place, a.hooks.part_units);
   if (mapped && number < k.showing_rows) part.make_places_blank(k);
   note(k, Stage::RowPlaced);
+  return true;
+}
+
+// In a step of many tokens: n rows of a source that has few, from row `first` of all sources on.
+template <bool kHooks>
+static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e, std::uint32_t first,
+                                                    std::uint32_t n) {
+  const std::uint32_t begin = first * a.common.parts;
+  for (std::uint32_t unit = begin; unit < begin + n * a.common.parts; ++unit)
+    if (!receive_part<true, kHooks>(a, step, unit, s, e)) return false;
   return true;
 }
 

@@ -1,32 +1,18 @@
-// What the kernels of a dispatch of many tokens have in common: their shared memory, and how they begin.
+// What the kernels of a dispatch of many tokens have in common: how their shared memory begins, and they.
 #pragma once
 
-#include "many_recv.cuh"
-#include "many_send.cuh"
+#include "dispatch_recv.cuh"
+#include "many_plan.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-inline constexpr std::uint32_t kWorkerBytes = kSenderBytes > kReceiverBytes ? kSenderBytes : kReceiverBytes;
-
-template <typename Plan>
-struct ManyKernelShared {
-  Plan plan;
-  ReceiveShared receive;
-  std::uint64_t loaded[kWorkers][kTilesIn > kRowsIn ? kTilesIn : kRowsIn];  // turns
-  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer; not in pieces
-  bool last;  // thread block to leave
-};
-
-// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what each worker has.
+// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what kernels have of their own.
 struct ManyMemory {
-  std::uint32_t counts, places, workers, bytes;  // where each begins; sums come first
+  std::uint32_t counts, places, others;  // where each begins; sums come first
 
   constexpr explicit ManyMemory(const Config& c)
-      : counts(4 * chunk_columns(c)),
-        places(counts + counting_bytes(c)),
-        workers(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)),
-        bytes(workers + kWorkers * kWorkerBytes) {}
+      : counts(4 * chunk_columns(c)), places(counts + counting_bytes(c)), others(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)) {}
 };
 
 // A receive half: its step, if that is open. All threads or none.
@@ -43,7 +29,6 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
 // users: warps that say that they have done with a chunk.
 template <typename Shared>
 __device__ inline void prepare(Shared& s, std::uint32_t users) {
-  const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     s.plan.claimed.close();
     s.receive.rows_known.close();
@@ -51,8 +36,6 @@ __device__ inline void prepare(Shared& s, std::uint32_t users) {
     s.receive.next = 0;
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
-  if (threadIdx.x % 32 == 0 && is_worker())
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
   if (threadIdx.x % 32 == 0 && is_planner())
     for (std::uint32_t i = 0; i < 2; ++i) {
       turns_init(s.plan.known + i, 1);

@@ -128,9 +128,26 @@ struct ChunkIds {
   }
 };
 
+// Whether rows have their numbers without what others count (numbered_rows.cuh).
+inline constexpr std::uint32_t kMostNumberedRanks = 8;
+__device__ inline bool numbers_rows(const DispatchArguments& a) {
+  return a.ids != nullptr && a.common.c.layout == LayoutKind::Compact && a.common.c.world <= kMostNumberedRanks;
+}
+
 // ---- counts of chunks ----
 
-// By one warp, when all is counted: peers hear how many rows and choices they get. The rows are none that show by themselves.
+// By one warp: peers hear how many rows they get, which are none that show by themselves.
+template <bool kPieces = false>
+__device__ inline void send_rows(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    const std::uint32_t n = rows[peer];
+    if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
+    linger(k, n);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 0);
+  }
+}
+
+// By one warp, when all is counted: peers hear how many choices they get, and how many rows if they have not.
 // kPieces: some peers may be of other nodes, and some may be replicas.
 template <bool kPieces = false>
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
@@ -160,12 +177,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     linger(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
-  for (std::uint32_t peer = lane; peer < k.c.world; peer += 32) {
-    const std::uint32_t rows = a.plan.rows[peer];
-    if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
-    linger(k, rows);
-    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, 0, 0);
-  }
+  if (kPieces || !numbers_rows(a)) send_rows<kPieces>(k, step, a.plan.rows);
   if constexpr (kPieces)
     if (k.slice.of > 1) tell_replicas(a, step);
   if constexpr (kPieces) begin_remote_blocks(a, step);

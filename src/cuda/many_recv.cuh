@@ -1,5 +1,5 @@
-// What a worker of a dispatch of many tokens receives: runs of rows of one source. A row comes to shared memory by a bulk copy, and goes to
-// each of its places by another. Rows of a source that has few are received as by a dispatch of few tokens.
+// What a worker of a dispatch of many tokens in pieces receives: runs of rows of one source, of a round. A row comes to shared memory by a bulk
+// copy, and goes to each of its places by another. Rows of a source that has few are received as by a dispatch of few tokens.
 #pragma once
 
 #include "dispatch_recv.cuh"
@@ -14,23 +14,8 @@ inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
-// In pieces: of the run that is being received, how much further its rows lie in the block than in the slot, its round, and where it begins.
-struct ReceivedRound {
-  std::uint32_t shift = 0, round = 0;
-  char* rows = nullptr;
-};
-struct NoRound {};
-
-// This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
-struct KeptRows {
-  Gate known;  // all of them
-  std::uint32_t rows, next;
-  std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
-};
-
-// kPieces: of rounds.
-template <bool kHooks, bool kPieces = false>
-class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
+template <bool kHooks>
+class ManyReceiver {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
   __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
@@ -39,36 +24,6 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
         parts_((k_.payload_bytes + kRowPartBytes - 1) / kRowPartBytes),
         part_bytes_(static_cast<std::uint32_t>(align_up((k_.payload_bytes + parts_ - 1) / parts_, 16))),
         end_bytes_(row_end_bytes(k_.dispatch, k_.c.top_k)) {}
-
-  // kept: what else there is to receive, if anything.
-  __device__ void receive(KeptRows* kept = nullptr) {
-    s_.rows_known.wait();
-    if (!s_.good) return;
-    const Spends all(k_, Span::Receiving);
-    const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
-    const std::uint32_t own = sources == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
-    const RowRuns runs(k_, s_.rows_begin, sources, rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x));
-    const std::uint32_t units = runs.all() * parts_;
-    const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
-    for (;;) {
-      std::uint32_t unit = 0;
-      if (threadIdx.x % 32 == 0) unit = atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
-      unit = __shfl_sync(~0u, unit, 0);
-      if (unit >= units && unit < units + padding) {
-        s_.placed.wait();
-        if (!s_.placed_all) break;
-        zero_padding<kHooks>(a_, e_, unit - units, s_.ragged_rows);
-        continue;
-      }
-      RowRun run;
-      if (unit < units)
-        run = runs.at(unit / parts_);
-      else if (kept == nullptr || !find_kept(*kept, run, unit))
-        break;
-      if (!receive_unit(run, unit % parts_)) break;
-    }
-    bulk_await_stored<0>();
-  }
 
   // rows: of this warp.
   __device__ void receive_rounds(RoundRows& rows) {
@@ -79,13 +34,13 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
       const bool remote = run.rows != 0 && is_remote(k_, run.source);
-      this->shift = run.first - (remote ? kNeverBlank : run.slot_row);
-      this->round = run.round;
-      if (run.rows != 0) this->rows = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
+      shift_ = run.first - (remote ? kNeverBlank : run.slot_row);
+      round_ = run.round;
+      if (run.rows != 0) rows_ = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
       if (run.rows == 0)
         good = true;
       else if (!remote && !run.in_pieces && s_.showing[run.source] != 0)
-        good = run.part != 0 || receive_showing(run.source, run.first, run.rows);
+        good = run.part != 0 || receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows);
       else
         good = receive_run(run.source, run.first, run.rows, run.part);
       if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
@@ -97,39 +52,8 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
  private:
   static constexpr std::uint32_t kNeverBlank = 1u << 31;  // a slot's row that none of few tokens is
 
-  // Of a row of a source's block: which of the slot's. Asked in pieces alone: the machine code of the others is as it was without.
-  __device__ std::uint32_t slot_row(std::uint32_t number) const {
-    if constexpr (kPieces)
-      return number - this->shift;
-    else
-      return number;
-  }
   __device__ bool has_come(const char* word, std::uint32_t source) const {
-    if constexpr (kPieces)
-      return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, this->round);
-    else
-      return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
-  }
-
-  __device__ bool find_kept(KeptRows& kept, RowRun& run, std::uint32_t& unit) const {
-    kept.known.wait();
-    if (threadIdx.x % 32 == 0) unit = atomicAdd(&kept.next, 1u);
-    unit = __shfl_sync(~0u, unit, 0);
-    if (unit >= kept.rows * parts_) return false;
-    run = {k_.c.rank, kept.row[unit / parts_], 1};
-    return true;
-  }
-
-  __device__ bool receive_unit(const RowRun& run, std::uint32_t part) {
-    if (s_.showing[run.source] != 0) return part != 0 || receive_showing(run.source, run.first, run.rows);
-    return receive_run(run.source, run.first, run.rows, part);
-  }
-
-  __device__ __noinline__ bool receive_showing(std::uint32_t source, std::uint32_t first, std::uint32_t n) {
-    const std::uint32_t begin = (s_.rows_begin[source] + first) * k_.parts;
-    for (std::uint32_t unit = begin; unit < begin + n * k_.parts; ++unit)
-      if (!receive_part<true, kHooks>(a_, step_, unit, s_, e_)) return false;
-    return true;
+    return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, round_);
   }
 
   __device__ char* in(std::uint32_t nth) const { return memory_ + nth % kRowsIn * kRowInBytes; }
@@ -145,21 +69,16 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
 
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
-    char* rows = nullptr;
-    if constexpr (kPieces)
-      rows = this->rows;
-    else
-      rows = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, source) + k_.dispatch.row_at(first);
     {
       const Spends waits(k_, Span::AwaitingRow);
-      const bool good = lane >= n || has_come(rows + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
+      const bool good = lane >= n || has_come(rows_ + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
       if (!all_of_warp(good)) return false;
     }
     note(k_, Stage::RowThere);
     const std::uint32_t begin = part * part_bytes_, bytes = min(part_bytes_, k_.payload_bytes - begin);
     fence_copies();
     await_places();
-    for (std::uint32_t i = 0; i < min(n, kRowsIn); ++i) ask(rows + std::uint64_t{i} * row_bytes, begin, bytes, i);
+    for (std::uint32_t i = 0; i < min(n, kRowsIn); ++i) ask(rows_ + std::uint64_t{i} * row_bytes, begin, bytes, i);
     s_.placed.wait();
     bool placed = s_.placed_all;
     for (std::uint32_t i = 0; i < n; ++i) {
@@ -169,7 +88,7 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
         await_turn(loaded_ + turn, parities_ >> turn);
       }
       parities_ ^= 1u << turn;
-      char* const row = rows + std::uint64_t{i} * row_bytes;
+      char* const row = rows_ + std::uint64_t{i} * row_bytes;
       placed = placed && place_row(source, first + i, part, begin, bytes, in(i), row);
       if (kHooks) count_row_before();
       if (i + kRowsIn >= n) continue;
@@ -227,7 +146,7 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
     if (kHooks) last_ = r.place;
-    if ((kPieces ? slot_row(number) : number) < k_.showing_rows) make_blank_again(row, part, begin, bytes);
+    if (number - shift_ < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
   }
@@ -258,6 +177,9 @@ class ManyReceiver : std::conditional_t<kPieces, ReceivedRound, NoRound> {
   std::uint32_t parities_;
   std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
   const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
+  // Of the run that is being received: how much further its rows lie in the block than in the slot, its round, and where it begins.
+  std::uint32_t shift_ = 0, round_ = 0;
+  char* rows_ = nullptr;
 };
 
 }  // namespace pplx::cuda

@@ -141,4 +141,10 @@ class TileQuantiser {
   }
 };
 
+// Of the caller's tokens, where they are quantised.
+template <typename Mode>
+inline constexpr std::uint32_t kElementBytes = 0;
+template <std::uint32_t kBytes>
+inline constexpr std::uint32_t kElementBytes<Quantised<kBytes>> = kBytes;
+
 }  // namespace pplx::cuda

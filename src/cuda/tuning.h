@@ -32,34 +32,35 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 
 // ---- dispatch of many tokens, by bulk copies ----
 
-// What senders of many tokens have on its way to peers at once, of a GPU. The link takes no more, and stores that it does not take stand in
-// front of everything else that their multiprocessor loads and stores: with more, those who receive wait for those who send.
+// What senders have on its way to peers by bulk copies at once, of a GPU. The link takes no more, and copies that it does not take stand in
+// front of all others of their multiprocessor: with more, those who receive wait for those who send.
 inline constexpr std::uint32_t kBytesOnTheirWay = 3 << 19;
 constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_each, std::uint32_t most) {
   return std::min(most, (kBytesOnTheirWay - 1) / (blocks * bytes_each) + 1);
 }
 
 // A thread block has a warp that plans, two that find out what has come, and workers, some of which send as long as there is anything to
-// send. Each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
+// send. In pieces each worker has its own shared memory: tiles on their way in and out, or rows on their way in.
 inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
 inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
 inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
 inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// A dispatch that quantises, inside a node, has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows,
-// and the rest receive from the start; one warp more stores rows. A warp that does all of it with a token of 7168 numbers takes 19,000
+// Inside a node a dispatch has workers with roles (token_pipe.cuh): one asks for tokens, teams quantise them, one deals rows, some store them, and
+// the rest receive from the start; one warp more tells of rows. A warp that does all of it with a token of 7168 numbers takes 19,000
 // cycles, most of which it waits. With 16 warps a thread has 128 registers, with 17 to 20 it has 96. A team has a token at a time, or a
 // part of it, up to so many bytes each: whatever its part, a warp has 150 instructions for what lies between two tokens and for scales, beside
 // 70 for 512 elements (seven warps of 2 KB: 2,000 instructions a token, two of 7 KB: 1,300).
 inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
 inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
-// Tokens on their way in, which leave for registers at once; rows on their way out: one of each team, and two that copies read. All of it,
-// with 256 experts and what a build for bench/stages.py has, is just within 227 KB.
-inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 5;
-// Tokens that are looked up, and told of, together; how many such batches are under way.
-inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 4;
+// Tokens on their way in, which leave for registers at once; rows on their way out.
+inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
+// Warps that store rows, every other one each. A row of 7168 codes is 15 stores of all lanes for each rank that wants it, and none of them waits.
+inline constexpr std::uint32_t kStorers = 2;
+// Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
+inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
 // A rank's own rows of a thread block that do not wait until their places are known.
 inline constexpr std::uint32_t kMostKeptRows = 64;
 

@@ -100,6 +100,10 @@ template <typename T>
 T* known_shared(T* at) {
   return at;
 }
+template <typename T>
+T* known_global(T* at) {
+  return at;
+}
 
 inline void gate_close(std::uint64_t* gate) { *gate = 0; }
 inline void gate_open(std::uint64_t* gate) {

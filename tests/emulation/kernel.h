@@ -167,6 +167,13 @@ inline unsigned __reduce_or_sync(unsigned, unsigned value) {
     return all;
   });
 }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) {
+  return emulation::shuffle(value, [](const std::uint64_t* lanes) {
+    unsigned all = 0;
+    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) all += static_cast<unsigned>(lanes[lane]);
+    return all;
+  });
+}
 inline unsigned __match_any_sync(unsigned, unsigned value) {
   return emulation::shuffle(std::uint64_t{value}, [&](const std::uint64_t* lanes) {
     unsigned same = 0;

@@ -44,6 +44,7 @@ def test_bulk_copies_of_many_chunks() -> None:
             [
                 ("native", "bfloat16", 8192, 30),
                 ("fp8", "bfloat16", 8192, 40),
+                ("fp8", "bfloat16", 5120, 90),
                 ("fp8_ue8m0", "float32", 2304, 70),
                 ("mxfp8", "bfloat16", 64, 300),
             ]
@@ -53,6 +54,31 @@ def test_bulk_copies_of_many_chunks() -> None:
             )
             counts.append(crew.run("emulated:by_bulk", module(), case, timeout=200))
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "room"), [(1, 7), (2, 1), (2, 7), (4, 2), (9, 7)])
+def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
+    """Rows have numbers without a plan, for up to eight ranks. Tokens that nobody wants, or one expert several times."""
+    with Crew(world, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for routing, top_k, tokens in (("sparse", 3, 150), ("repeats", 8, 70), ("zipf", 1, 90)):
+            case = Case(
+                seed() + top_k, world, num_experts=2 * world + 1, top_k=top_k, hidden=64, max_tokens=tokens if world < 9 else 20,
+                wire="fp8", layout="compact", routing=routing, crowd="uneven", steps=3,
+            )  # fmt: skip
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
+@pytest.mark.parametrize("scale_layout", ["row", "tma"])
+@pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
+def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:
+    """In some steps the caller has quantised. Rows of one scale and of more than a warp has lanes for, and of several parts."""
+    with Crew(2, BULK) as crew:
+        for hidden in (272, 20480):
+            case = Case(
+                seed(), 2, num_experts=6, top_k=2, hidden=hidden, max_tokens=20, wire=wire, scale_layout=scale_layout, steps=6
+            )
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
 @pytest.mark.parametrize(

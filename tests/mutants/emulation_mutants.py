@@ -26,6 +26,7 @@ ERROR = "a_carrier_with_an_error"
 WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
 SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
+NUMBERED = "test_bulk_copies_of_compact_rows"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -378,20 +379,38 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "sends: a row's place is free while it leaves",
+        "sends: a row's place is free before it has left",
         "src/cuda/token_pipe.cuh",
-        "    bulk_await_read<1>();\n",
-        "",
-        "the peer gets what is quantised next",
+        "    linger(k_, place_.at);\n",
+        "    if (lane == 0) turns_arrive(emptied());\n    linger(k_, place_.at);\n",
+        "the peer gets what comes next",
         SENDS,
         "_cuda",
     ),
     Mutant(
-        "sends: rows are told of while they are under way",
+        "sends: rows are told of when one storer has stored its own",
         "src/cuda/token_pipe.cuh",
-        "    return sent_ - min(but, sent_);",
-        "    return sent_;",
-        "bulk stores are no thread's: no fence waits for them",
+        "turns_init(s.there + lane, shape.storers);",
+        "turns_init(s.there + lane, 1);",
+        "the teller's fence waits for what has been stored, and not for what others store later",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: a storer comes to places of another",
+        "src/cuda/token_pipe.cuh",
+        "places_out(room_out / (teams * storers) * (teams * storers)),",
+        "places_out(storers == 1 ? room_out : 7),",
+        "it takes a turn that it has not seen for the next one, and stores what is not quantised",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "sends: parts of a token go to its beginning",
+        "src/cuda/token_pipe.cuh",
+        "    if (sent.row != nullptr) sent.row += first;\n",
+        "",
+        "rows longer than a place of the ring are not what was sent",
         SENDS,
         "_cuda",
     ),
@@ -408,9 +427,47 @@ MUTANTS = [
         "sends: a team comes to places of other teams",
         "src/cuda/token_pipe.cuh",
         "kMostTokensIn) / teams * teams)",
-        "kMostTokensIn))",
+        "kMostTokensIn - 1))",
         "it takes a turn that it has not seen for the next one, and quantises what has not come",
         SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "carried: a vector is asked for before the one in its place is stored",
+        "src/cuda/carried_rows.cuh",
+        "        if (copies != 0 && is_in(begin, j)) store16(to + 512 * j, v[j]);\n"
+        "        if (asks && is_in(next, j)) v[j] = load_arrived(from + next + lane_at + 512 * j);\n",
+        "        if (asks && is_in(next, j)) v[j] = load_arrived(from + next + lane_at + 512 * j);\n"
+        "        if (copies != 0 && is_in(begin, j)) store16(to + 512 * j, v[j]);\n",
+        "the output has the next part, or row, in its place",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "carried: places of rows that show are not blank again",
+        "src/cuda/carried_rows.cuh",
+        "number < k_.showing_rows;",
+        "number > k_.showing_rows;",
+        "a later step of few tokens takes this one's rows for its own",
+        SENDS,
+        "_cuda",
+    ),
+    Mutant(
+        "numbered: a token counts once for each of its choices",
+        "src/cuda/numbered_rows.cuh",
+        "choice == 0 ? mine : 0",
+        "choice < 2 ? mine : 0",
+        "rows leave gaps, and go beyond what peers were told",
+        NUMBERED,
+        "_cuda",
+    ),
+    Mutant(
+        "numbered: what lies between two stretches is not counted",
+        "src/cuda/numbered_rows.cuh",
+        "    if (!ends && counted != number)",
+        "    if (!ends && counted > number)",
+        "rows of a thread block's later stretches go where others' do",
+        NUMBERED,
         "_cuda",
     ),
     Mutant(
@@ -424,10 +481,10 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of many: 32 bits to a row of the output",
-        "src/cuda/many_recv.cuh",
-        "bulk_store(a_.out.x + std::uint64_t{r.place} * k_.payload_bytes",
-        "bulk_store(a_.out.x + r.place * k_.payload_bytes",
-        "the same by bulk copies",
+        "src/cuda/carried_rows.cuh",
+        "a_.out.x + std::uint64_t{r.place} * k_.payload_bytes : nullptr",
+        "a_.out.x + r.place * k_.payload_bytes : nullptr",
+        "the same for rows of many",
         "far_rows_of_many and padded",
         "_cuda",
     ),

@@ -137,6 +137,16 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: a row of many tokens is counted before it is placed",
+        "src/cuda/carried_rows.cuh",
+        "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
+        "    if (kHooks) count_placed(a_, r.place, a_.hooks.row_units), __nanosleep(100000);\n"
+        "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
+        "a block's word is raised while its last row is being stored",
+        "test_hooks_of_bulk_copies",
+        "_cuda",
+    ),
+    Mutant(
+        "hooks: a row of many tokens in pieces is counted before it is placed",
         "src/cuda/many_recv.cuh",
         "    bulk_await_stored<1>();\n    count(before_);\n",
         "    bulk_await_stored<1>();\n    count(last_);\n",
@@ -192,7 +202,7 @@ MUTANTS = [
     Mutant(
         "replicas: rows are of the first tokens",
         "src/cuda/many_send.cuh",
-        "      const std::uint64_t given = token_of<!kPieces>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
+        "      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
         "      const std::uint64_t given = plan_.bounds[chunk_ % 2].first + token_;\n",
         "all replicas send the tokens of the first, under the names of their own",
         REPLICAS,
