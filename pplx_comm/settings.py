@@ -182,6 +182,11 @@ class Settings:
         "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
         default="by GPU, num_sms and shape: src/cuda/tuning.h",
     )  # fmt: skip
+    sending_share: int = _variable(
+        "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",
+        "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
+        value=100, default="100",
+    )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",
         "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",

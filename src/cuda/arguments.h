@@ -168,11 +168,12 @@ constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
 }
 
 // How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last thread
-// block to leave makes all of the first four 0 again.
+// block to leave makes all of the first five 0 again.
 struct ChunkCounts {
   std::uint32_t* next = nullptr;  // chunk that is sent next
   std::uint32_t* counted = nullptr;  // chunks
   std::uint32_t* left = nullptr;  // thread blocks
+  std::uint32_t* received = nullptr;  // units of what comes that some warp has begun, where some thread blocks send nothing
   std::uint32_t* totals = nullptr;  // [kTotals][columns], of all tokens together
   std::uint32_t* taken = nullptr;  // [chunks]: the step in which a warp last counted it
   std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there
@@ -260,6 +261,7 @@ struct DispatchArguments {
   ReceivedView received;
   Output out;
   std::uint32_t tokens_per_chunk = 0, chunks = 0;
+  std::uint32_t stretches = 0;  // of chunks: so many thread blocks send
   ChunkCounts chunk_counts;
   DispatchHooks hooks;
   PieceArguments pieces;

@@ -15,6 +15,9 @@ struct KeptRows {
   std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
 };
 
+// Whether some thread blocks send, and the others receive from the start.
+__device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
+
 // For any warp that has nothing to send.
 template <bool kHooks>
 class RowCarrier {
@@ -32,7 +35,7 @@ class RowCarrier {
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
-      if (threadIdx.x % 32 == 0) unit = atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
+      if (threadIdx.x % 32 == 0) unit = is_apart(a_) ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
       unit = __shfl_sync(~0u, unit, 0);
       if (unit >= runs.all() && unit < runs.all() + padding) {
         s_.placed.wait();

@@ -29,8 +29,9 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
     for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
       if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
   }
+  if (s.first_chunk >= a.chunks) return;
   const Spends spends(a.common, Span::Summing);
-  sum_chunks_before(a, s.step, 0, min(s.first_chunk, a.chunks), sums, memory);
+  sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
 }
 
 // Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
@@ -43,6 +44,7 @@ struct DispatchShared {
   ManyPlan plan;
   ReceiveShared receive;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  Gate sent;  // all that this thread block sends
   bool last;  // thread block to leave
   SendRings rings;
 };
@@ -108,6 +110,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
     if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+    s.sent.open();
   } else if (warp == kPlacer && numbers_rows(a)) {
     s.plan.claimed.wait();
     for (std::uint32_t c = blockIdx.x; s.plan.taken && c < a.chunks; c += gridDim.x)
@@ -121,6 +124,7 @@ __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t s
   if (warp == kCounter) count_rows(a, step, s.receive);
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
   if (a.send) s.plan.claimed.wait();
+  if (is_apart(a) && s.plan.first_chunk < a.chunks) s.sent.wait();
   RowCarrier<kHooks>(a, step, s.receive, experts).receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
@@ -134,6 +138,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   Spends::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
+  if (threadIdx.x == 0) s.sent.close();
   if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};

@@ -91,8 +91,9 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens) {
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+                   std::uint32_t sending_share)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens), sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
@@ -344,6 +345,7 @@ void Exchange::make_chunk_counts() {
   chunk_counts_.next = words;
   chunk_counts_.counted = words + 1;
   chunk_counts_.left = words + 2;
+  chunk_counts_.received = words + 3;
   chunk_counts_.totals = reinterpret_cast<std::uint32_t*>(chunk_memory_ + totals);
   chunk_counts_.taken = reinterpret_cast<std::uint32_t*>(chunk_memory_ + taken);
   chunk_counts_.ready = reinterpret_cast<std::uint64_t*>(chunk_memory_ + ready);

@@ -60,8 +60,9 @@ class Exchange {
     }
   };
 
-  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks.
-  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens);
+  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent.
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+           std::uint32_t sending_share);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -140,6 +141,7 @@ class Exchange {
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   const std::uint32_t many_tokens_;
+  const std::uint32_t sending_share_;
   char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;

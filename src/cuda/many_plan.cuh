@@ -4,8 +4,8 @@
 //
 // A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
 // its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, as many as
-// there are thread blocks: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
-// stretch taken.
+// thread blocks are to send: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
+// stretch taken, and only receives.
 #pragma once
 
 #include "claims.cuh"
@@ -425,7 +425,7 @@ struct Stretch {
   std::uint32_t next, end;
 
   __device__ Stretch(const DispatchArguments& a, std::uint32_t number) {
-    const std::uint32_t all = min(gridDim.x, a.chunks);
+    const std::uint32_t all = min(a.stretches, a.chunks);
     next = number < all ? number * a.chunks / all : a.chunks;
     end = number < all ? (number + 1) * a.chunks / all : a.chunks;
   }
@@ -532,7 +532,7 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   __syncthreads();
   if (!last) return;
   for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
-  if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = 0;
+  if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = *a.chunk_counts.received = 0;
   if constexpr (kPieces)
     if (threadIdx.x == 0) *a.pieces.digest = 0;
 }

@@ -36,6 +36,23 @@ def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("share", "room"), [(1, 7), (40, 7), (80, 2), (40, 1)])
+def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> None:
+    """In percent of seven, of which `room` run at a time."""
+    env = {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_SENDING_SHARE": str(share)}
+    with Crew(2, env) as crew:
+        for number in range(4):
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(34_000, number, 2, "mapped"))
+        for number, layout in enumerate(("compact", "ragged", "padded", "compact")):
+            wire = ("fp8", "native")[number % 2]
+            case = Case(
+                seed() + number, 2, num_experts=8, top_k=3, hidden=320, max_tokens=150, layout=layout, wire=wire, crowd="uneven",
+                steps=4, in_flight=1 + number % 2,
+            )  # fmt: skip
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 def test_bulk_copies_of_many_chunks() -> None:
     """More than the thread blocks begin with, and rows of several tiles and parts."""
     counts: list[list[list[int]]] = []
