@@ -137,7 +137,9 @@ def train(options: Options, world: World, arguments: Sequence[str]) -> None:
         device = argparse.Namespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None)
     group_of(world, options, device.device)
     trained = {variant: Trained(variant, world, options, device.device) for variant in options.variants}
-    for one in trained.values():
+    say = functools.partial(print, file=sys.stderr, flush=True) if world.rank == 0 else lambda _: None
+    for variant, one in trained.items():
+        say(f"first step of {variant}")  # compiles, and chooses products
         one.step()
     losses = {variant: one.first_loss for variant, one in trained.items()}
     for variant, loss in losses.items():
@@ -145,7 +147,8 @@ def train(options: Options, world: World, arguments: Sequence[str]) -> None:
         if not abs(loss - first) < LIMIT * first:
             raise Wrong(f"{variant} begins with a loss of {loss:.4f}, and {next(iter(losses))} with {first:.4f}")
     seconds: dict[str, list[float]] = {variant: [] for variant in trained}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
+        say(f"measuring round {number + 1} of {options.rounds}")
         for variant, one in trained.items():
             seconds[variant].append(seconds_of(one.step, options, world, device))
     for one in trained.values():
