@@ -82,6 +82,16 @@ FIGURES = (
         2,
         "--wire native --layout compact --tokens 4096 --num-sms 24,all --pairs 16 --replays 5",
     ),
+    *(
+        latency(
+            f"large-apart-{share}",
+            f"{share} % of a dispatch's thread blocks send, the others receive",
+            1,
+            "--wire fp8 --layout compact --tokens 4096 --num-sms 24,all --pairs 16 --replays 5 --peers none",
+            (("PPLX_COMM_SENDING_SHARE", str(share)),),
+        )
+        for share in (30, 50, 70, 100)
+    ),
     latency("decode", "few tokens, beside floor and peers", 4, f"--wire fp8 {DECODE}"),
     latency("decode-sms", "few tokens on few multiprocessors", 5, f"--wire fp8 {DECODE} --num-sms 8,16,24,32,all --peers none"),
     latency(
