@@ -78,8 +78,8 @@ def test_several_all_to_alls_in_pieces() -> None:
 def test_a_piece_that_lands_after_its_generation(near: str, late: int) -> None:
     """A piece, or a credit, comes later than the reset: it must not count in the new generation."""
     case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=30, in_flight=2, crowd="full", transport="nvshmem")
-    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"4500@{late}"}) as crew:
-        run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 2.0, again=True)
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"6750@{late}"}) as crew:
+        run = functools.partial(crew.run, "emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 3.0, again=True)
         for r in run(timeout=60):
             assert r.get("is_peer") and r["is_timeout"], r
 
