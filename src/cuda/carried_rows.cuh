@@ -1,5 +1,5 @@
-// What a warp receives of a dispatch of many tokens inside a node: runs of rows of one source. A row goes through registers, by ordinary loads
-// and stores: bulk copies stand in one queue of their multiprocessor, in which a store that the link does not take stands before all loads. Rows
+// The receivers of a dispatch of many tokens inside a node. A warp takes a run of rows of one source, and carries each through registers, by
+// ordinary loads and stores: bulk copies are one queue of their multiprocessor, in which a store that the link does not take stands before all loads. Rows
 // of a source that has few are received as by a dispatch of few tokens.
 #pragma once
 
@@ -81,7 +81,7 @@ class RowCarrier {
     return end;
   }
 
-  // What comes next is on its way before anybody asks where it goes.
+  // The next row is asked for before this one's place is looked up.
   __device__ bool carry_run(const RowRun& run) const {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
     char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(run.first);

@@ -138,7 +138,7 @@ __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));
   return at;
 }
-// The same of a pointer that comes from another lane, or from shared memory.
+// A pointer to global memory that comes from another lane, or lies in shared memory, says so too: else its stores are generic ones.
 template <typename T>
 __device__ inline T* known_global(T* at) {
   __builtin_assume(__isGlobal(at));

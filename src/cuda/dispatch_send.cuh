@@ -232,18 +232,23 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
     if (4 * at + i < scales_per_row(k.c)) word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
   return word;
 }
+// Sixteen bytes of scales, of which the row's have `at` times as many before them.
+__device__ inline uint4 given_piece_of_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
+  const std::uint32_t words = scale_words(a.common.c);
+  std::uint32_t word[4] = {};
+#pragma unroll
+  for (std::uint32_t j = 0; j < 4; ++j)
+    if (4 * at + j < words) word[j] = given_scales(a, token, 4 * at + j);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
 
 __device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, StoredUnit& unit) {
   const Common& k = a.common;
-  const std::uint32_t words = scale_words(k.c), pieces = ceil_div(words, 4);
+  const std::uint32_t pieces = ceil_div(scale_words(k.c), 4);
 #pragma unroll 1
   for (std::uint32_t i = threadIdx.x; i < n * pieces; i += kSenders) {
     const std::uint32_t token = i / pieces, at = i % pieces;
-    std::uint32_t word[4] = {};
-#pragma unroll
-    for (std::uint32_t j = 0; j < 4; ++j)
-      if (4 * at + j < words) word[j] = given_scales(a, k.slice.token(first + token), 4 * at + j);
-    const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
+    const uint4 piece = given_piece_of_scales(a, k.slice.token(first + token), at);
     if (is_blank(piece)) unit.looks_blank[token] = true;
     for (std::uint32_t d = 0; d < unit.rows(token); ++d) store_piece(unit.row[token][d] + k.dispatch.scales_at + 16 * at, piece);
   }

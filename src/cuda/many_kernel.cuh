@@ -1,4 +1,4 @@
-// What the kernels of a dispatch of many tokens have in common: how their shared memory begins, and they.
+// What the kernels of a dispatch of many tokens have in common: how they begin, and how their shared memory does.
 #pragma once
 
 #include "dispatch_recv.cuh"
@@ -7,7 +7,7 @@
 namespace pplx::cuda {
 namespace {
 
-// What the launch asks for: sums of what comes before a chunk, counts of the planner's own, the places of experts, and what kernels have of their own.
+// Shared memory of a launch: sums of what comes before a chunk, counts of the planner's own, the places of experts, then what each kernel wants.
 struct ManyMemory {
   std::uint32_t counts, places, others;  // where each begins; sums come first
 

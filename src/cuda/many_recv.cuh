@@ -1,5 +1,5 @@
-// What a worker of a dispatch of many tokens in pieces receives: runs of rows of one source, of a round. A row comes to shared memory by a bulk
-// copy, and goes to each of its places by another. Rows of a source that has few are received as by a dispatch of few tokens.
+// The receivers of a dispatch of many tokens in pieces. A worker takes a run of rows, of one source and round. A bulk copy brings a row to shared
+// memory, and others take it to each of its places. Rows of a source that has few are received as by a dispatch of few tokens.
 #pragma once
 
 #include "dispatch_recv.cuh"
@@ -177,9 +177,10 @@ class ManyReceiver {
   std::uint32_t parities_;
   std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
   const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
-  // Of the run that is being received: how much further its rows lie in the block than in the slot, its round, and where it begins.
-  std::uint32_t shift_ = 0, round_ = 0;
-  char* rows_ = nullptr;
+  // The present run.
+  std::uint32_t shift_ = 0;  // how much further its rows lie in the block than in the slot
+  std::uint32_t round_ = 0;
+  char* rows_ = nullptr;  // where it begins
 };
 
 }  // namespace pplx::cuda

@@ -247,14 +247,9 @@ class ManySender {
 
   // Those that the caller gave.
   __device__ void write_scales(std::uint32_t given, char* row, std::uint32_t rows) const {
-    const std::uint32_t words = scale_words(k_.c);
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      std::uint32_t word[4] = {};
-#pragma unroll
-      for (std::uint32_t j = 0; j < 4; ++j)
-        if (4 * at + j < words) word[j] = given_scales(a_, given, 4 * at + j);
-      const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
+      const uint4 piece = given_piece_of_scales(a_, given, at);
       for (std::uint32_t i = 0; i < rows; ++i) {
         char* const to = of_lane(row, static_cast<int>(i));
         if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);

@@ -546,15 +546,10 @@ class RowStorer {
 
   // Those that the caller gave for a token.
   __device__ void store_given_scales(const SentRow& sent, std::uint32_t rows, std::uint32_t copies, std::uint32_t token) const {
-    const std::uint32_t words = scale_words(k_.c);
 #pragma unroll 1
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      std::uint32_t word[4] = {};
-#pragma unroll
-      for (std::uint32_t j = 0; j < 4; ++j)
-        if (4 * at + j < words) word[j] = given_scales(a_, token, 4 * at + j);
-      const uint4 piece = make_uint4(word[0], word[1], word[2], word[3]);
+      const uint4 piece = given_piece_of_scales(a_, token, at);
 #pragma unroll 1
       for (std::uint32_t bits = rows; bits != 0; bits &= bits - 1) {
         char* const to = known_global(of_lane(sent.row, __ffs(static_cast<int>(bits)) - 1)) + k_.dispatch.scales_at + 16 * at;

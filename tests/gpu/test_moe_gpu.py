@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from gpus import APART, AT_ONCE, GPUS
@@ -201,31 +202,27 @@ def test_overlap_with_a_rank_that_does_not_come(overlap: str) -> None:
     assert said["type"] == "StepTimeout" and said["peer"] == 1, said
 
 
-def test_products() -> None:
+def of_one_rank(case: str) -> Any:
+    """What the case found."""
     pytest.importorskip("triton")
     crews = Crews(1)
     try:
-        (found,) = crews.run("moe_gpu_cases:products", seed(), timeout=LIMIT)
-        assert max(found.values()) < 0.004, found
+        (found,) = crews.run(f"moe_gpu_cases:{case}", seed(), timeout=LIMIT)
+        return found
     finally:
         crews.close()
+
+
+def test_products() -> None:
+    found = of_one_rank("products")
+    assert max(found.values()) < 0.004, found
 
 
 def test_both_products_in_one_launch() -> None:
-    pytest.importorskip("triton")
-    crews = Crews(1)
-    try:
-        (found,) = crews.run("moe_gpu_cases:both_products", seed(), timeout=LIMIT)
-        assert all(found.values()), found
-    finally:
-        crews.close()
+    found = of_one_rank("both_products")
+    assert all(found.values()), found
 
 
 def test_formats() -> None:
-    pytest.importorskip("triton")
-    crews = Crews(1)
-    try:
-        (found,) = crews.run("moe_gpu_cases:formats", seed(), timeout=LIMIT)
-        assert all(found.values()), found
-    finally:
-        crews.close()
+    found = of_one_rank("formats")
+    assert all(found.values()), found

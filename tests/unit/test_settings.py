@@ -38,6 +38,7 @@ def test_values() -> None:
         (Settings, "PPLX_COMM_THREADS", "-1", "a positive integer"),
         (Settings, "PPLX_COMM_ENDPOINTS", "two", "a positive integer"),
         (Settings, "PPLX_COMM_BULK_TOKENS", "0", "a positive integer"),
+        (Settings, "PPLX_COMM_SENDING_SHARE", "101", "1 to 100"),
         (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "a positive integer"),
         (Settings, "PPLX_COMM_PLACEMENT", "gpu", "'auto', 'host' or 'device'"),
         (Settings, "PPLX_COMM_GDRCOPY", "no", "0 or 1"),

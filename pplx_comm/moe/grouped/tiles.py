@@ -47,7 +47,7 @@ SHAPE_OF_WEIGHTS = Shape(128, 256, 64, 8, 8, 3)
 # Several programs on a multiprocessor: the tensor cores have one's block while another adds up its last one.
 SHAPE_OF_FEW_CODES = Shape(64, 128, BLOCK, 8, 4, 4, flat=True, programs=2)
 SHAPE_OF_MANY_CODES = Shape(64, 128, BLOCK, 8, 4, 3, programs=3)
-# Of both products in one launch. Read whole, a tile's rows would be half as many bytes from the L2 cache as its weights.
+# Both products in one launch. Rows are masked: a tile read whole takes half as many bytes of rows from the L2 cache as of weights.
 SHAPE_OF_PAIR = Shape(64, 128, BLOCK, 1, 4, 4, programs=2, masked=True, ahead=4)
 ROWS_OF_ACTIVATION = 16
 """That a program of this launch quantises at a time: few rows are there."""
