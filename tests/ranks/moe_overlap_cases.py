@@ -515,10 +515,11 @@ def before_the_network(me: Any, case: OverlapCase) -> dict[str, Any]:
     options, made, memory = options_of(case, case.overlap), [], overlap._memory
 
     def poisoned(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        made[:] = memory(*arguments)
-        for t in made:
+        tensors = memory(*arguments)
+        for t in tensors:
             t.fill_(torch.nan)
-        return tuple(made)
+        made[:] = tensors  # not before they are poisoned: the looker takes any number for a product
+        return tensors
 
     def look() -> None:
         while not (made and bool(made[0][0].isfinite().all())):
