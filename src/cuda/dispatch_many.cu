@@ -3,7 +3,8 @@
 #include "kernels.h"
 #include "many_kernel.cuh"
 #include "numbered_rows.cuh"
-#include "token_pipe.cuh"
+#include "row_storer.cuh"
+#include "token_dealer.cuh"
 
 namespace pplx::cuda {
 namespace {

@@ -380,7 +380,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: a row's place is free before it has left",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/row_storer.cuh",
         "    linger(k_, place_.at);\n",
         "    if (lane == 0) turns_arrive(emptied());\n    linger(k_, place_.at);\n",
         "the peer gets what comes next",
@@ -407,7 +407,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: parts of a token go to its beginning",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/row_storer.cuh",
         "    if (sent.row != nullptr) sent.row += first;\n",
         "",
         "rows longer than a place of the ring are not what was sent",
@@ -416,7 +416,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: own rows that came before their places are forgotten",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/token_dealer.cuh",
         "    kept_ += n;",
         "    kept_ += 0 * n;",
         "the output lacks them",
