@@ -6,6 +6,7 @@
 #include "dealt_sums.cuh"
 #include "kernels.h"
 #include "many_combine_kernel.cuh"
+#include "summed_rows.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -141,6 +142,32 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
+// All warps but the last are alike, and those that send first are the first ones. The last one looks after headers, and receives in between.
+inline constexpr std::uint32_t kSummerThreads = 32 * kSummers;
+
+template <typename T>
+__device__ __forceinline__ void run_combine_lanes(const CombineArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(CombineShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingSummers : kSummers - 1;
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s)) return;
+  if (a.recv) begin_to_close(k, step);
+  RowSummer<T> summer(a, step, s, reinterpret_cast<char*>(words) + warp * RowSummer<T>::kBytes);
+  if (a.send && warp < senders) summer.send(senders);
+  if (a.send && warp == kSummers - 1) begin_to_send(a, step, s);
+  if (a.recv) summer.receive();
+  if (a.recv && warp == kSummers - 1) receive_all_headers(a, step);
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
 template <typename T>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
   run_combine_many<T, false>(a);
@@ -157,6 +184,10 @@ template <typename T>
 __global__ void __launch_bounds__(kSumsThreads, 1) combine_many_sums_kernel(const __grid_constant__ CombineArguments a) {
   run_combine_sums<T>(a);
 }
+template <typename T>
+__global__ void __launch_bounds__(kSummerThreads, 1) combine_many_lanes_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_lanes<T>(a);
+}
 
 using Kernel = void (*)(CombineArguments);
 
@@ -165,12 +196,13 @@ struct Launch {
   std::uint32_t threads, bytes;
 };
 
-enum class Way { Any, Ready, Copies, Sums };
+enum class Way { Any, Ready, Copies, Sums, Lanes };
 
 Way way_of(const CombineArguments& a) {
   if (a.ready.words != nullptr) return Way::Ready;
   if (!is_plain(a)) return Way::Any;
-  return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
+  if (a.common.c.layout == LayoutKind::Compact) return Way::Copies;
+  return a.sums_by_lanes ? Way::Lanes : Way::Sums;
 }
 
 template <typename T>
@@ -182,6 +214,8 @@ Launch launch_of(Way way) {
       return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
     case Way::Sums:
       return {combine_many_sums_kernel<T>, kSumsThreads, kSumsBytes};
+    case Way::Lanes:
+      return {combine_many_lanes_kernel<T>, kSummerThreads, kSummers * RowSummer<T>::kBytes};
     case Way::Any:
       return {combine_many_kernel<T>, kCombineManyThreads, kCombineManyBytes};
   }
@@ -209,8 +243,10 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {
-  const Way plain = c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
-  for (const Launch& launch : {launch_of(c.dtype, ready ? Way::Ready : Way::Any), launch_of(c.dtype, ready ? Way::Ready : plain)}) {
+  const bool compact = c.layout == LayoutKind::Compact;
+  for (const Way way : {Way::Any, Way::Ready, Way::Copies, Way::Sums, Way::Lanes}) {
+    if ((way == Way::Ready) != ready || (way == Way::Copies && !compact) || ((way == Way::Sums || way == Way::Lanes) && compact)) continue;
+    const Launch launch = launch_of(c.dtype, way);
     const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);

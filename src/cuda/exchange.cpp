@@ -92,8 +92,14 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
-                   std::uint32_t sending_share)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens), sending_share_(sending_share) {
+                   std::uint32_t sending_share, bool sums_by_lanes)
+    : device_(device),
+      memory_(std::move(memory)),
+      layout_(buffer_layout(config)),
+      steps_(config),
+      many_tokens_(many_tokens),
+      sending_share_(sending_share),
+      sums_by_lanes_(sums_by_lanes) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
