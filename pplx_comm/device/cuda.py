@@ -165,12 +165,14 @@ class Cuda:
 
     @staticmethod
     def _rows_of(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """The tensor, or a copy whose rows start where kernels want them, and its stride in bytes. `tensor` is [rows, columns]."""
+        """[rows, columns] as they are, or a copy whose rows begin and end where kernels want them; its stride in bytes."""
         size = tensor.element_size()
-        stride = tensor.stride(0) * size if tensor.shape[0] > 1 else -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN
-        if stride % _ROW_ALIGN == 0 and tensor.data_ptr() % _ROW_ALIGN == 0:
+        width = tensor.shape[1] * size
+        stride = tensor.stride(0) * size if tensor.shape[0] > 1 else width
+        # Kernels read whole vectors: behind a last one that is a part of one there may be nothing.
+        if width % _ROW_ALIGN == 0 and stride % _ROW_ALIGN == 0 and tensor.data_ptr() % _ROW_ALIGN == 0:
             return tensor, stride
-        columns = -(-tensor.shape[1] * size // _ROW_ALIGN) * _ROW_ALIGN // size
+        columns = -(-width // _ROW_ALIGN) * _ROW_ALIGN // size
         copy = torch.empty((tensor.shape[0], columns), dtype=tensor.dtype, device=tensor.device)
         copy[:, : tensor.shape[1]] = tensor
         return copy, columns * size
