@@ -9,7 +9,7 @@ from typing import Any
 
 import rank_cases
 from cases import Case
-from outcomes import Failed, raised
+from outcomes import Failed, Starved, raised
 from rank_cases import Good, Runner, end_of, open_all_to_all
 
 import pplx_comm as pc
@@ -48,10 +48,12 @@ def until_failure(me: Any, case: Case, timeout: float, again: bool) -> dict[str,
         while True:
             if good.n == 60:
                 good.n = 0
+            starved.again()
             good.step()
             last = time.monotonic()
 
-    result = raised(on)
+    starved = Starved()
+    result = raised(on, starved)
     result["waited"] = result["at"] - last
     result["chaos"] = counted(a2a)
     if again:

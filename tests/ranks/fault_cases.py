@@ -13,7 +13,7 @@ from typing import Any
 import networks
 from cases import Case
 from failure_cases import Survivor
-from outcomes import raised
+from outcomes import Starved, raised
 from rank_cases import Good, open_all_to_all
 
 import pplx_comm as pc
@@ -43,12 +43,12 @@ class _Watched:
 
 def join(me: Any, case: Case, timeout: float) -> dict[str, Any]:
     """All ranks: for the first time, or anew after one that fell is back. Full results at once."""
-    begin = time.monotonic()
+    starved, begin = Starved(), time.monotonic()
     old = me.kept.pop("a2a", None)
     if old is not None:
         old.close()
     me.close()
-    closing = time.monotonic() - begin
+    closing = max(0.0, time.monotonic() - begin - starved.seconds())
     a2a = open_all_to_all(me, case, timeout=timeout)
     _steps(me, a2a, case, [True] * me.world_size, 3)
     me.comm.barrier()

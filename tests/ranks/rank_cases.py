@@ -17,7 +17,7 @@ import reference
 import torch
 from cases import DTYPES, Case, Step, make_steps
 from harness import until
-from outcomes import Failed, must
+from outcomes import Failed, Starved, must
 from reference import Tokens, same_bits
 
 import pplx_comm as pc
@@ -550,9 +550,10 @@ class Good:
 
 
 def end_of(me: Any, a2a: pc.AllToAll, close: bool) -> float:
-    begin = time.monotonic()
+    """Seconds that closing took, without those for which this process had no core."""
+    starved, begin = Starved(), time.monotonic()
     me.whole_end = me.whole_end or not close
     if close:
         a2a.close()
         me.close()
-    return time.monotonic() - begin
+    return max(0.0, time.monotonic() - begin - starved.seconds())

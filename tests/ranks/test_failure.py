@@ -26,7 +26,6 @@ CARRIERS = ["mapped", "proxy:tcp"]
 """For what both providers share: where the provider has no part in what is told of a rank that is slow, or leaves."""
 NOTICED = 1.0  # seconds from a death until every survivor has raised
 CLOSED = 2.0
-EXITED = 15.0  # close() and the end of three interpreters with torch in them, on a busy machine
 
 
 def left_in_shm(crew: Crew) -> list[str]:
@@ -140,15 +139,15 @@ def test_a_slow_rank_is_waited_for(transport: str) -> None:
 def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
     case = Case(52, 3, transport=transport)
     with Crew(3) as crew:
-        crew.start("failure_cases:slow_rank", case, 1, 1.0, phase, 6)
-        stopped = _wake_when_stopped(crew, 1, 2.5)
+        crew.start("failure_cases:slow_rank", case, 1, 2.0, phase, 6)
+        stopped = _wake_when_stopped(crew, 1, 4.0)
         results = crew.collect(30)
         blocked = {"dispatch_send": "dispatch_recv", "combine_send": "combine_recv"}[phase]
         for rank in (0, 2):
             r = results[rank]
             assert r["type"] == "StepTimeout" and r["is_timeout"] and r["is_peer"], r
             assert r["peer"] == 1 and r["phase"] == blocked and r["step"] == 4, r
-            assert r["at"] - stopped < 2.5 and r["closing"] < CLOSED, r
+            assert r["at"] - stopped < 4.0 + r["starved"] and r["closing"] < CLOSED, r
             assert "gave up" in r["message"] and "rank 1" in r["message"], r
         # Awake again, it hears that it was given up.
         assert results[1].get("is_peer"), results[1]
@@ -201,7 +200,7 @@ def test_interrupt(transport: str, place: str) -> None:
         results = crew.collect(30)
         assert results[0]["type"] == "KeyboardInterrupt", results[0]
         for r in results:
-            assert r["at"] - at < 1.0 and r["closing"] < CLOSED, r
+            assert r["at"] - at < 1.0 + r["starved"] and r["closing"] < CLOSED, r
             assert r["later"].get("is_peer"), r
         for r in results[1:]:
             assert r.get("is_peer") and r["peer"] == 0 and "rank 0" in r["message"], r
