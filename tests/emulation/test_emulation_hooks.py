@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from cases import Case
@@ -66,16 +67,22 @@ def test_groups(crew: Crews, layout: str, how: str) -> None:
         assert crew.run("emulated:call", module(), "hook_cases:groups", case, parts, how) == plain
 
 
+def check_own_kernels(said: dict[str, Any], what: str) -> None:
+    """It gives up before its peers, and says what is missing. Without a core for most of the time it may look at its deadline after them."""
+    if said["starved"] < said["seconds"] / 2:
+        assert f"the rows of {what} were never written: its word of ready= is still 0" in said["message"], said
+
+
 @pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_a_kernel_that_never_comes(layout: str, bulk: bool) -> None:
     case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
     with Crew(3, BULK if bulk else {}) as crew:
-        results = crew.run("emulated:call", module(), "hook_cases:never_ready", case, 1, 1.0, timeout=60)
+        results = crew.run("emulated:call", module(), "hook_cases:never_ready", case, 1, 4.0)
     what = "local expert 0" if layout == "padded" else "block 0"
     for rank, said in enumerate(results):
         assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
-    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+    check_own_kernels(results[1], what)
 
 
 def test_nobody_spins_for_ever() -> None:
@@ -175,11 +182,11 @@ def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
 def test_a_kernel_that_never_comes_in_pieces(layout: str, few: int | None, transport: str) -> None:
     case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=30, layout=layout, transport=transport)
     with Crew(3) as crew:
-        results = crew.run("emulated:in_pieces", module(), 4, "hook_cases:never_ready", case, 1, 3.0, few, timeout=100)
+        results = crew.run("emulated:in_pieces", module(), 4, "hook_cases:never_ready", case, 1, 6.0, few)
     what = "local expert 0" if layout == "padded" else "block 0"
     for rank, said in enumerate(results):
         assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
-    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
+    check_own_kernels(results[1], what)
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])

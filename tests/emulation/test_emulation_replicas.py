@@ -128,7 +128,7 @@ def test_replicas_in_pieces_among_replays(hooks: bool, world: int, transport: st
 def test_replicas_apart_in_pieces(kind: str, transport: str) -> None:
     case = Case(seed(), 4, max_tokens=40, replicas=2, transport=transport)
     with Crew(4) as crew:
-        results = crew.run("emulated:in_pieces", module(), 4, "failure_cases:replicas_apart", case, kind, timeout=60)
+        results = crew.run("emulated:in_pieces", module(), 4, "failure_cases:replicas_apart", case, kind)
     for r in results:
         assert r.get("is_peer") and not r["is_timeout"], r
     word = {"ids": "passed different topk_ids", "tokens": "rank 3 passed 39 ", "accumulate": "accumulate="}[kind]
@@ -141,8 +141,8 @@ def test_a_replica_that_does_not_come_for_its_pieces(phase: str, world: int, tra
     """Its replica, who waits for its rows and for those that it finishes, says who. Of four some wait for others who wait for it. All
     reset, and go on."""
     case = Case(2, world, max_tokens=80, num_experts=world, transport=transport, replicas=2)
-    with Crew(world) as crew:
-        heard = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase, timeout=100)[1:]
+    with Crew(world, {"PPLX_TEST_STEP_TIMEOUT": "5"}) as crew:
+        heard = crew.run("emulated:in_pieces", module(), 4, "pieces_cases:does_not_come", case, phase)[1:]
         assert all(r["type"] == "StepTimeout" for r in heard), heard
         assert world > 2 or (heard[0]["phase"], heard[0]["peer"]) == (phase, 0), heard
 

@@ -11,7 +11,7 @@ import torch
 
 import pplx_comm as pc
 
-TIMEOUT = 0.7
+TIMEOUT = 1.5
 LATE = 2.95 * TIMEOUT
 """Shortly before a time that began anew at each timeout would end: it must begin at the end of the busy time."""
 

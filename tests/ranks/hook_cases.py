@@ -14,7 +14,7 @@ import rank_cases
 import reference
 import torch
 from cases import DTYPES, Case, Step
-from outcomes import Failed, must
+from outcomes import Failed, Starved, must
 from rank_cases import Runner
 from reference import same_bits
 
@@ -286,6 +286,7 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float, few: int | None
 
         def step(raised: bool) -> torch.Tensor:
             d = a2a.dispatch(x, ids)
+            me.comm.barrier()  # all wait from here on: who gives up first follows from `timeout` alone
             ready = d.ready.view(torch.int32)
             ready.fill_(1)
             if not raised and me.rank == whose:
@@ -297,14 +298,14 @@ def never_ready(me: Any, case: Case, whose: int, timeout: float, few: int | None
 
         before = step(True)
         said: dict[str, Any] = {}
-        begun = time.monotonic()
+        starved, begun = Starved(), time.monotonic()
         try:
             step(False)
             a2a.check()
         except pc.PeerError as error:
             said = {
                 "type": type(error).__name__, "peer": error.peer, "phase": error.phase, "message": str(error),
-                "seconds": time.monotonic() - begun,
+                "seconds": time.monotonic() - begun, "starved": starved.seconds(),
             }  # fmt: skip
         said["left"] = a2a.reset()
         must(same_bits(step(True), before), "the step after reset()")

@@ -288,7 +288,7 @@ def a_product_that_fails(me: Any, case: OverlapCase) -> dict[str, Any]:
     """On rank 1, in the second group: its own error there, and one that names it elsewhere. After a reset all go on."""
     from pplx_comm.moe.grouped import products
 
-    with open_all_to_all(me, case, True, timeout=2.0) as a2a:
+    with open_all_to_all(me, case, True, timeout=5.0) as a2a:
         weights = drawn_weights(me, case, a2a.num_local_experts, a2a.device)
         inputs = drawn_inputs(me, case, 0, a2a.device, full=True)  # a rank without tokens would miss nothing
         options, forward, calls = options_of(case, case.overlap), products.forward, 0

@@ -55,7 +55,7 @@ def plan_of_replicas(me: Any, case: Case) -> None:
 
 def does_not_come(me: Any, case: Case, phase: str) -> dict[str, Any] | None:
     """Rank 0 does the send half only, until the others have given up on it. What they heard."""
-    with open_all_to_all(me, case, timeout=1.0) as a2a:
+    with open_all_to_all(me, case, timeout=3.0) as a2a:
         good = Good(me, case, a2a)
         good.step()
         runner, n = good.runner, good.n
