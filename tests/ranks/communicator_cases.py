@@ -32,13 +32,15 @@ def _told(problem: BaseException) -> dict[str, Any]:
 
 def _raised(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """What `call` raises, and after how many seconds."""
+    from outcomes import Starved
+
     from pplx_comm.errors import Error
 
-    began = time.monotonic()
+    starved, began = Starved(), time.monotonic()
     try:
         value = call(*args, **kwargs)
     except Error as problem:
-        return {**_told(problem), "seconds": time.monotonic() - began}
+        return {**_told(problem), "seconds": time.monotonic() - began, "starved": starved.seconds()}
     raise AssertionError(f"nothing was raised, it returned {value!r}")
 
 
@@ -524,14 +526,17 @@ def cycles(me: Member, times: int) -> dict[str, Any]:
         else:
             comm.close()
 
+    alone = threading.active_count()
     for number in range(12):
         once(number)
+    # A dropped Communicator closes in its own thread.
+    until("all are closed", lambda: threading.active_count() == alone)
     before = measure()
     for number in range(times):
         once(number)
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 20
     while measure()[:2] != before[:2] and time.monotonic() < deadline:
-        time.sleep(0.05)  # a dropped Communicator closes in its own thread
+        time.sleep(0.05)
     return {"before": before, "after": measure(), "fds": _open_fds()}
 
 
@@ -639,7 +644,7 @@ def lost_cable(me: Member) -> dict[str, Any]:
 
 
 def wait_seconds(me: Member) -> dict[str, Any]:
-    return _raised(me.communicator, timeout=1.5 if me.rank == 1 else 30)
+    return _raised(me.communicator, timeout=3 if me.rank == 1 else 30)
 
 
 def half_way(me: Member) -> dict[str, Any]:

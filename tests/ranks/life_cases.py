@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -258,9 +259,10 @@ def cpu_of_threads(seconds: float) -> dict[str, float]:
     def ticks() -> dict[str, int]:
         taken = {}
         for task in os.listdir("/proc/self/task"):
-            fields = open(f"/proc/self/task/{task}/stat").read()
-            name, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
-            taken[f"{name} {task}"] = int(rest[11]) + int(rest[12])
+            with contextlib.suppress(OSError):  # it ended just now
+                fields = open(f"/proc/self/task/{task}/stat").read()
+                name, rest = fields[fields.index("(") + 1 : fields.rindex(")")], fields[fields.rindex(")") + 2 :].split()
+                taken[f"{name} {task}"] = int(rest[11]) + int(rest[12])
         return taken
 
     before, begin = ticks(), time.monotonic()

@@ -15,6 +15,7 @@ from cases import Case
 from harness import Crew, Crews, clean_environment
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
+ENDED = 9.0  # two interpreters with torch in them, on a busy machine; who waited for a step would take its timeout, 10 s
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,14 @@ def test_open_and_close(crew: Crews, transport: str) -> None:
     """Two hundred times on mapped memory; each of the others long enough to show 100 KiB a cycle."""
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
     times = {"mapped": 200}.get(transport, 100)
-    check_no_growth(crew.run("life_cases:cycles", case, times, "all_to_all", timeout=200))
+    check_no_growth(crew.run("life_cases:cycles", case, times, "all_to_all", timeout=280))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
     times = {"mapped": 60}.get(transport, 16)
-    check_no_growth(crew.run("life_cases:cycles", case, times, "communicator", timeout=200))
+    check_no_growth(crew.run("life_cases:cycles", case, times, "communicator", timeout=280))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -61,7 +62,7 @@ def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
         crew.run("life_cases:leave_open", Case(3, 2, transport=transport), how)
         begin = time.monotonic()
         assert crew.leave() == [0, 0], crew.output(0) + crew.output(1)
-        assert time.monotonic() - begin < 3.0
+        assert time.monotonic() - begin < ENDED
         for rank in range(2):
             assert crew.output(rank) == ""
 

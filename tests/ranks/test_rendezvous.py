@@ -285,7 +285,7 @@ def test_two_jobs_at_one_address() -> None:
 
 def test_missing_ranks_are_named_by_all() -> None:
     began = time.monotonic()
-    with started(4, CASES + "fail_to_meet", timeout=1.5, only=[0, 2]) as crew:
+    with started(4, CASES + "fail_to_meet", timeout=4, only=[0, 2]) as crew:
         results = crew.collect()
     for told in results:
         assert told["kind"] == "StepTimeout"
@@ -308,7 +308,7 @@ def test_the_shortest_timeout_counts_for_all() -> None:
         results = crew.collect()
     for rank in (0, 1):
         assert "rank 2 of 3 never came" in results[rank]["message"]
-        assert results[rank]["seconds"] < 4
+        assert results[rank]["seconds"] < 8
 
 
 def test_a_rank_that_dies_during_start_up_is_named() -> None:
@@ -336,7 +336,7 @@ def test_no_secret_beyond_loopback(name: str) -> None:
     addresses = local_addresses()
     host = addresses[0] if addresses else "192.0.2.1"
     for told in _fail(2, {name: host, "LOCAL_WORLD_SIZE": None}):
-        assert told["seconds"] < 1
+        assert told["seconds"] < 3
         assert host in told["message"]
         assert "export PPLX_COMM_SECRET=$(openssl rand -hex 32)" in told["message"]
 
@@ -349,10 +349,10 @@ def test_short_secret() -> None:
 def test_wrong_secret() -> None:
     """Who has the wrong one hears it at once; rank 0 goes on waiting and says what it refused."""
     rank_env = {0: {"PPLX_COMM_SECRET": SECRET}, 1: {"PPLX_COMM_SECRET": SECRET[::-1]}}
-    with started(2, CASES + "fail_to_meet", timeout=2, env=_loopback(), rank_env=rank_env) as crew:
+    with started(2, CASES + "fail_to_meet", timeout=5, env=_loopback(), rank_env=rank_env) as crew:
         zero, one = crew.collect()
     assert "does not know this job's secret" in one["message"]
-    assert one["seconds"] < 1.5
+    assert one["seconds"] < 4
     assert "rank 1 of 2 never came" in zero["message"]
     assert "does not know this job's secret (x1)" in zero["message"]
 
@@ -437,9 +437,9 @@ def test_one_rank_twice() -> None:
     """The other process holds what rank 0 needs; a second rank 1 is told that there is one."""
     with started(3, CASES + "half_way", only=[1]) as first:
         job = {"PPLX_COMM_JOB": first.job}
-        with started(3, CASES + "fail_to_meet", timeout=4, env=job, only=[0]) as zero:
+        with started(3, CASES + "fail_to_meet", timeout=12, env=job, only=[0]) as zero:
             first.heard(1, "met")
-            with started(3, CASES + "fail_to_meet", timeout=0.5, env=job, only=[0, 1]) as second:
+            with started(3, CASES + "fail_to_meet", timeout=2, env=job, only=[0, 1]) as second:
                 told = second.collect()
             assert "another process holds the address" in told[0]["message"]
             assert "two processes were started as this rank" in told[1]["message"]
@@ -448,7 +448,7 @@ def test_one_rank_twice() -> None:
 
 
 def _fail(world_size: int, env: dict[str, str | None]) -> list[Any]:
-    with started(world_size, CASES + "fail_to_meet", timeout=2, env=env) as crew:
+    with started(world_size, CASES + "fail_to_meet", timeout=5, env=env) as crew:
         return crew.collect()
 
 
@@ -719,7 +719,7 @@ def test_no_address_leads_to_the_rank(house: _House, strangers: list[Address]) -
     """Each address's own answer is told."""
     reject, nonsense, silent = strangers
     with pytest.raises(NotReached) as told:
-        connect([reject, nonsense, silent, house.name], _guest(job="other"), 0, 0.5)
+        connect([reject, nonsense, silent, house.name], _guest(job="other"), 0, 2.0)
     assert f"{reject[0]}:{reject[1]}: planted" in told.value.answers
     assert f"{nonsense[0]}:{nonsense[1]}: it does not answer like a rank" in told.value.answers
     assert f"{silent[0]}:{silent[1]}: no answer" in told.value.answers

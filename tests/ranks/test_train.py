@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,19 @@ from bench.train import example
 TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Bound here, and not listened on: rank 0 can have it later, and whoever asks for any port gets another."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])
+
+
 def results(ranks: int, *options: str) -> dict[str, dict[str, Any]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    with Crew(ranks, world, rank_env={rank: {"LOCAL_RANK": str(rank)} for rank in range(ranks)}) as crew:
+    world = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    of_rank = {rank: {"LOCAL_RANK": str(rank)} for rank in range(ranks)}
+    with held_port() as port, Crew(ranks, {**world, "MASTER_PORT": str(port)}, rank_env=of_rank) as crew:
         crew.start("program_cases:run", str(TRAIN), ["--steps", "24", *options], last=True)
         for rank in range(ranks):
             status = crew.wait(rank, 120)
