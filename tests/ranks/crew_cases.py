@@ -37,7 +37,7 @@ def dies_later(me: Any, rank: int) -> None:
         parent = os.getpid()
 
         def die() -> None:
-            time.sleep(0.2)
+            time.sleep(1.0)
             os.kill(parent, 9)
 
         threading.Thread(target=die, daemon=True).start()

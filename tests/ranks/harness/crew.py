@@ -99,7 +99,7 @@ class Crew:
                 self.broken = True
                 raise RankFailed(f"before {name}, {self._gone(rank)}") from None
 
-    def collect(self, timeout: float = 60.0, ranks: Sequence[int] | None = None) -> list[Any]:
+    def collect(self, timeout: float = 180.0, ranks: Sequence[int] | None = None) -> list[Any]:
         """Whoever fails first is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
@@ -124,7 +124,7 @@ class Crew:
             raise RankFailed("\n".join(problems))
         return [results[rank] for rank in wanted]
 
-    def run(self, name: str, *args: Any, timeout: float = 60.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
+    def run(self, name: str, *args: Any, timeout: float = 180.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
         try:
             self.start(name, *args, ranks=ranks, **kwargs)
             return self.collect(timeout, ranks)
@@ -246,11 +246,12 @@ class Crew:
             return f"exit code {self._exit_codes[rank]}\n{self.output(rank)}"
         self.signal(rank, signal.SIGCONT)  # a test may have stopped it
         self.signal(rank, signal.SIGUSR2)
-        before = -1
-        for _ in range(20):  # until it has printed everything
+        before, same = -1, 0
+        for _ in range(100):  # until it has printed everything: a rank without a core stops in the middle
             time.sleep(0.05)
             size = os.fstat(self._output[rank].fileno()).st_size
-            if size == before and size > 0:
+            same = same + 1 if size == before else 0
+            if same == 4 and size > 0:
                 break
             before = size
         return self.output(rank)
@@ -309,7 +310,7 @@ def started(
 
 
 def run_ranks(
-    world_size: int, name: str, *args: Any, timeout: float = 60.0, env: Environment | None = None, **kwargs: Any
+    world_size: int, name: str, *args: Any, timeout: float = 180.0, env: Environment | None = None, **kwargs: Any
 ) -> list[Any]:
     """Once, in processes of their own, which must end well."""
     with Crew(world_size, env) as crew:
