@@ -20,7 +20,9 @@ def test_launches_and_refusals(layout: str) -> None:
     run_ranks(1, "host_cases:launches", layout)
 
 
-@pytest.mark.parametrize(("width", "between", "as_they_are"), [(48, 0, True), (48, 16, True), (48, 1, False), (40, 0, False), (40, 8, False)])
+@pytest.mark.parametrize(
+    ("width", "between", "as_they_are"), [(48, 0, True), (48, 16, True), (48, 1, False), (40, 0, False), (40, 8, False)]
+)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rows_are_read_by_whole_vectors(rows: int, width: int, between: int, as_they_are: bool) -> None:
     """So a row that ends within one is copied to where there is room behind it. One row alone has no stride."""
