@@ -142,7 +142,7 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// All warps but the last are alike, and those that send first are the first ones. The last one looks after headers, and receives in between.
+// The first warps send first, and all receive. The last one looks after headers, before it receives and after.
 inline constexpr std::uint32_t kSummerThreads = 32 * kSummers;
 
 template <typename T>
@@ -198,11 +198,13 @@ struct Launch {
 
 enum class Way { Any, Ready, Copies, Sums, Lanes };
 
+Way plain_way(const Config& c, bool sums_by_lanes) {
+  if (c.layout == LayoutKind::Compact) return Way::Copies;
+  return sums_by_lanes ? Way::Lanes : Way::Sums;
+}
 Way way_of(const CombineArguments& a) {
   if (a.ready.words != nullptr) return Way::Ready;
-  if (!is_plain(a)) return Way::Any;
-  if (a.common.c.layout == LayoutKind::Compact) return Way::Copies;
-  return a.sums_by_lanes ? Way::Lanes : Way::Sums;
+  return is_plain(a) ? plain_way(a.common.c, a.sums_by_lanes) : Way::Any;
 }
 
 template <typename T>
@@ -242,11 +244,9 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
 }
 
-cudaError_t load_combine_many(const Config& c, bool ready) {
-  const bool compact = c.layout == LayoutKind::Compact;
-  for (const Way way : {Way::Any, Way::Ready, Way::Copies, Way::Sums, Way::Lanes}) {
-    if ((way == Way::Ready) != ready || (way == Way::Copies && !compact) || ((way == Way::Sums || way == Way::Lanes) && compact)) continue;
-    const Launch launch = launch_of(c.dtype, way);
+cudaError_t load_combine_many(const Config& c, bool ready, bool sums_by_lanes) {
+  const Way plain = plain_way(c, sums_by_lanes);
+  for (const Launch& launch : {launch_of(c.dtype, ready ? Way::Ready : Way::Any), launch_of(c.dtype, ready ? Way::Ready : plain)}) {
     const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);

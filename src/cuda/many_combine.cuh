@@ -110,6 +110,14 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
   return inputs;
 }
 
+// The rows of these lanes, of which each lane has read what it makes blank: a later step of few tokens has rows there that show by themselves. By a warp.
+__device__ inline void make_blank_again(const Common& k, char* row, std::uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    char* const to = of_lane(row, __ffs(static_cast<int>(lanes)) - 1);
+    for (std::uint32_t at = threadIdx.x % 32 * 16; at < k.row_bytes; at += 512) make_blank(to + at);
+  }
+}
+
 // kPlain: no tails, and no weights of combine's own. kReady: rows are read when the caller's kernel says that they are written.
 // kPieces: in rounds. All rows of those who send in pieces have words.
 template <typename T, bool kPlain, bool kReady, bool kPieces = false>
@@ -494,7 +502,7 @@ class ManyCombiner {
       if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
     };
     add_up(kPlain ? token : k_.slice.token(token), n, row, give);
-    if (__any_sync(~0u, entry != kNone && slot_row < k_.word_rows)) make_blank_again(row, slot_row);
+    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
     note(k_, Stage::Added);
     if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
     return true;
@@ -516,7 +524,7 @@ class ManyCombiner {
     note(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
-    if (__any_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows)) make_blank_again(row, entry);
+    make_blank_again(k_, row, __ballot_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows));
     note(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
@@ -534,15 +542,6 @@ class ManyCombiner {
       for (std::uint32_t i = 0; i < n; ++i) add(cursor, bytes, sums);
       sums.store(y, begin, end);
       give(sums, begin, end);
-    }
-  }
-
-  // A later step of few tokens has rows here that show by themselves.
-  __device__ void make_blank_again(char* row, std::uint32_t entry) const {
-    const std::uint32_t blank = __ballot_sync(~0u, row != nullptr && (entry & 0xfffffu) < k_.word_rows);
-    for (std::uint32_t bits = blank; bits != 0; bits &= bits - 1) {
-      char* const to = of_lane(row, __ffs(static_cast<int>(bits)) - 1);
-      for (std::uint32_t at = threadIdx.x % 32 * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
     }
   }
 

@@ -1,4 +1,4 @@
-// What the kernels of a dispatch of many tokens have in common: how they begin, and how their shared memory does.
+// The kernels of a dispatch of many tokens have two things in common: the beginning of a launch, and that of their shared memory.
 #pragma once
 
 #include "dispatch_recv.cuh"

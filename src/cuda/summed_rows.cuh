@@ -9,7 +9,7 @@
 
 namespace pplx::cuda {
 
-// What a warp adds up: the first lanes have a row of memory each, in the order in which they are added.
+// The inputs of a sum, for a warp. Lane i has the address of the ith row that is added.
 struct Summands {
   const char* from = nullptr;  // this lane's
   float weight = 1.0f;  // of its row, where it is one of `own`
@@ -169,18 +169,9 @@ class RowSummer {
     char* const y = known_global(a_.y + std::uint64_t{token} * a_.y_stride);
     const std::uint32_t blank = __ballot_sync(~0u, is_peer && number < k_.word_rows);
     add_up<true>(of, [&](const PartSums& sums, std::uint32_t at) { sums.store(y, at, k_.row_bytes); }, y);
-    if (blank != 0) make_blank_again(row, blank);
+    make_blank_again(k_, row, blank);
     note(k_, Stage::Added);
     return true;
-  }
-
-  // A later step of few tokens has rows here that show by themselves.
-  __device__ void make_blank_again(char* row, std::uint32_t blank) const {
-    __syncwarp();
-    for (; blank != 0; blank &= blank - 1) {
-      char* const to = of_lane(row, __ffs(static_cast<int>(blank)) - 1);
-      for (std::uint32_t at = lane() * 16; at < k_.row_bytes; at += 512) make_blank(to + at);
-    }
   }
 
   // ---- sums ----

@@ -138,7 +138,7 @@ class TokenDealer {
     }
   }
 
-  // What further dispatches, and this one's combine, need to know.
+  // Ids, indices, rows and weights go to the plan, for further dispatches and for this one's combine.
   __device__ void keep(const Choice& c, std::uint32_t own) const {
     const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + choice();
     a_.plan.ids[at] = c.of.id;

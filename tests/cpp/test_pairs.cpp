@@ -56,8 +56,8 @@ struct Meeting {
   }
 };
 
-// Of this thread. A rank that waits polls all the time: where it has a core to itself that is the time that passes, and on a busy machine it
-// does not count how long others have them.
+// The time for which this thread has had a core. A rank that waits polls all the time, so with a core to itself that is the time that passes; on a
+// busy machine it leaves out how long others had the core.
 double cpu_seconds() {
   timespec t{};
   CHECK_EQ(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t), 0);

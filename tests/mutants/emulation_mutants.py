@@ -382,7 +382,7 @@ MUTANTS = [
     Mutant(
         "lanes: places are not blank again",
         "src/cuda/summed_rows.cuh",
-        "    if (blank != 0) make_blank_again(row, blank);\n",
+        "    make_blank_again(k_, row, blank);\n",
         "",
         "a later step of few tokens takes what is there for its rows",
         LANES,

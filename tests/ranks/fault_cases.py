@@ -43,12 +43,12 @@ class _Watched:
 
 def join(me: Any, case: Case, timeout: float) -> dict[str, Any]:
     """All ranks: for the first time, or anew after one that fell is back. Full results at once."""
-    starved, begin = Starved(), time.monotonic()
+    starved = Starved()
     old = me.kept.pop("a2a", None)
     if old is not None:
         old.close()
     me.close()
-    closing = max(0.0, time.monotonic() - begin - starved.seconds())
+    closing = starved.seconds_with_a_core()
     a2a = open_all_to_all(me, case, timeout=timeout)
     _steps(me, a2a, case, [True] * me.world_size, 3)
     me.comm.barrier()

@@ -27,10 +27,14 @@ class Starved:
         self.again()
 
     def again(self) -> None:
-        self.begin = self._waited()
+        self.begin, self._since = self._waited(), time.monotonic()
 
     def seconds(self) -> float:
         return max(waited - self.begin.get(thread, 0) for thread, waited in self._waited().items()) * 1e-9
+
+    def seconds_with_a_core(self) -> float:
+        """The others since then."""
+        return max(0.0, time.monotonic() - self._since - self.seconds())
 
     @staticmethod
     def _waited() -> dict[str, int]:

@@ -8,7 +8,6 @@ import hashlib
 import os
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -551,9 +550,9 @@ class Good:
 
 def end_of(me: Any, a2a: pc.AllToAll, close: bool) -> float:
     """Seconds that closing took, without those for which this process had no core."""
-    starved, begin = Starved(), time.monotonic()
+    starved = Starved()
     me.whole_end = me.whole_end or not close
     if close:
         a2a.close()
         me.close()
-    return max(0.0, time.monotonic() - begin - starved.seconds())
+    return starved.seconds_with_a_core()

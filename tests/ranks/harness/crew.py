@@ -21,6 +21,8 @@ GRACE = 5.0
 
 Environment = Mapping[str, str | None]
 """None removes a variable."""
+PATIENCE = 180.0
+"""Seconds for what no test gives a time: on a busy machine too, and less than pytest's own limit."""
 
 
 class RankFailed(AssertionError):
@@ -99,7 +101,7 @@ class Crew:
                 self.broken = True
                 raise RankFailed(f"before {name}, {self._gone(rank)}") from None
 
-    def collect(self, timeout: float = 180.0, ranks: Sequence[int] | None = None) -> list[Any]:
+    def collect(self, timeout: float = PATIENCE, ranks: Sequence[int] | None = None) -> list[Any]:
         """Whoever fails first is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
@@ -124,7 +126,7 @@ class Crew:
             raise RankFailed("\n".join(problems))
         return [results[rank] for rank in wanted]
 
-    def run(self, name: str, *args: Any, timeout: float = 180.0, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
+    def run(self, name: str, *args: Any, timeout: float = PATIENCE, ranks: Sequence[int] | None = None, **kwargs: Any) -> list[Any]:
         try:
             self.start(name, *args, ranks=ranks, **kwargs)
             return self.collect(timeout, ranks)
@@ -310,7 +312,7 @@ def started(
 
 
 def run_ranks(
-    world_size: int, name: str, *args: Any, timeout: float = 180.0, env: Environment | None = None, **kwargs: Any
+    world_size: int, name: str, *args: Any, timeout: float = PATIENCE, env: Environment | None = None, **kwargs: Any
 ) -> list[Any]:
     """Once, in processes of their own, which must end well."""
     with Crew(world_size, env) as crew:
