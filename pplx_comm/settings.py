@@ -187,11 +187,6 @@ class Settings:
         "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
         value=100, default="100",
     )  # fmt: skip
-    sums_by_lanes: bool = _variable(
-        "PPLX_COMM_SUMS_BY_LANES", _flag, "0 or 1",
-        "1: a combine of many tokens whose rows are sums loads them by ordinary loads, not by bulk copies",
-        value=False, default="0",
-    )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",
         "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",

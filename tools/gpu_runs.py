@@ -92,16 +92,6 @@ FIGURES = (
         )
         for share in (30, 50, 70, 100)
     ),
-    *(
-        latency(
-            f"large-sums-{name}",
-            f"a combine whose rows are sums, by {how}",
-            2,
-            "--wire fp8 --layout ragged --tokens 4096,8192 --num-sms 8,24,all --pairs 16 --replays 5 --peers none",
-            (("PPLX_COMM_SUMS_BY_LANES", flag), ("PPLX_COMM_BULK_TOKENS", "768")),
-        )
-        for name, how, flag in (("bulk", "bulk copies", "0"), ("lanes", "ordinary loads", "1"))
-    ),
     latency("decode", "few tokens, beside floor and peers", 4, f"--wire fp8 {DECODE}"),
     latency("decode-sms", "few tokens on few multiprocessors", 5, f"--wire fp8 {DECODE} --num-sms 8,16,24,32,all --peers none"),
     latency(

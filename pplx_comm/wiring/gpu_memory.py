@@ -76,7 +76,7 @@ def make_gpu_exchange(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
     arguments: list[Any] = [config, heaps.own, heaps.of_peers, peers.remote, proxied, bool(on_gpu), request.settings.gdrcopy, gpu]
-    arguments += [request.timeout, request.num_sms, many_tokens, request.settings.sending_share, request.settings.sums_by_lanes]
+    arguments += [request.timeout, request.num_sms, many_tokens, request.settings.sending_share]
     if request.by_kernels and (symmetric is None or symmetric.puts):
         arguments += _where_blocks_are(symmetric)
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]

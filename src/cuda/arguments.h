@@ -316,7 +316,6 @@ struct CombineArguments {
   SentStrips sent;
   ReceivedStrips received_in;
   bool sums_own = false;  // a rank's rows of its own tokens need not cross memory: who receives a token sums them. Not in small steps
-  bool sums_by_lanes = false;  // of many tokens: as summed_rows.cuh does
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;

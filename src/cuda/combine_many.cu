@@ -6,7 +6,6 @@
 #include "dealt_sums.cuh"
 #include "kernels.h"
 #include "many_combine_kernel.cuh"
-#include "summed_rows.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -142,32 +141,6 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// The first warps send first, and all receive. The last one looks after headers, before it receives and after.
-inline constexpr std::uint32_t kSummerThreads = 32 * kSummers;
-
-template <typename T>
-__device__ __forceinline__ void run_combine_lanes(const CombineArguments& a) {
-  PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(CombineShared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
-  const std::uint32_t warp = threadIdx.x / 32, senders = a.recv ? kSendingSummers : kSummers - 1;
-  std::uint32_t step = 0;
-  if (!begin_combine(a, step, 0, s)) return;
-  if (a.recv) begin_to_close(k, step);
-  RowSummer<T> summer(a, step, s, reinterpret_cast<char*>(words) + warp * RowSummer<T>::kBytes);
-  if (a.send && warp < senders) summer.send(senders);
-  if (a.send && warp == kSummers - 1) begin_to_send(a, step, s);
-  if (a.recv) summer.receive();
-  if (a.recv && warp == kSummers - 1) receive_all_headers(a, step);
-  if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
-  stamp(k, Op::Combine, step, begun);
-}
-
 template <typename T>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
   run_combine_many<T, false>(a);
@@ -184,10 +157,6 @@ template <typename T>
 __global__ void __launch_bounds__(kSumsThreads, 1) combine_many_sums_kernel(const __grid_constant__ CombineArguments a) {
   run_combine_sums<T>(a);
 }
-template <typename T>
-__global__ void __launch_bounds__(kSummerThreads, 1) combine_many_lanes_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_lanes<T>(a);
-}
 
 using Kernel = void (*)(CombineArguments);
 
@@ -196,15 +165,12 @@ struct Launch {
   std::uint32_t threads, bytes;
 };
 
-enum class Way { Any, Ready, Copies, Sums, Lanes };
+enum class Way { Any, Ready, Copies, Sums };
 
-Way plain_way(const Config& c, bool sums_by_lanes) {
-  if (c.layout == LayoutKind::Compact) return Way::Copies;
-  return sums_by_lanes ? Way::Lanes : Way::Sums;
-}
 Way way_of(const CombineArguments& a) {
   if (a.ready.words != nullptr) return Way::Ready;
-  return is_plain(a) ? plain_way(a.common.c, a.sums_by_lanes) : Way::Any;
+  if (!is_plain(a)) return Way::Any;
+  return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
 }
 
 template <typename T>
@@ -216,8 +182,6 @@ Launch launch_of(Way way) {
       return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
     case Way::Sums:
       return {combine_many_sums_kernel<T>, kSumsThreads, kSumsBytes};
-    case Way::Lanes:
-      return {combine_many_lanes_kernel<T>, kSummerThreads, kSummers * RowSummer<T>::kBytes};
     case Way::Any:
       return {combine_many_kernel<T>, kCombineManyThreads, kCombineManyBytes};
   }
@@ -244,8 +208,8 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
 }
 
-cudaError_t load_combine_many(const Config& c, bool ready, bool sums_by_lanes) {
-  const Way plain = plain_way(c, sums_by_lanes);
+cudaError_t load_combine_many(const Config& c, bool ready) {
+  const Way plain = c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
   for (const Launch& launch : {launch_of(c.dtype, ready ? Way::Ready : Way::Any), launch_of(c.dtype, ready ? Way::Ready : plain)}) {
     const void* const function = reinterpret_cast<const void*>(launch.kernel);
     cudaFuncAttributes attributes;

@@ -92,14 +92,8 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
-                   std::uint32_t sending_share, bool sums_by_lanes)
-    : device_(device),
-      memory_(std::move(memory)),
-      layout_(buffer_layout(config)),
-      steps_(config),
-      many_tokens_(many_tokens),
-      sending_share_(sending_share),
-      sums_by_lanes_(sums_by_lanes) {
+                   std::uint32_t sending_share)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens), sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
@@ -183,7 +177,7 @@ void Exchange::use_hooks() {
     check(load_combine_many_pieces(c, true), "loading the kernels of large combines with hooks");
   } else if (chunk_memory_ != nullptr) {
     check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
-    check(load_combine_many(c, true, sums_by_lanes_), "loading the kernels of large combines with hooks");
+    check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
   }
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
@@ -340,7 +334,7 @@ void Exchange::make_chunk_counts() {
   } else {
     if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
     check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
-    check(load_combine_many(c, false, sums_by_lanes_), "loading the kernels of large combines");
+    check(load_combine_many(c, false), "loading the kernels of large combines");
     common_.word_rows = many_tokens_;
   }
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);

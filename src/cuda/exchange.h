@@ -61,9 +61,8 @@ class Exchange {
   };
 
   // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent.
-  // sums_by_lanes: in a combine of as many.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
-           std::uint32_t sending_share, bool sums_by_lanes);
+           std::uint32_t sending_share);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -143,7 +142,6 @@ class Exchange {
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   const std::uint32_t many_tokens_;
   const std::uint32_t sending_share_;
-  const bool sums_by_lanes_;
   char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;

@@ -24,7 +24,7 @@ cudaError_t load_dispatch_many(const Config& config, bool hooks);
 std::uint32_t dispatch_many_parts(const Config& config);  // of a row
 cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 bool can_combine_many(const Config& config, std::uint32_t shared_bytes);
-cudaError_t load_combine_many(const Config& config, bool ready, bool sums_by_lanes);
+cudaError_t load_combine_many(const Config& config, bool ready);
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_combine(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 // Of an AllToAll in pieces, these in their place.

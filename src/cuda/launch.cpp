@@ -266,7 +266,6 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
   a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv && !pieces;
-  a.sums_by_lanes = sums_by_lanes_;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   const auto whole = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;

@@ -158,9 +158,6 @@ inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns =
 inline constexpr std::uint32_t kAddersToSend = 4, kAddersOfSums = 4, kPartsOfHalf = 6, kPartsOut = 3;
 inline constexpr int kVectorsToSend = 7, kVectorsOfSums = 7;
 
-// By ordinary loads (summed_rows.cuh): warps of a thread block that send first. A row costs as much to send as to receive, but for a peer's row.
-inline constexpr std::uint32_t kSummers = 16, kSendingSummers = 8;
-
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
 inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 1;

@@ -13,10 +13,6 @@ from open_step_cases import small_case
 
 pytestmark = ON_X86_64
 
-SUMS = pytest.mark.parametrize(
-    "sums", [pytest.param({}, id="by bulk"), pytest.param({"PPLX_COMM_SUMS_BY_LANES": "1"}, id="by lanes")]
-)
-
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("least", [1, 4])
@@ -106,10 +102,9 @@ def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> N
     ("dtype", "layout"),
     [("float32", "ragged"), ("bfloat16", "ragged"), ("bfloat16", "padded"), ("bfloat16", "compact"), ("float16", "compact")],
 )
-@SUMS
-def test_bulk_copies_of_sums(dtype: str, layout: str, sums: dict[str, str]) -> None:
+def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
     """Tokens with no rows, one, two and more, of which this rank's own are the first, the last, or between."""
-    with Crew(4, {**BULK, **sums}) as crew:
+    with Crew(4, BULK) as crew:
         case = Case(
             seed(), 4, num_experts=10, top_k=2, hidden=144, max_tokens=30, dtype=dtype, layout=layout, routing="sparse", steps=4
         )
@@ -117,11 +112,10 @@ def test_bulk_copies_of_sums(dtype: str, layout: str, sums: dict[str, str]) -> N
         crew.run("emulated:call", module(), "gpu_cases:both_devices", replace(case, top_k=5), 4, odd=True)
 
 
-@SUMS
 @pytest.mark.parametrize("room", [1, 7])
-def test_bulk_copies_of_sums_of_many_rows(room: int, sums: dict[str, str]) -> None:
-    """More of them than a warp asks for at once. The last strip of a row is a part of one."""
-    with Crew(2, {**BULK, **sums, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+def test_bulk_copies_of_sums_of_many_rows(room: int) -> None:
+    """More of them than a thread block's ring has places for. The last part of a row is a part of one."""
+    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         for number, (top_k, hidden) in enumerate(((14, 1040), (16, 144))):
             case = Case(
                 seed() + number, 2, num_experts=20, top_k=top_k, hidden=hidden, max_tokens=20, dtype="bfloat16", crowd="uneven", steps=4,
@@ -140,29 +134,26 @@ def test_bulk_copies_beside_rows_that_show() -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
-@SUMS
 @pytest.mark.parametrize("wire", ["native", "fp8"])
-def test_bulk_copies_of_any_bits(wire: str, sums: dict[str, str]) -> None:
+def test_bulk_copies_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10", **sums}) as crew:
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
-@SUMS
-def test_long_rows_of_many_from_ranks_with_few(sums: dict[str, str]) -> None:
+def test_long_rows_of_many_from_ranks_with_few() -> None:
     """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12", **sums}) as crew:
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
         for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
             case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
-@SUMS
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
-def test_bulk_copies_and_steps_of_few_in_turn(layout: str, sums: dict[str, str]) -> None:
+def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
     """As on the CPU device, in the same memory."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30", **sums}) as crew:
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
         tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
         crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)

@@ -27,7 +27,6 @@ WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
 SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
 NUMBERED = "test_bulk_copies_of_compact_rows"
-LANES = "by and lanes"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -341,62 +340,6 @@ MUTANTS = [
         " != kNone && share == kNone;) deal_share(runs, share);\n",
         "one resident thread block must send all",
         "test_bulk_copies_with_one_resident_thread_block",
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: the next strip is this one again",
-        "src/cuda/summed_rows.cuh",
-        "load<kReceives>(of, next.first + i, next.strip, v[i]);",
-        "load<kReceives>(of, next.first + i, at.strip, v[i]);",
-        "sums are of what comes before",
-        LANES,
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: rows beyond those asked for at once have the first ones' weights",
-        "src/cuda/summed_rows.cuh",
-        "sums.add_row(v[i], __shfl_sync(~0u, of.weight, static_cast<int>(nth)));",
-        "sums.add_row(v[i], __shfl_sync(~0u, of.weight, static_cast<int>(i)));",
-        "sums of many rows are others",
-        LANES,
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: the own sum comes last",
-        "src/cuda/summed_rows.cuh",
-        "of.own_comes = of.own + __popc(peers & (own - 1));",
-        "of.own_comes = of.all;",
-        "ranks are not added in order",
-        LANES,
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: what peers have sent is weighted",
-        "src/cuda/summed_rows.cuh",
-        "of.weight = own ? weight : 1.0f;",
-        "of.weight = weight;",
-        "a peer's sum has another token's weight",
-        LANES,
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: places are not blank again",
-        "src/cuda/summed_rows.cuh",
-        "    make_blank_again(k_, row, blank);\n",
-        "",
-        "a later step of few tokens takes what is there for its rows",
-        LANES,
-        "_cuda",
-    ),
-    Mutant(
-        "lanes: a run is told of before its last row is there",
-        "src/cuda/summed_rows.cuh",
-        "      char* const to = known_global(rows + std::uint64_t{i} * k_.combine.row_bytes);\n",
-        "      if (by_word && i + 1 == run.rows)\n"
-        "        store_relaxed(rows + std::uint64_t{i} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));\n"
-        "      char* const to = known_global(rows + std::uint64_t{i} * k_.combine.row_bytes);\n",
-        "its source adds up what is not there",
-        LANES,
         "_cuda",
     ),
     Mutant(

@@ -101,8 +101,7 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens, std::uint32_t sending_share,
-                                        bool sums_by_lanes
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens, std::uint32_t sending_share
 #ifdef PPLX_CARRIER
                                         ,
                                         Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& pes
@@ -119,7 +118,7 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
 #ifdef PPLX_CARRIER
   memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, pes};
 #endif
-  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens, sending_share, sums_by_lanes);
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens, sending_share);
 }
 
 struct PlanLayout {
@@ -192,7 +191,7 @@ void bind_exchange(py::module_& m) {
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"),
-           py::arg("sending_share"), py::arg("sums_by_lanes")
+           py::arg("sending_share")
 #ifdef PPLX_CARRIER
                ,
            py::arg("symmetric"), py::arg("symmetric_bytes"), py::arg("pes")
