@@ -185,7 +185,7 @@ class Settings:
     sending_share: int = _variable(
         "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",
         "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
-        value=100, default="100",
+        value=0, default="by their number: src/cuda/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",

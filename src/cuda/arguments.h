@@ -173,7 +173,7 @@ struct ChunkCounts {
   std::uint32_t* next = nullptr;  // chunk that is sent next
   std::uint32_t* counted = nullptr;  // chunks
   std::uint32_t* left = nullptr;  // thread blocks
-  std::uint32_t* received = nullptr;  // units of what comes that some warp has begun, where some thread blocks send nothing
+  std::uint32_t* received = nullptr;  // units of what comes that some warp has begun
   std::uint32_t* totals = nullptr;  // [kTotals][columns], of all tokens together
   std::uint32_t* taken = nullptr;  // [chunks]: the step in which a warp last counted it
   std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there

@@ -31,11 +31,12 @@ class RowCarrier {
     const Spends all(k_, Span::Receiving);
     const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
     const std::uint32_t own = sources == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
-    const RowRuns runs(k_, s_.rows_begin, sources, rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x));
+    // Peers' thread blocks send side by side, as many as this rank's, or so.
+    const RowRuns runs(k_, s_.rows_begin, sources, rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x), a_.stretches);
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
-      if (threadIdx.x % 32 == 0) unit = is_apart(a_) ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
+      if (threadIdx.x % 32 == 0) unit = a_.send ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
       unit = __shfl_sync(~0u, unit, 0);
       if (unit >= runs.all() && unit < runs.all() + padding) {
         s_.placed.wait();

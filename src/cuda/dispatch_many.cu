@@ -39,7 +39,9 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
-static_assert(kQuantisers < kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp, and somebody receives from the start");
+static_assert(kQuantisers <= kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp");
+
+__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
 
 struct DispatchShared {
   ManyPlan plan;
@@ -106,17 +108,16 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     if constexpr (SendShape<Mode>::kQuantises)
       if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
-    if (warp >= kFirstStorer && warp < kDealer) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
+    if (is_storer(warp)) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
     if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
-    if (s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
-    s.sent.open();
   } else if (warp == kPlacer && numbers_rows(a)) {
     s.plan.claimed.wait();
-    for (std::uint32_t c = blockIdx.x; s.plan.taken && c < a.chunks; c += gridDim.x)
-      if (take_chunk(a, s.plan.step, c)) count_chunk(a, s.plan.step, c, launched + at.placer, false);
+    if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
   }
+  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  if (warp == kTeller) s.sent.open();
 }
 
 template <bool kHooks>

@@ -60,7 +60,7 @@ class Exchange {
     }
   };
 
-  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent.
+  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
            std::uint32_t sending_share);
   ~Exchange();

@@ -185,9 +185,9 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const bool by_bulk = sends_by_bulk(launch, a);
   if (by_bulk) {
     ++bulk_dispatches_;
-    a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, blocks);
+    a.stretches = a.send && a.recv && !pieces ? sending_blocks(blocks, sending_share_) : blocks;
+    a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
-    a.stretches = a.recv ? sending_blocks(blocks, sending_share_) : blocks;
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);

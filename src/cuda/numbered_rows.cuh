@@ -7,20 +7,54 @@
 
 namespace pplx::cuda {
 
+// A lane's part of how many tokens go to each rank: a byte for each, that the next tokens are added to, and half a word.
+class RowsOfRanks {
+ public:
+  // A token's ranks, a bit each.
+  __device__ void add(std::uint32_t ranks) {
+    constexpr std::uint32_t kBitsToBytes = 0x204081u;  // of four bits
+    low_ += (ranks & 15) * kBitsToBytes & 0x01010101u;
+    high_ += (ranks >> 4) * kBitsToBytes & 0x01010101u;
+  }
+  // After 255 tokens at most.
+  __device__ void fold() {
+    sums_[0] += low_ & 0xff00ffu;
+    sums_[1] += low_ >> 8 & 0xff00ffu;
+    sums_[2] += high_ & 0xff00ffu;
+    sums_[3] += high_ >> 8 & 0xff00ffu;
+    low_ = high_ = 0;
+  }
+  // By a warp. counts: whether this lane's tokens are no other lane's.
+  __device__ void add_to(const Common& k, bool counts, std::uint32_t* rows) const {
+#pragma unroll
+    for (std::uint32_t j = 0; j < kMostNumberedRanks; ++j) {
+      const std::uint32_t mine = sums_[j / 4 * 2 + j % 2] >> 16 * (j / 2 % 2) & 0xffffu, n = __reduce_add_sync(~0u, counts ? mine : 0);
+      if (threadIdx.x % 32 == 0 && n != 0 && (k.dead >> j & 1) == 0) atomicAdd(rows + j, n);
+    }
+  }
+
+ private:
+  static_assert(kMostNumberedRanks == 8);
+  std::uint32_t low_ = 0, high_ = 0, sums_[kMostNumberedRanks / 2] = {};
+};
+
+// The rank that has an expert, as a bit; none, if there is no such expert.
+__device__ inline std::uint32_t rank_bit(const Common& k, std::uint32_t id, std::uint32_t high) {
+  return id < k.c.num_experts && high == 0 ? 1u << k.per_rank.divide(id) : 0;
+}
+
 // By one of `warps` warps: adds to rows[r] how many of the tokens [begin, end) go to rank r. A lane has a choice, kAtOnce are asked for at once.
-// kShift: a token has so many bits of the lane; 0: as many as top_k needs. What is bad or for the dead is no row.
-template <std::uint32_t kAtOnce, std::uint32_t kShift = 0>
+// What is bad or for the dead is no row.
+template <std::uint32_t kAtOnce>
 __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
                                            std::uint32_t* rows) {
-  constexpr std::uint32_t kBitsToBytes = 0x204081u;  // of four bits
-  static_assert(kMostNumberedRanks == 8 && kAtOnce < 256);
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t shift = kShift;
-  while (kShift == 0 && 1u << shift < k.c.top_k) ++shift;
+  std::uint32_t shift = 0;
+  while (1u << shift < k.c.top_k) ++shift;
   const std::uint32_t choice = lane & ((1u << shift) - 1), together = 32 >> shift, width = a.wide_ids ? 8 : 4, step = together * k.c.top_k * width;
   const bool has_choice = choice < k.c.top_k;
-  std::uint32_t sums[kMostNumberedRanks / 2] = {};  // half a word for each rank
+  RowsOfRanks counted;
 #pragma unroll 1
   for (std::uint32_t first = begin + warp * kAtOnce * together; first < end; first += warps * kAtOnce * together) {
     const std::uint32_t token = first + (lane >> shift);
@@ -37,28 +71,47 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
         ids[i].low = *reinterpret_cast<const std::uint32_t*>(from);
       }
     }
-    std::uint32_t low = 0, high = 0;  // a byte for each rank
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      const bool good = ids[i].low < k.c.num_experts && (!a.wide_ids || ids[i].high == 0);
-      std::uint32_t ranks = good ? 1u << k.per_rank.divide(ids[i].low) : 0;
-#pragma unroll
-      for (std::uint32_t s = 1; s < 1u << kShift; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      std::uint32_t ranks = rank_bit(k, ids[i].low, a.wide_ids ? ids[i].high : 0);
 #pragma unroll 1
-      for (std::uint32_t s = 1; kShift == 0 && s >> shift == 0; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
-      low += (ranks & 15) * kBitsToBytes & 0x01010101u;
-      high += (ranks >> 4) * kBitsToBytes & 0x01010101u;
+      for (std::uint32_t s = 1; s >> shift == 0; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      counted.add(ranks);
     }
-    sums[0] += low & 0xff00ffu;
-    sums[1] += low >> 8 & 0xff00ffu;
-    sums[2] += high & 0xff00ffu;
-    sums[3] += high >> 8 & 0xff00ffu;
+    counted.fold();
   }
+  counted.add_to(k, choice == 0, rows);
+}
+
+// The same where a token has eight choices, sixteen bytes of them a lane: with fewer a lane, all thread blocks together would wait 10 us for them.
+template <std::uint32_t kAtOnce, bool kWide>
+static __device__ __noinline__ void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
+  constexpr std::uint32_t kLanes = kWide ? 4 : 2, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  rows = known_shared(rows);
+  RowsOfRanks counted;
+#pragma unroll 1
+  for (std::uint32_t first = warp * kAtOnce * kTogether; first < end; first += kWorkers * kAtOnce * kTogether) {
+    const std::uint32_t token = first + lane / kLanes;
+    const char* const from = static_cast<const char*>(a.ids) + std::uint64_t{token} * kTokenBytes + lane % kLanes * 16;
+    uint4 v[kAtOnce];
 #pragma unroll
-  for (std::uint32_t j = 0; j < kMostNumberedRanks; ++j) {
-    const std::uint32_t mine = sums[j / 4 * 2 + j % 2] >> 16 * (j / 2 % 2) & 0xffffu, n = __reduce_add_sync(~0u, choice == 0 ? mine : 0);
-    if (lane == 0 && n != 0 && (k.dead >> j & 1) == 0) atomicAdd(rows + j, n);
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      v[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+      if (token + i * kTogether < end) v[i] = *reinterpret_cast<const uint4*>(from + i * kTogether * kTokenBytes);
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      std::uint32_t ranks = kWide ? rank_bit(k, v[i].x, v[i].y) | rank_bit(k, v[i].z, v[i].w)
+                                  : rank_bit(k, v[i].x, 0) | rank_bit(k, v[i].y, 0) | rank_bit(k, v[i].z, 0) | rank_bit(k, v[i].w, 0);
+#pragma unroll
+      for (std::uint32_t s = 1; s < kLanes; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      counted.add(ranks);
+    }
+    counted.fold();
   }
+  counted.add_to(k, lane % kLanes == 0, rows);
 }
 
 // By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
@@ -67,10 +120,63 @@ __device__ inline void count_rows_before(const DispatchArguments& a, const ManyP
   const Spends spends(a.common, Span::Counting);
   const std::uint32_t end = s.first_chunk == 0 ? a.own : s.first_chunk * a.tokens_per_chunk;
   std::uint32_t* const rows = sums + a.common.c.num_experts;
-  if (a.common.c.top_k > 4 && a.common.c.top_k <= 8)
-    count_rows_of_ranks<12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
-  else
+  if (a.common.c.top_k != 8 || reinterpret_cast<std::uint64_t>(a.ids) % 16 != 0)
     count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+  else if (a.wide_ids)
+    count_rows_of_eight<12, true>(a, end, rows);
+  else
+    count_rows_of_eight<8, false>(a, end, rows);
+}
+
+// By one warp of each thread block: counts the chunks that nobody else has begun, up to 32 of them together, and tells of them together, since a
+// fence that rows on their way to peers stand before takes ten microseconds. memory: counting_bytes().
+static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
+  const ChunkMarks marks(k, known_shared(memory));
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  for (std::uint32_t first = blockIdx.x; first < a.chunks; first += 32 * gridDim.x) {
+    const std::uint32_t mine = first + lane * gridDim.x;
+    const bool taken = mine < a.chunks && atomicExch(a.chunk_counts.taken + mine, step) != step;
+    const std::uint32_t all = __ballot_sync(~0u, taken);
+    if (all == 0) continue;
+    marks.clear(k);
+    ChunkIds ids;
+    const auto first_of = [&](std::uint32_t chunks) { return ChunkChoices(a, first + (__ffs(static_cast<int>(chunks)) - 1) * gridDim.x); };
+    ids.load(a, first_of(all));
+    for (std::uint32_t left = all; left != 0; left &= left - 1) {
+      const ChunkChoices chunk = first_of(left);
+      ids.keep(a, chunk, true, marks.ids);
+      const std::uint32_t others = left & (left - 1);
+      if (others != 0) ids.load(a, first_of(others));
+      marks.ranks[2 * lane] = 0;
+      __syncwarp();
+      for (std::uint32_t at = lane; at < chunk.all; at += 32) {
+        const std::int32_t id = marks.ids[at];
+        if (id < 0) continue;
+        const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+        atomicAdd(marks.tokens + id, 1u);
+        atomicOr(marks.ranks + 2 * top_k.divide(at), 1u << rank);
+      }
+      __syncwarp();
+      const std::uint32_t ranks = marks.ranks[2 * lane];
+      for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+        const std::uint32_t rows = __popc(__ballot_sync(~0u, (ranks >> rank & 1) != 0));
+        if (lane == rank) marks.tokens[k.c.num_experts + rank] += rows;
+      }
+      __syncwarp();
+    }
+    linger(k, first);
+    std::uint32_t* const totals = a.chunk_counts.totals + blockIdx.x % kTotals * columns;
+    for (std::uint32_t i = lane; i < columns; i += 32)
+      if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
+    __syncwarp();
+    std::uint32_t before = 0;
+    if (lane == 0) before = count_in_order(a.chunk_counts.counted, __popc(all));
+    before = __shfl_sync(~0u, before, 0);
+    if (taken) store_relaxed(a.chunk_counts.ready + mine, arrival_word(k.generation, step));  // for who would count it, were it not begun
+    if (before + __popc(all) == a.chunks) send_all_counts(a, step);
+  }
 }
 
 // A chunk whose ids are in shared memory: `rows` has what comes before it, and then what comes after it. A lane has a token.

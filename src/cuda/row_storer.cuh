@@ -8,7 +8,7 @@
 
 namespace pplx::cuda {
 
-// By one of the block's, each of which takes every other place of the ring that rows leave from: that of rows, or of parts of tokens as they are.
+// By one of the block's, who take places of the ring that rows leave from by turns: of rows, or of parts of tokens as they are.
 template <typename Mode>
 class RowStorer {
   using Shape = SendShape<Mode>;
@@ -143,28 +143,37 @@ class RowStorer {
   std::uint32_t shift_ = 0;
 };
 
-// One fence for all that is there: what other warps have stored, this one has seen them tell of.
+// One fence for all that is there: what other warps have stored, this one has seen them tell of. By the teller, and by storers who have nothing
+// more to store: a fence takes as long as the link needs for all that stands before it, and the last one would begin behind another.
 __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
-  for (std::uint32_t told = 0;;) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (;;) {
+    std::uint32_t told = lane == 0 ? *const_cast<volatile std::uint32_t*>(&rings.next_told) : 0;
+    told = __shfl_sync(~0u, told, 0);
+    if (told == kNone) return;
     const auto is_there = [&](std::uint32_t n) { return turn_is_over_now(rings.there + n % kBatches, n / kBatches & 1); };
     {
       const Spends waits(k, Span::AwaitingTile);
       await_turn(rings.there + told % kBatches, told / kBatches);
     }
-    std::uint32_t end = told + 1;
-    while (end - told < kBatches && __all_sync(~0u, is_there(end))) ++end;
+    std::uint32_t end = told;
+    bool ends = false;
+    do
+      ends = rings.batches[end++ % kBatches].tokens == 0;
+    while (!ends && end - told < kBatches && __all_sync(~0u, is_there(end)));
+    std::uint32_t claimed = 0;
+    if (lane == 0) claimed = atomicCAS(&rings.next_told, told, ends ? kNone : end);
+    if (__shfl_sync(~0u, claimed, 0) != told) continue;
     const Spends tells(k, Span::Telling);
     fence_system();
     for (; told != end; ++told) {
-      const Batch& batch = rings.batches[told % kBatches];
-      if (batch.tokens == 0) return;
-      char* const row = batch.rows[threadIdx.x % 32].row;
+      char* const row = rings.batches[told % kBatches].rows[lane].row;
       if (row != nullptr) {
         linger(k, std::uint64_t{step} << 32 | told);
         store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
       }
       __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(rings.told + told % kBatches);
+      if (lane == 0) turns_arrive(rings.told + told % kBatches);
     }
     note(k, Stage::Published);
   }

@@ -1,5 +1,6 @@
 // Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What some
-// have more of than others follows, by source.
+// have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first of all stretches
+// first.
 #pragma once
 
 #include "arguments.h"
@@ -12,9 +13,9 @@ struct RowRun {
 
 class RowRuns {
  public:
-  // By a warp. sources: the first ones of the order; most: rows of a run.
-  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most)
-      : k_(k), begin_(rows_begin), sources_(sources), most_(most) {
+  // By a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more or less.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
+      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t least = kNone;
     for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
       const std::uint32_t n = runs_of(k.order[i]);
@@ -46,6 +47,7 @@ class RowRuns {
       }
       n += common_;
     }
+    n = in_time(n, runs_of(source));
     return {source, n * most_, min(most_, rows_of(source) - n * most_)};
   }
 
@@ -53,9 +55,16 @@ class RowRuns {
   __device__ std::uint32_t rows_of(std::uint32_t source) const { return begin_[source + 1] - begin_[source]; }
   __device__ std::uint32_t runs_of(std::uint32_t source) const { return (rows_of(source) + most_ - 1) / most_; }
 
+  // The nth that comes, of so many: those of a stretch lie together.
+  __device__ std::uint32_t in_time(std::uint32_t n, std::uint32_t runs) const {
+    const std::uint32_t each = runs / stretches_, more = runs % stretches_;  // the first stretches have one more
+    const std::uint32_t stretch = n < each * stretches_ ? n % stretches_ : n - each * stretches_, nth = n < each * stretches_ ? n / stretches_ : each;
+    return stretch * each + min(stretch, more) + nth;
+  }
+
   const Common& k_;
   const std::uint32_t* const begin_;
-  const std::uint32_t sources_, most_;
+  const std::uint32_t sources_, most_, stretches_;
   std::uint32_t all_ = 0, common_ = 0;  // of all sources; that every source has
 };
 

@@ -17,6 +17,11 @@ class TokenDealer {
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
     together_ = min(32u >> shift_, kDealtTogether);
+    // A token has a row for each rank that wants it.
+    const std::uint32_t peers = max(1u, min(k_.c.top_k, k_.living - 1));
+    const std::uint32_t rows = rows_on_their_way(min(a.stretches, gridDim.x), peers * k_.dispatch.row_bytes);
+    while (together_ > 1 && 2 * together_ > rows) together_ /= 2;
+    under_way_ = min(rows / together_, kBatches);
   }
 
   __device__ void deal() {
@@ -148,19 +153,20 @@ class TokenDealer {
   }
 
   __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent) {
-    Batch& batch = rings_.batches[place_.at];
     {
       const Spends waits(k_, Span::AwaitingPlaceOut);
-      place_.await_free(rings_.told);
+      const std::uint32_t oldest = dealt_ - under_way_;
+      if (dealt_ >= under_way_) await_turn(rings_.told + oldest % kBatches, oldest / kBatches);
     }
+    const std::uint32_t at = dealt_++ % kBatches;
+    Batch& batch = rings_.batches[at];
     batch.rows[lane()] = sent;
     if (lane() == 0) {
       batch.first = first;
       batch.tokens = tokens;
     }
     __syncwarp();
-    if (lane() == 0) turns_arrive(rings_.dealt + place_.at);
-    place_.next();
+    if (lane() == 0) turns_arrive(rings_.dealt + at);
   }
 
   const DispatchArguments& a_;
@@ -170,8 +176,8 @@ class TokenDealer {
   const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   SendRings& rings_;
-  SendPlace place_{kBatches};
   std::uint32_t shift_ = 0, together_ = 1;  // tokens
+  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; at most so many that peers have not been told of
   std::uint32_t kept_ = 0;  // own rows
   bool places_known_ = false;
 };

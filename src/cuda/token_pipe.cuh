@@ -1,8 +1,8 @@
 // How a dispatch of many tokens sends, inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
 // ahead, by bulk copies; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer
 // (token_dealer.cuh) looks tokens up, some at a time, a choice in each lane, and says where their rows go; storers (row_storer.cuh) take them
-// there, by ordinary stores of all lanes, which wait for nothing; the teller raises the arrival words of all that has been stored, behind one
-// fence. So the fence, the looking up and the way of tokens through memory stand behind nobody else's work, and the first rows are there
+// there, by ordinary stores of all lanes, which wait for nothing; the teller, and at last storers, raise the arrival words of all that has been
+// stored, behind one fence. The dealer is ahead of that by as much as keeps the link busy. So the fence, the looking up and the way of tokens through memory stand behind nobody else's work, and the first rows are there
 // before anything is planned. Where this launch receives, too, rows of this rank go to their places at once, as soon as these are known;
 // before, they go the way of all others.
 //
@@ -38,6 +38,7 @@ struct SendRings {
   std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by a storer
   std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, all storers, the teller
   std::uint32_t parts;  // of tokens; known when there are no more
+  std::uint32_t next_told;  // batch that nobody tells of yet; kNone: there is none any more
   KeptRows kept;
   Batch batches[kBatches];
 };
@@ -134,6 +135,7 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
   s.kept.known.close();
   s.kept.rows = s.kept.next = 0;
   s.parts = kNone;
+  s.next_told = 0;
 }
 
 // ---- the loader ----

@@ -57,14 +57,26 @@ inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
 inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
 // Tokens on their way in, which leave for registers at once; rows on their way out.
 inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
-// Warps that store rows, every other one each. A row of 7168 codes is 15 stores of all lanes for each rank that wants it, and none of them waits.
-inline constexpr std::uint32_t kStorers = 2;
+// Warps that store rows, a place of the ring each. A row of 7168 codes is 15 stores of all lanes for each rank that wants it, and none of them waits.
+inline constexpr std::uint32_t kStorers = 3;
 // Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
 inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
-// The local part of a dispatch and its part over the link seem to follow each other: on all multiprocessors of an H200 4,096 tokens took 75 us
-// without a byte for the peer, 88 for its bytes alone, and 165 together. So a share of the thread blocks, in percent, may send, and the others
-// receive (PPLX_COMM_SENDING_SHARE).
-constexpr std::uint32_t sending_blocks(std::uint32_t blocks, std::uint32_t share) { return std::max(1u, blocks * share / 100); }
+// What is on its way to peers at once, of a GPU, so far as a row of a thread block allows. With more, loads and stores of all multiprocessors stand
+// behind what the link does not take: without a limit, which was 32 rows of a thread block, 4,096 tokens on all of an H100 took 153 us, with 8 MB
+// 141, with 4 MB 132, with 2 MB 163.
+inline constexpr std::uint32_t kRowBytesOnTheirWay = 4 << 20;
+// Rows of a thread block.
+constexpr std::uint32_t rows_on_their_way(std::uint32_t senders, std::uint32_t row_bytes) {
+  const std::uint32_t fair = kRowBytesOnTheirWay / (senders * row_bytes);
+  return fair < 2 ? 2 : fair;
+}
+// So many thread blocks fill the link. Where a launch has more, the others receive from the start: 4,096 tokens on all multiprocessors of an H100
+// take 128 us so, 132 where all send.
+inline constexpr std::uint32_t kSendingBlocks = 66;
+// share: in percent (PPLX_COMM_SENDING_SHARE), or 0.
+constexpr std::uint32_t sending_blocks(std::uint32_t blocks, std::uint32_t share) {
+  return share == 0 ? std::min(blocks, kSendingBlocks) : std::max(1u, blocks * share / 100);
+}
 
 // A rank's own rows of a thread block that do not wait until their places are known.
 inline constexpr std::uint32_t kMostKeptRows = 64;
@@ -107,12 +119,15 @@ constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShap
 // So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
 constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
 
-// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan, short ones spread the tokens over all multiprocessors,
-// and the first one of two is sent while the other is planned.
+// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan, short ones spread the tokens evenly over all
+// multiprocessors, and the first one of two is sent while the other is planned.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
 constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
+  const auto most_of_block = [&](std::uint32_t chunk) { return ((tokens + chunk - 1) / chunk + blocks - 1) / blocks * chunk; };
   std::uint32_t chunk = kLeastTokensOfChunk;
-  while (chunk < kMostTokensOfChunk && 2 * chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk) chunk *= 2;
+  while (chunk < kMostTokensOfChunk && 2 * chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk &&
+         most_of_block(2 * chunk) <= most_of_block(chunk))
+    chunk *= 2;
   return chunk;
 }
 
