@@ -50,6 +50,7 @@ struct CombinePlainShared {
   CombinerTurns turns;
   CopyRings copies;
   DealtRows dealt;
+  std::uint32_t next;  // of this thread block's tokens
 };
 
 template <typename T>
@@ -63,6 +64,7 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 32 * kLoader) s.turns.init();
   if (threadIdx.x == 32 * kStorer) s.copies.init();
+  if (threadIdx.x == 32 * kDealer) s.next = 0;
   if (warp == kDealer) s.dealt.init(kAdders);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
@@ -80,7 +82,7 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
     if (a.send) tell_of_copies(k, step, s.copies);
   } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
-    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
+    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt, s.next).deal();
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
@@ -89,17 +91,22 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   stamp(k, Op::Combine, step, begun);
 }
 
-// Warps of a plain one whose rows are sums: adders and a dealer for each half, and the teller, who looks after what is to be sent of headers, too.
+// Warps of a plain one whose rows are sums: two teams of adders and a dealer, and the teller, who looks after what is to be sent of headers, too. One
+// team sends, and then receives as the other one does from the start.
 using SendAdders = AddersOf<kAddersToSend, kVectorsToSend>;
 using SumAdders = AddersOf<kAddersOfSums, kVectorsOfSums>;
 inline constexpr std::uint32_t kSendDealer = kAddersToSend + kAddersOfSums, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
 inline constexpr std::uint32_t kSumsThreads = 32 * (kTeller + 1);
+// Once all of the team has taken what it sends out of shared memory, rows that it receives come there.
+inline constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kAddersToSend + 1);
+static_assert(kAddersToSend == kAddersOfSums && kVectorsToSend == kVectorsOfSums, "teams are alike when they receive");
 inline constexpr std::uint32_t kSumsBytes = 2 * kPartsOfHalf * kDealtPart + kOutBytes;
 
 struct CombineSumsShared {
   CombineShared combine;
-  DealtRows to_send, dealt;
+  DealtRows to_send, dealt[2];  // of the team that sends, to send; of each team
   PartsOut out;
+  std::uint32_t next;  // of this thread block's tokens
 };
 
 template <typename T>
@@ -112,28 +119,35 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   if (warp == kSendDealer) s.to_send.init(kAddersToSend);
-  if (warp == kSumDealer) s.dealt.init(kAddersOfSums);
+  if (warp == kSendDealer) s.dealt[0].init(kAddersToSend);
+  if (warp == kSumDealer) s.dealt[1].init(kAddersOfSums);
   if (threadIdx.x == 32 * kTeller) s.out.init(kAddersToSend);
+  if (threadIdx.x == 32 * kTeller) s.next = 0;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
-  // A launch of one half has the other's memory.
-  char* const out = reinterpret_cast<char*>(words);
-  const std::uint32_t parts = a.send && a.recv ? kPartsOfHalf : 2 * kPartsOfHalf;
-  const RingMemory to_send{out + kOutBytes, parts}, dealt{out + kOutBytes + (a.send ? kPartsOfHalf * kDealtPart : 0), parts};
+  const bool dealer = warp == kSendDealer || warp == kSumDealer;
+  const std::uint32_t team = warp == kSumDealer || (warp >= kAddersToSend && !dealer) ? 1 : 0;
+  // Where nothing is received, who sends has all memory.
+  char *const out = reinterpret_cast<char*>(words), *const in = out + kOutBytes;
+  const RingMemory to_send{in, a.recv ? kPartsOfHalf : 2 * kPartsOfHalf}, dealt{in + team * kPartsOfHalf * kDealtPart, kPartsOfHalf};
   if (warp == kTeller) {
     if (a.send) begin_to_send(a, step, s.combine);
     if (a.send) SendTeller(a, step, s.out, out).tell_all();
-  } else if (warp == kSendDealer) {
-    if (a.send) s.combine.claimed.wait();
-    if (a.send) SendDealer(a, step, s.combine, s.to_send, to_send).deal();
-  } else if (warp == kSumDealer) {
-    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt).deal();
-    if (a.recv) receive_all_headers(a, step);
-  } else if (warp < kAddersToSend) {
-    if (a.send) SendAdder<T, SendAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
+  } else if (dealer) {
+    if (a.send && team == 0) {
+      s.combine.claimed.wait();
+      SendDealer(a, step, s.combine, s.to_send, to_send).deal();
+      barrier_sync<kInSendingTeam, kSendingTeam>();
+    }
+    if (a.recv) SumDealer(a, step, s.combine, s.dealt[team], dealt, s.next).deal();
+    if (a.recv && team == 1) receive_all_headers(a, step);
   } else {
-    if (a.recv) SumAdder<T, SumAdders>(a, step, s.combine, s.dealt, dealt, warp - kAddersToSend).add_up();
+    if (a.send && team == 0) {
+      SendAdder<T, SendAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
+      barrier_sync<kInSendingTeam, kSendingTeam>();
+    }
+    if (a.recv) SumAdder<T, SumAdders>(a, step, s.combine, s.dealt[team], dealt, warp - team * kAddersToSend).add_up();
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);

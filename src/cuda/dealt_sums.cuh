@@ -9,23 +9,28 @@
 
 namespace pplx::cuda {
 
-// By one warp.
+// By one warp of each team.
 class SumDealer : RowDealer {
  public:
-  using RowDealer::RowDealer;
+  // next: of this thread block's tokens, the first that no team has begun.
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t& next)
+      : RowDealer(a, step, s, ring, memory), next_(next) {}
 
-  // All tokens of this thread block, or those before the first that fails.
+  // Until no token is left, or one fails.
   __device__ void deal() {
     const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x, together = this->together();
-    Looked next = look_up(load_entry(0));
-    std::uint32_t later = load_entry(together);
-    for (std::uint32_t first = 0; first < of_block; first += together) {
+    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    std::uint32_t first = take(), second = take();
+    Looked next = look_up(load_entry(first));
+    std::uint32_t later = load_entry(second);
+    while (first < of_block) {
       const Looked now = next;
-      const std::uint32_t after = load_entry(first + 2 * together);
+      const std::uint32_t begin = first;
+      first = second;
+      second = take();
       next = look_up(later);
-      later = after;
-      if (!deal_tokens(now, first, min(together, of_block - first))) break;
+      later = load_entry(second);
+      if (!deal_tokens(now, begin, min(together(), of_block - begin))) break;
     }
     tell(0, kNoMore);
   }
@@ -39,6 +44,12 @@ class SumDealer : RowDealer {
     float weight = 1.0f;
   };
 
+  // The next tokens that are looked up together.
+  __device__ std::uint32_t take() {
+    std::uint32_t first = 0;
+    if (lane() == 0) first = atomicAdd(&next_, together());
+    return __shfl_sync(~0u, first, 0);
+  }
   __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
 
   __device__ std::uint32_t load_entry(std::uint32_t first) const {
@@ -114,6 +125,8 @@ class SumDealer : RowDealer {
       dealt.what = own != 0 ? kHasOwn : 0;
     }
   }
+
+  std::uint32_t& next_;
 };
 
 // By one of several warps.
