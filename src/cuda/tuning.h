@@ -94,17 +94,17 @@ struct ManyTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md, microseconds of dispatch and combine, hidden
-// 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies. None was measured in pieces, where no line counts.
+// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md and h100-2-gpus.md, microseconds of dispatch and
+// combine, hidden 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies. None was measured in pieces, where no line counts.
 inline constexpr ManyTokens kManyTokens[] = {
     // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 101 and 90. Between 24 and all nothing was measured both ways.
     {{132, 64, 14336, 2, false}, 768},
-    // All of them, 1,024 tokens: 36 and 63, and 81 and 80; 2,048: 78 and 135, and 105 and 187. 4,096 by bulk copies: 164 and 194.
-    {{132, 132, 14336, 2, false}, 3072},
-    // Ragged, 24 multiprocessors, 4,096 tokens: 595 and 1091.
+    // H100, all of them, 1,024 tokens: 38 and 65, and 59 and 64; 2,048: 82 and 140, and 83 and 109.
+    {{132, 132, 14336, 2, false}, 2048},
+    // H200, Ragged, 24 multiprocessors, 4,096 tokens: 595 and 1091.
     {{132, 64, 14336, 2, true}, 768},
-    // All of them, 4,096 tokens: 185 and 268; as steps of a layer, 581 together, and 646.
-    {{132, 132, 14336, 2, true}, 6144},
+    // H100, all of them, 4,096 tokens: 215 and 342, and 189 and 266; fewer were not measured both ways.
+    {{132, 132, 14336, 2, true}, 4096},
 };
 inline constexpr std::uint32_t kManyTokensElsewhere = 768;
 
