@@ -71,7 +71,7 @@ BOUNDS: dict[str, Sizes] = {
     "dispatch_dealt_hooks_kernel<Quantised<2> >": Sizes(430080, 128, 224, 212, 260),
     "dispatch_dealt_kernel<Quantised<4> >": Sizes(363520, 128, 256, 204, 268),
     "dispatch_dealt_hooks_kernel<Quantised<4> >": Sizes(367616, 128, 224, 212, 264),
-    "dispatch_dealt_kernel<AsIs>": Sizes(338944, 128, 256, 204, 268),
+    "dispatch_dealt_kernel<AsIs>": Sizes(339968, 128, 256, 204, 268),
     "dispatch_dealt_hooks_kernel<AsIs>": Sizes(344064, 128, 224, 208, 264),
     "combine_many_kernel<Float32>": Sizes(154624, 135, 144, 0, 0),
     "combine_many_sums_kernel<Float32>": Sizes(138240, 162, 96, 0, 0),

@@ -185,7 +185,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const bool by_bulk = sends_by_bulk(launch, a);
   if (by_bulk) {
     ++bulk_dispatches_;
-    a.stretches = a.send && a.recv && !pieces ? sending_blocks(blocks, sending_share_) : blocks;
+    a.stretches = a.send && a.recv && !pieces && common_.living > 1 ? sending_blocks(blocks, sending_share_) : blocks;
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;

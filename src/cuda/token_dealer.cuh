@@ -17,11 +17,11 @@ class TokenDealer {
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
     together_ = min(32u >> shift_, kDealtTogether);
-    // A token has a row for each rank that wants it.
-    const std::uint32_t peers = max(1u, min(k_.c.top_k, k_.living - 1));
-    const std::uint32_t rows = rows_on_their_way(min(a.stretches, gridDim.x), peers * k_.dispatch.row_bytes);
-    while (together_ > 1 && 2 * together_ > rows) together_ /= 2;
-    under_way_ = min(rows / together_, kBatches);
+    if (k_.living == 1) return;
+    const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
+    const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
+    while (together_ > 1 && 2 * together_ > most) together_ /= 2;
+    under_way_ = min(most / together_, kBatches);
   }
 
   __device__ void deal() {

@@ -61,13 +61,13 @@ inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
 inline constexpr std::uint32_t kStorers = 3;
 // Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
 inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
-// What is on its way to peers at once, of a GPU, so far as a row of a thread block allows. With more, loads and stores of all multiprocessors stand
-// behind what the link does not take: without a limit, which was 32 rows of a thread block, 4,096 tokens on all of an H100 took 153 us, with 8 MB
+// What is on its way to peers at once, of a GPU, so far as two tokens of a thread block allow. With more, loads and stores of all multiprocessors
+// stand behind what the link does not take: without a limit, which was 32 tokens of a thread block, 4,096 on all of an H100 took 153 us, with 8 MB
 // 141, with 4 MB 132, with 2 MB 163.
-inline constexpr std::uint32_t kRowBytesOnTheirWay = 4 << 20;
-// Rows of a thread block.
-constexpr std::uint32_t rows_on_their_way(std::uint32_t senders, std::uint32_t row_bytes) {
-  const std::uint32_t fair = kRowBytesOnTheirWay / (senders * row_bytes);
+inline constexpr std::uint64_t kRowBytesOnTheirWay = 4 << 20;
+// Tokens of a thread block. token_bytes: for all peers that want one.
+constexpr std::uint32_t tokens_on_their_way(std::uint32_t senders, std::uint64_t token_bytes) {
+  const auto fair = static_cast<std::uint32_t>(kRowBytesOnTheirWay / (senders * token_bytes));
   return fair < 2 ? 2 : fair;
 }
 // So many thread blocks fill the link. Where a launch has more, the others receive from the start: 4,096 tokens on all multiprocessors of an H100
