@@ -2,9 +2,9 @@
 // ahead, by bulk copies; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer
 // (token_dealer.cuh) looks tokens up, some at a time, a choice in each lane, and says where their rows go; storers (row_storer.cuh) take them
 // there, by ordinary stores of all lanes, which wait for nothing; the teller, and at last storers, raise the arrival words of all that has been
-// stored, behind one fence. The dealer is ahead of that by as much as keeps the link busy. So the fence, the looking up and the way of tokens through memory stand behind nobody else's work, and the first rows are there
-// before anything is planned. Where this launch receives, too, rows of this rank go to their places at once, as soon as these are known;
-// before, they go the way of all others.
+// stored, behind one fence. The dealer is ahead of that by as much as keeps the link busy. So the fence, the looking up and the way of tokens
+// through memory stand behind nobody else's work, and the first rows are there before anything is planned. Where this launch receives, too, rows of
+// this rank go to their places at once, as soon as these are known; before, they go the way of all others.
 //
 // None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
 #pragma once
