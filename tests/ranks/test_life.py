@@ -27,28 +27,28 @@ def crew() -> Iterator[Crews]:
 
 
 def check_no_growth(results: list[dict[str, list[int]]]) -> None:
-    """The second half holds no more than the first, but for a few mapped regions. What allocators keep grows in steps, now and then one of
-    many MiB; what leaks grows in many cycles.
+    """The second half holds no more than the first, but for a few mapped regions and 8 MiB. An allocator may take many MiB at once, now and
+    then; what leaks does it again, so the largest step does not count.
     """
     for r in results:
         half = len(r["fds"]) // 2
         for name, slack in [("fds", 0), ("threads", 0), ("maps", 8)]:
             assert min(r[name][half:]) <= max(r[name][:half]) + slack, (name, r[name])
         steps = [after - before for before, after in pairwise(r["rss"][half - 1 :])]
-        assert sum(steps) - max(steps) <= 8192 or 4 * sum(step > 0 for step in steps) <= len(steps), ("rss", r["rss"])
+        assert sum(steps) - max(steps) <= 8192, ("rss", r["rss"])
 
 
 def test_growth_is_told_from_steps() -> None:
     def held(rss: list[int]) -> list[dict[str, list[int]]]:
         return [{"fds": [7] * len(rss), "threads": [2] * len(rss), "maps": [478] * len(rss), "rss": rss}]
 
-    check_no_growth(held([270_000] * 8 + [290_000] * 4 + [310_000] * 4))
+    check_no_growth(held([270_000] * 12 + [310_000] * 4))
     check_no_growth(held([270_000] * 50 + [270_100 + 100 * n for n in range(10)] + [290_000 + 100 * n for n in range(40)]))
     check_no_growth(held([270_000 + 1000 * n for n in range(16)]))  # less than 8 MiB in eight cycles
     with pytest.raises(AssertionError, match="rss"):
         check_no_growth(held([270_000 + 1200 * n for n in range(16)]))
     with pytest.raises(AssertionError, match="rss"):
-        check_no_growth(held([270_000 + 400 * (n - n % 2) for n in range(100)]))
+        check_no_growth(held([270_000 + 1200 * (n - n % 5) // 5 for n in range(100)]))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
