@@ -15,9 +15,6 @@ struct KeptRows {
   std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
 };
 
-// Whether some thread blocks send, and the others receive from the start.
-__device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
-
 // For any warp that has nothing to send.
 template <bool kHooks>
 class RowCarrier {

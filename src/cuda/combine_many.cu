@@ -93,14 +93,12 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
 
 // Warps of a plain one whose rows are sums: two teams of adders and a dealer, and the teller, who looks after what is to be sent of headers, too. One
 // team sends, and then receives as the other one does from the start.
-using SendAdders = AddersOf<kAddersToSend, kVectorsToSend>;
-using SumAdders = AddersOf<kAddersOfSums, kVectorsOfSums>;
-inline constexpr std::uint32_t kSendDealer = kAddersToSend + kAddersOfSums, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
+using TeamAdders = AddersOf<kAddersOfTeam, kVectorsOfTeam>;
+inline constexpr std::uint32_t kSendDealer = 2 * kAddersOfTeam, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
 inline constexpr std::uint32_t kSumsThreads = 32 * (kTeller + 1);
-// Once all of the team has taken what it sends out of shared memory, rows that it receives come there.
-inline constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kAddersToSend + 1);
-static_assert(kAddersToSend == kAddersOfSums && kVectorsToSend == kVectorsOfSums, "teams are alike when they receive");
-inline constexpr std::uint32_t kSumsBytes = 2 * kPartsOfHalf * kDealtPart + kOutBytes;
+// The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in.
+inline constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kAddersOfTeam + 1);
+inline constexpr std::uint32_t kSumsBytes = 2 * kPartsOfTeam * kDealtPart + kOutBytes;
 
 struct CombineSumsShared {
   CombineShared combine;
@@ -118,19 +116,19 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   note(k, Stage::CombineBegins);
   Spends::begin();
   const std::uint32_t warp = threadIdx.x / 32;
-  if (warp == kSendDealer) s.to_send.init(kAddersToSend);
-  if (warp == kSendDealer) s.dealt[0].init(kAddersToSend);
-  if (warp == kSumDealer) s.dealt[1].init(kAddersOfSums);
-  if (threadIdx.x == 32 * kTeller) s.out.init(kAddersToSend);
+  if (warp == kSendDealer) s.to_send.init(kAddersOfTeam);
+  if (warp == kSendDealer) s.dealt[0].init(kAddersOfTeam);
+  if (warp == kSumDealer) s.dealt[1].init(kAddersOfTeam);
+  if (threadIdx.x == 32 * kTeller) s.out.init(kAddersOfTeam);
   if (threadIdx.x == 32 * kTeller) s.next = 0;
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   const bool dealer = warp == kSendDealer || warp == kSumDealer;
-  const std::uint32_t team = warp == kSumDealer || (warp >= kAddersToSend && !dealer) ? 1 : 0;
-  // Where nothing is received, who sends has all memory.
+  const std::uint32_t team = warp == kSumDealer || (warp >= kAddersOfTeam && !dealer) ? 1 : 0;
+  // Each team has half of the ring's memory. In a launch that receives nothing the team that sends has both halves.
   char *const out = reinterpret_cast<char*>(words), *const in = out + kOutBytes;
-  const RingMemory to_send{in, a.recv ? kPartsOfHalf : 2 * kPartsOfHalf}, dealt{in + team * kPartsOfHalf * kDealtPart, kPartsOfHalf};
+  const RingMemory to_send{in, a.recv ? kPartsOfTeam : 2 * kPartsOfTeam}, dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};
   if (warp == kTeller) {
     if (a.send) begin_to_send(a, step, s.combine);
     if (a.send) SendTeller(a, step, s.out, out).tell_all();
@@ -144,10 +142,10 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
     if (a.recv && team == 1) receive_all_headers(a, step);
   } else {
     if (a.send && team == 0) {
-      SendAdder<T, SendAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
+      SendAdder<T, TeamAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
       barrier_sync<kInSendingTeam, kSendingTeam>();
     }
-    if (a.recv) SumAdder<T, SumAdders>(a, step, s.combine, s.dealt[team], dealt, warp - team * kAddersToSend).add_up();
+    if (a.recv) SumAdder<T, TeamAdders>(a, step, s.combine, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);

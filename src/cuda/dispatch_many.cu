@@ -120,6 +120,9 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
   if (warp == kTeller) s.sent.open();
 }
 
+// Whether some thread blocks send, and the others receive from the start.
+__device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
+
 template <bool kHooks>
 __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;

@@ -184,6 +184,22 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   note(k, Stage::Counted);
 }
 
+// Counts choice `at` of a chunk by expert, and says which rank its token goes to.
+__device__ inline void count_choice(const ChunkMarks& marks, const Divider& per_rank, const Divider& top_k, std::uint32_t at, std::int32_t id) {
+  if (id < 0) return;
+  const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+  atomicAdd(marks.tokens + id, 1u);
+  atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
+}
+
+// By one warp: adds what has been counted to one of the sums of all chunks.
+__device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMarks& marks, std::uint32_t sum) {
+  const std::uint32_t columns = chunk_columns(a.common.c);
+  std::uint32_t* const totals = a.chunk_counts.totals + sum % kTotals * columns;
+  for (std::uint32_t i = threadIdx.x % 32; i < columns; i += 32)
+    if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
+}
+
 // By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
 template <bool kPieces = false>
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
@@ -202,11 +218,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
     const std::uint32_t at = chunk.at(i);
-    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
-    if (id < 0) continue;
-    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
-    atomicAdd(marks.tokens + id, 1u);
-    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
+    count_choice(marks, per_rank, top_k, at, at < chunk.all ? marks.ids[at] : -1);
   }
   __syncwarp();
   mark_ranks(k, marks);
@@ -222,9 +234,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   __syncwarp();
   linger(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
-  std::uint32_t* const totals = a.chunk_counts.totals + number % kTotals * columns;
-  for (std::uint32_t i = lane; i < columns; i += 32)
-    if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
+  add_to_totals(a, marks, number);
   if constexpr (kPieces)
     if (k.slice.of > 1) digest_chunk(a, number);
   __syncwarp();

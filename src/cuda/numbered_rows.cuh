@@ -44,14 +44,14 @@ __device__ inline std::uint32_t rank_bit(const Common& k, std::uint32_t id, std:
 }
 
 // By one of `warps` warps: adds to rows[r] how many of the tokens [begin, end) go to rank r. A lane has a choice, kAtOnce are asked for at once.
-// What is bad or for the dead is no row.
-template <std::uint32_t kAtOnce>
+// kShift: a token has so many bits of the lane; 0: as many as top_k needs. Bad ids, and those of dead ranks, count for nothing.
+template <std::uint32_t kAtOnce, std::uint32_t kShift = 0>
 __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
                                            std::uint32_t* rows) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t shift = 0;
-  while (1u << shift < k.c.top_k) ++shift;
+  std::uint32_t shift = kShift;
+  while (kShift == 0 && 1u << shift < k.c.top_k) ++shift;
   const std::uint32_t choice = lane & ((1u << shift) - 1), together = 32 >> shift, width = a.wide_ids ? 8 : 4, step = together * k.c.top_k * width;
   const bool has_choice = choice < k.c.top_k;
   RowsOfRanks counted;
@@ -74,8 +74,10 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
       std::uint32_t ranks = rank_bit(k, ids[i].low, a.wide_ids ? ids[i].high : 0);
+#pragma unroll
+      for (std::uint32_t s = 1; s < 1u << kShift; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
 #pragma unroll 1
-      for (std::uint32_t s = 1; s >> shift == 0; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      for (std::uint32_t s = 1; kShift == 0 && s >> shift == 0; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
       counted.add(ranks);
     }
     counted.fold();
@@ -83,13 +85,12 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
   counted.add_to(k, choice == 0, rows);
 }
 
-// The same where a token has eight choices, sixteen bytes of them a lane: with fewer a lane, all thread blocks together would wait 10 us for them.
-template <std::uint32_t kAtOnce, bool kWide>
-static __device__ __noinline__ void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
-  constexpr std::uint32_t kLanes = kWide ? 4 : 2, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
+// Eight choices of a token, int64, of which a lane loads two at once: one a lane, as above, takes all thread blocks of a GPU 10 us for 4,096 tokens.
+template <std::uint32_t kAtOnce>
+__device__ inline void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
+  constexpr std::uint32_t kLanes = 4, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  rows = known_shared(rows);
   RowsOfRanks counted;
 #pragma unroll 1
   for (std::uint32_t first = warp * kAtOnce * kTogether; first < end; first += kWorkers * kAtOnce * kTogether) {
@@ -103,8 +104,7 @@ static __device__ __noinline__ void count_rows_of_eight(const DispatchArguments&
     }
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      std::uint32_t ranks = kWide ? rank_bit(k, v[i].x, v[i].y) | rank_bit(k, v[i].z, v[i].w)
-                                  : rank_bit(k, v[i].x, 0) | rank_bit(k, v[i].y, 0) | rank_bit(k, v[i].z, 0) | rank_bit(k, v[i].w, 0);
+      std::uint32_t ranks = rank_bit(k, v[i].x, v[i].y) | rank_bit(k, v[i].z, v[i].w);
 #pragma unroll
       for (std::uint32_t s = 1; s < kLanes; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
       counted.add(ranks);
@@ -114,25 +114,32 @@ static __device__ __noinline__ void count_rows_of_eight(const DispatchArguments&
   counted.add_to(k, lane % kLanes == 0, rows);
 }
 
+// Five to eight choices of a token. Not inlined: the roles that follow would spill what this has in registers.
+static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* its_rows) {
+  std::uint32_t* const rows = known_shared(its_rows);
+  if (a.common.c.top_k == 8 && a.wide_ids && reinterpret_cast<std::uint64_t>(a.ids) % 16 == 0)
+    count_rows_of_eight<12>(a, end, rows);
+  else
+    count_rows_of_ranks<12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+}
+
 // By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
 __device__ inline void count_rows_before(const DispatchArguments& a, const ManyPlan& s, std::uint32_t* sums) {
   if (s.first_chunk >= a.chunks) return;
   const Spends spends(a.common, Span::Counting);
   const std::uint32_t end = s.first_chunk == 0 ? a.own : s.first_chunk * a.tokens_per_chunk;
   std::uint32_t* const rows = sums + a.common.c.num_experts;
-  if (a.common.c.top_k != 8 || reinterpret_cast<std::uint64_t>(a.ids) % 16 != 0)
-    count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
-  else if (a.wide_ids)
-    count_rows_of_eight<12, true>(a, end, rows);
+  if (a.common.c.top_k > 4 && a.common.c.top_k <= 8)
+    count_rows_of_five_to_eight(a, end, rows);
   else
-    count_rows_of_eight<8, false>(a, end, rows);
+    count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
 // By one warp of each thread block: counts the chunks that nobody else has begun, up to 32 of them together, and tells of them together, since a
 // fence that rows on their way to peers stand before takes ten microseconds. memory: counting_bytes().
 static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
+  const std::uint32_t lane = threadIdx.x % 32;
   const ChunkMarks marks(k, known_shared(memory));
   const Divider per_rank = k.per_rank, top_k = k.top_k;
   for (std::uint32_t first = blockIdx.x; first < a.chunks; first += 32 * gridDim.x) {
@@ -151,13 +158,7 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
       if (others != 0) ids.load(a, first_of(others));
       marks.ranks[2 * lane] = 0;
       __syncwarp();
-      for (std::uint32_t at = lane; at < chunk.all; at += 32) {
-        const std::int32_t id = marks.ids[at];
-        if (id < 0) continue;
-        const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
-        atomicAdd(marks.tokens + id, 1u);
-        atomicOr(marks.ranks + 2 * top_k.divide(at), 1u << rank);
-      }
+      for (std::uint32_t at = lane; at < chunk.all; at += 32) count_choice(marks, per_rank, top_k, at, marks.ids[at]);
       __syncwarp();
       const std::uint32_t ranks = marks.ranks[2 * lane];
       for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
@@ -167,9 +168,7 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
       __syncwarp();
     }
     linger(k, first);
-    std::uint32_t* const totals = a.chunk_counts.totals + blockIdx.x % kTotals * columns;
-    for (std::uint32_t i = lane; i < columns; i += 32)
-      if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
+    add_to_totals(a, marks, blockIdx.x);
     __syncwarp();
     std::uint32_t before = 0;
     if (lane == 0) before = count_in_order(a.chunk_counts.counted, __popc(all));

@@ -61,9 +61,9 @@ inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
 inline constexpr std::uint32_t kStorers = 3;
 // Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
 inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
-// What is on its way to peers at once, of a GPU, so far as two tokens of a thread block allow. With more, loads and stores of all multiprocessors
-// stand behind what the link does not take: without a limit, which was 32 tokens of a thread block, 4,096 on all of an H100 took 153 us, with 8 MB
-// 141, with 4 MB 132, with 2 MB 163.
+// A GPU has at most so many bytes of rows on their way to peers, though each thread block may have two tokens. The link does not take more, and
+// loads and stores of all multiprocessors would wait for it: 4,096 tokens on all multiprocessors of an H100 took 132 us with 4 MB, 141 with
+// 8 MB, 163 with 2 MB, and 153 when each thread block could have 32 tokens on their way.
 inline constexpr std::uint64_t kRowBytesOnTheirWay = 4 << 20;
 // Tokens of a thread block. token_bytes: for all peers that want one.
 constexpr std::uint32_t tokens_on_their_way(std::uint32_t senders, std::uint64_t token_bytes) {
@@ -167,11 +167,11 @@ inline constexpr int kVectorsOfAdder = 4;
 // Rows that are only copied: half a row of 7168 numbers at a time, of which some are on their way in or out; runs of them that end with what
 // is on its way. A worker that copies has fewer.
 inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns = 8, kCopies = 3;
-// One whose rows are sums has adders and a dealer for what it sends, others for what it receives, and a warp that stores and tells: eleven, since
-// thirteen would leave a thread 128 registers. Fewer adders with more vectors each are fewer instructions; of a part that a token's rows
-// have, 210 of each warp. Neither half waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
-inline constexpr std::uint32_t kAddersToSend = 4, kAddersOfSums = 4, kPartsOfHalf = 6, kPartsOut = 3;
-inline constexpr int kVectorsToSend = 7, kVectorsOfSums = 7;
+// One whose rows are sums has two teams of adders and a dealer, and a warp that stores and tells: eleven, since thirteen would leave a thread
+// 128 registers. Fewer adders with more vectors each are fewer instructions; of a part that a token's rows have, 210 of each warp. Neither
+// team waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
+inline constexpr std::uint32_t kAddersOfTeam = 4, kPartsOfTeam = 6, kPartsOut = 3;
+inline constexpr int kVectorsOfTeam = 7;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
 // are warps for them; in large steps a warp has two after each other, and looks the row's places up once.

@@ -354,8 +354,8 @@ MUTANTS = [
     Mutant(
         "dealt: rows of both teams come to the same memory",
         "src/cuda/combine_many.cu",
-        "dealt{in + team * kPartsOfHalf * kDealtPart, kPartsOfHalf};",
-        "dealt{in, kPartsOfHalf};",
+        "dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};",
+        "dealt{in, kPartsOfTeam};",
         "each adds up rows of the other's tokens",
         "test_bulk_copies_of_sums",
         "_cuda",
