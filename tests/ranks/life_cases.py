@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -44,6 +45,7 @@ def cycles(me: Any, case: Case, times: int, what: str) -> dict[str, list[int]]:
         if what == "communicator":
             me.close()
         gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what malloc keeps of freed memory moves by 13 MiB from cycle to cycle
         for name, value in held().items():
             after[name].append(value)
     return after
