@@ -231,7 +231,9 @@ def use(module: str) -> None:
 
 
 def _open(me: Any, case: Case, **options: Any) -> Any:
-    return _opened(me, case, **{**options, "device": "cuda"})
+    """Emulated thread blocks take their time on a busy machine, so where nothing waits for a step's timeout it is long. Mutants are in a hurry."""
+    timeout = float(os.environ.get("PPLX_TEST_EMULATED_TIMEOUT", 40.0))
+    return _opened(me, case, **{"timeout": timeout, **options, "device": "cuda"})
 
 
 def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:

@@ -231,7 +231,7 @@ def both_devices(
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
         open_on_cpu(me, on_cpu, device="cpu", timeout=60.0) as cpu,
-        rank_cases.open_all_to_all(me, case, device=str(device), timeout=10.0, num_sms=num_sms) as gpu,
+        rank_cases.open_all_to_all(me, case, device=str(device), num_sms=num_sms) as gpu,
     ):
         for step in range(steps):
             tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens

@@ -105,7 +105,7 @@ def main(words: list[str]) -> int:
         started = time.monotonic()
         build(mutant, WORK)
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", TESTS, "-k", mutant.tests]
-        code, output = run.call(["env", f"PPLX_TEST_EMULATION={WORK}", *pytest], LIMIT, run.ROOT)
+        code, output = run.call(["env", f"PPLX_TEST_EMULATION={WORK}", "PPLX_TEST_EMULATED_TIMEOUT=10", *pytest], LIMIT, run.ROOT)
         caught = code in (None, 1)
         lines = [line.removeprefix("E").strip() for line in output.splitlines()]
         said = [line for line in lines if re.match(r"a put |outcomes.Failed|\S*Error: ", line)] or ["it hangs"]
