@@ -23,12 +23,12 @@ def break_it(unweighted: bool, stop_at: int) -> None:
 
     import pplx_comm
 
-    combine, dispatch, count = pplx_comm.AllToAll.combine_send, pplx_comm.AllToAll.dispatch_send, 0
+    combine, dispatch, count = pplx_comm.AllToAll.combine_send, pplx_comm.AllToAll.dispatch, 0
 
     def combine_send(*arguments: Any, **more: Any) -> Any:
         return combine(*arguments, **{**more, "weighted": False})
 
-    def dispatch_send(*arguments: Any, **more: Any) -> Any:
+    def stopping(*arguments: Any, **more: Any) -> Any:
         nonlocal count
         count += 1
         if count == stop_at:
@@ -39,7 +39,7 @@ def break_it(unweighted: bool, stop_at: int) -> None:
     if unweighted:
         pplx_comm.AllToAll.combine_send = combine_send
     if stop_at:
-        pplx_comm.AllToAll.dispatch_send = dispatch_send
+        pplx_comm.AllToAll.dispatch = stopping
 
 
 def carried() -> dict[str, Any]:

@@ -227,8 +227,10 @@ def two_batches(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def hooks(case: dict[str, Any]) -> dict[str, Any]:
-    """Those that models register: what they return counts, and a removed one is not called."""
+    """Those that models register: what they return counts, and a removed one is not called. And the calls that are made then."""
     from sglang.srt.layers.dp_attention import set_is_extend_in_batch
+
+    import pplx_comm
 
     dispatcher, worst, heard = dispatcher_of(case), Worst(), []
     set_is_extend_in_batch(case["extend"][0])
@@ -240,12 +242,17 @@ def hooks(case: dict[str, Any]) -> dict[str, Any]:
         dispatcher.register_post_combine_hook(lambda _, y: heard.append("post_combine") or 2 * y),
         *dispatcher.register_deepep_dispatch_hook(lambda _: heard.append("between")),
     ]
+    calls = {name: getattr(pplx_comm.AllToAll, name) for name in ("dispatch", "dispatch_send", "combine", "combine_send")}
+    for name, call in calls.items():
+        setattr(pplx_comm.AllToAll, name, lambda *given, name=name, call=call, **more: heard.append(name) or call(*given, **more))
     for called in (True, False):
         output = dispatcher.dispatch(hidden_states=x, topk_output=topk_of(ids, weights))
         y = dispatcher.combine(combine_input=experts_of(case, output))
         worst.compare(case, y, (-x, ids, 2 * weights) if called else (x, ids, weights))
         for handle in handles:
             handle.remove()
+    for name, call in calls.items():
+        setattr(pplx_comm.AllToAll, name, call)
     return {"worst": worst.worst, "largest": worst.largest, "heard": heard}
 
 
@@ -342,16 +349,16 @@ def unweighted(case: dict[str, Any]) -> dict[str, Any]:
     """What must differ: combines without the router's weights."""
     import pplx_comm
 
-    combine = pplx_comm.AllToAll.combine_send
+    combine = pplx_comm.AllToAll.combine
 
-    def combine_send(*given: Any, **more: Any) -> Any:
+    def wrong(*given: Any, **more: Any) -> Any:
         return combine(*given, **{**more, "weighted": False})
 
-    pplx_comm.AllToAll.combine_send = combine_send  # type: ignore[method-assign]
+    pplx_comm.AllToAll.combine = wrong  # type: ignore[method-assign]
     try:
         return steps(case)
     finally:
-        pplx_comm.AllToAll.combine_send = combine  # type: ignore[method-assign]
+        pplx_comm.AllToAll.combine = combine  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -101,7 +101,8 @@ def test_the_same_as_one_process(results: list[dict[str, Any]], case: str) -> No
 
 def test_hooks_are_called(results: list[dict[str, Any]]) -> None:
     for rank in results:
-        assert rank["hooks"]["heard"] == ["pre_dispatch", "between", "post_dispatch", "pre_combine", "post_combine"]
+        with_hooks = ["pre_dispatch", "dispatch_send", "between", "post_dispatch", "pre_combine", "combine", "post_combine"]
+        assert rank["hooks"]["heard"] == [*with_hooks, "dispatch", "combine"]
 
 
 def test_what_is_recorded(results: list[dict[str, Any]]) -> None:

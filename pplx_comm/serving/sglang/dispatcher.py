@@ -52,7 +52,8 @@ class Dispatchers(MaybeTboDeepEPDispatcher):
 
 
 class Dispatcher(BaseDispatcher):
-    """A step is dispatch_a, dispatch_b, the experts, combine_a and combine_b. A step stays in the mode in which it began."""
+    """A step is dispatch_a, dispatch_b, the experts, combine_a and combine_b, or dispatch, the experts and combine. It stays in the
+    mode in which it began."""
 
     expert_mask_gpu = None
 
@@ -78,15 +79,19 @@ class Dispatcher(BaseDispatcher):
     # ---- dispatch --------------------------------------------------------------------------------------------------------
 
     def dispatch(self, hidden_states: torch.Tensor, topk_output: Any) -> Any:
-        self.dispatch_a(hidden_states, topk_output)
-        self._deepep_dispatch_hooks(self)
+        hooks = self._deepep_dispatch_hooks
+        self._dispatch("dispatch_send" if hooks.hook_dict else "dispatch", hidden_states, topk_output)
+        hooks(self)
         return self.dispatch_b()
 
     def dispatch_a(self, hidden_states: torch.Tensor, topk_output: Any) -> None:
+        self._dispatch("dispatch_send", hidden_states, topk_output)
+
+    def _dispatch(self, call: str, hidden_states: torch.Tensor, topk_output: Any) -> None:
         self._expect("dispatch_a")
         _wait_for_compilers()
         self._mode = self._modes[self.deepep_mode.resolve(get_is_extend_in_batch())]
-        self._step = self._mode.dispatch_send(hidden_states, topk_output.topk_ids, topk_output.topk_weights)
+        self._step = self._mode.dispatch(call, hidden_states, topk_output.topk_ids, topk_output.topk_weights)
         self._next = "dispatch_b"
 
     def dispatch_b(self) -> Any:
@@ -100,17 +105,24 @@ class Dispatcher(BaseDispatcher):
     # ---- combine ---------------------------------------------------------------------------------------------------------
 
     def combine(self, combine_input: Any) -> torch.Tensor:
-        self.combine_a(combine_input)
-        return self.combine_b()
+        y = self._combine("combine", combine_input)
+        self._next = "dispatch_a"
+        assert isinstance(y, torch.Tensor)
+        return y
 
     def combine_a(self, combine_input: Any) -> None:
+        self._combining = self._combine("combine_send", combine_input)
+        self._next = "combine_b"
+
+    def _combine(self, call: str, combine_input: Any) -> Any:
         self._expect("combine_a")
         _wait_for_compilers()
         assert self._mode is not None
         assert self._step is not None
         rows, _, topk_weights = combine_input
-        self._combining = self._mode.combine_send(rows, self._step, topk_weights)
-        self._step, self._next = None, "combine_b"
+        result = self._mode.combine(call, rows, self._step, topk_weights)
+        self._step = None
+        return result
 
     def combine_b(self) -> torch.Tensor:
         self._expect("combine_b")

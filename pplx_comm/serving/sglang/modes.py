@@ -118,7 +118,8 @@ class Mode:
 
     # ---- dispatch --------------------------------------------------------------------------------------------------------
 
-    def dispatch_send(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
+    def dispatch(self, call: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
+        """By that call of AllToAll: "dispatch_send", or "dispatch" where nothing is done before dispatch_recv."""
         a2a = self._a2a or self.build()
         if x.shape[0] > a2a.max_tokens_per_rank:
             raise Error(
@@ -126,7 +127,7 @@ class Mode:
                 f"{a2a.max_tokens_per_rank}: {self.how_to_take_more}"
             )
         ids, weights = self._choices(topk_ids, topk_weights)
-        return Step(a2a.dispatch_send(x, ids, weights), topk_ids, topk_weights, x.shape[0])
+        return Step(getattr(a2a, call)(x, ids, weights), topk_ids, topk_weights, x.shape[0])
 
     def dispatch_recv(self, step: Step) -> Any:
         """What SGLang gives to the experts."""
@@ -151,7 +152,14 @@ class Mode:
 
     # ---- combine ---------------------------------------------------------------------------------------------------------
 
-    def combine_send(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> Combining:
+    def combine(self, call: str, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> Any:
+        """As above: "combine_send" or "combine", what they return."""
+        assert self._a2a is not None
+        rows, weights = self._answers(rows, step, topk_weights)
+        return getattr(self._a2a, call)(rows, step.dispatched, weights=weights)
+
+    def _answers(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What goes back, and the weights for it if they are not the dispatch's."""
         raise NotImplementedError
 
     def combine_recv(self, c: Combining) -> torch.Tensor:
@@ -183,12 +191,11 @@ class LowLatency(Mode):
             (choices + layer.num_experts) // layer.num_experts,
         )  # fmt: skip
 
-    def combine_send(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> Combining:
-        assert self._a2a is not None
-        other = None
-        if topk_weights is not step.topk_weights:  # the dispatch's are there already
-            _, other = self._choices(step.topk_ids, topk_weights)
-        return self._a2a.combine_send(rows, step.dispatched, weights=other)
+    def _answers(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if topk_weights is step.topk_weights:
+            return rows, None
+        _, other = self._choices(step.topk_ids, topk_weights)
+        return rows, other
 
 
 class Normal(Mode):
@@ -210,13 +217,13 @@ class Normal(Mode):
         wire = super()._wire_wanted()
         return wire if deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM else Wire.NATIVE
 
-    def dispatch_send(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
+    def dispatch(self, call: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Error(
                 "normal dispatch asks the GPU how many rows came, which no CUDA graph can hold: use --deepep-mode auto or "
                 "low_latency for what is captured"
             )
-        return super().dispatch_send(x, topk_ids, topk_weights)
+        return super().dispatch(call, x, topk_ids, topk_weights)
 
     def dispatch_recv(self, step: Step) -> Any:
         d = self._receive(step)
@@ -232,9 +239,8 @@ class Normal(Mode):
             scale = packed(scale)
         return DeepEPNormalDispatchOutput(d.x[:rows], scale, d.topk_ids[:rows].to(torch.int64), d.topk_weights[:rows], counts)
 
-    def combine_send(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> Combining:
-        assert self._a2a is not None
-        return self._a2a.combine_send(rows.view(-1, self.layer.hidden), step.dispatched)
+    def _answers(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return rows.view(-1, self.layer.hidden), None
 
     def _record(self, counts: list[int], step: Step) -> None:
         """What SGLang's balancing of experts counts. It is given what DeepEP gives, padding included."""

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
     TopKWeightAndReduceDelegate,
 )
 from vllm.model_executor.layers.fused_moe.utils import moe_kernel_quantize_input, normalize_batched_scales_shape
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_maybe_run_recv_hook
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_maybe_run_recv_hook
 
 from pplx_comm.errors import Error
 from pplx_comm.handles import Dispatched
@@ -74,7 +74,8 @@ def make(moe: Any, *, round_robin: bool, manager: All2AllManager, monolithic: bo
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """What the three have in common: a step is dispatch_send, dispatch_recv, the experts, combine_send and combine_recv."""
+    """What the three have in common: a step is a dispatch, the experts, combine_send, what vLLM computes beside it, and
+    combine_recv. Micro-batches dispatch in halves, between which another one computes; else nothing would be done there."""
 
     layout: Ragged | Padded | Compact
     scale_layout = "row"
@@ -138,7 +139,8 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         quant_config: Any,
         defer_input_quant: bool = False,
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """The hook receives, on the current stream of whichever thread runs it. The receiver says what the experts are given."""
+        """The hook receives what was only sent, on the current stream of whichever thread runs it. The receiver says what the
+        experts are given."""
         if self._a2a is None:
             raise Error("prepare: vLLM never said which experts this layer has (post_init_setup was not called)")
         weights = topk_weights if topk_weights.dtype == torch.float32 else topk_weights.float()
@@ -152,12 +154,12 @@ class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         if self._physical is not None:
             ids = self._physical[ids]  # the last entry is for -1
         a2a = self._a2a
-        d = a2a.dispatch_send(a1, ids, weights)
+        d = (a2a.dispatch_send if dbo_enabled() else a2a.dispatch)(a1, ids, weights)
         self._open[dbo_current_ubatch_id()] = d
         receive = partial(a2a.dispatch_recv, d)
 
         def receiver() -> Any:
-            receive()  # does nothing where a hook did
+            receive()  # does nothing where that is done
             return self._received(d, quant_config, defer_input_quant)
 
         return receive, receiver
