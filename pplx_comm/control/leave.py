@@ -13,14 +13,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pplx_comm.control.connection import Connection
-from pplx_comm.control.deadlines import FLUSH_SECONDS, LINGER_SECONDS
+from pplx_comm.control.deadlines import EXIT_SECONDS, FLUSH_SECONDS, LINGER_SECONDS
 from pplx_comm.control.sockets import remaining
 
 
 class Open(Protocol):
     """Something to close when the process ends, and to give up in a forked child."""
 
-    def close(self, reason: str) -> None: ...
+    def close(self, reason: str, patience: float) -> None: ...
 
     def close_in_child(self) -> None: ...
 
@@ -60,7 +60,7 @@ def _close_all_at_exit() -> None:
     problem = getattr(sys, "last_value", None)
     reason = f"its process ends with {type(problem).__name__}: {problem}" if problem is not None else "its process ends"
     for mesh in list(open_meshes):
-        mesh.close(reason)
+        mesh.close(reason, EXIT_SECONDS)
 
 
 def _close_all_in_child() -> None:

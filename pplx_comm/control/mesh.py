@@ -15,7 +15,7 @@ from typing import Any
 
 from pplx_comm.control.callbacks import Busy, Callback, Callbacks
 from pplx_comm.control.connection import Connection
-from pplx_comm.control.deadlines import BUSY, JOIN_SECONDS
+from pplx_comm.control.deadlines import BUSY, EXIT_SECONDS, JOIN_SECONDS
 from pplx_comm.control.door import Door
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.frames import FrameError, Kind, decode_object, field, json_frame
@@ -53,6 +53,8 @@ class Mesh:
         self._survivors = Survivors(self)
         self._early: list[tuple[int, Kind, dict[str, Any]]] = []
         self._before_close: list[Callable[[], None]] = []
+        self._leaving = threading.RLock()
+        """Held by the thread that calls them."""
         self._closing: str | None = None
         self._loop: Loop | None = None
         self._thread: threading.Thread | None = None
@@ -330,16 +332,19 @@ class Mesh:
             self.check_usable()
             self._before_close.append(callback)
 
-    def close(self, reason: str) -> None:
-        """Take leave of everybody and wait for nobody: 2 s at most, whatever the peers do."""
+    def close(self, reason: str, patience: float = JOIN_SECONDS) -> None:
+        """Take leave of everybody and wait for nobody: 2 s at most, whatever the peers do.
+
+        patience: seconds for another thread that closes, and for the control thread.
+        """
         if os.getpid() != self._pid:
             return
-        self._call_before_close()
+        self._call_before_close(patience)
         with self.condition:
             self._begin_closing(reason)
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(JOIN_SECONDS)
+            thread.join(patience)
             if thread.is_alive():
                 log.warning("rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank)
 
@@ -355,16 +360,22 @@ class Mesh:
         else:
             threading.Thread(target=self.close, args=(reason,), daemon=True).start()
 
-    def _call_before_close(self) -> None:
-        while True:
-            with self.condition:
-                if not self._before_close:
-                    return
-                callback = self._before_close.pop(0)
-            try:
-                callback()
-            except Exception:
-                log.exception("a callback before close failed on rank %d", self.rank)
+    def _call_before_close(self, patience: float) -> None:
+        if not self._leaving.acquire(timeout=patience):
+            log.warning("rank %d: another thread that closes is held up; closing goes on beside it", self.rank)
+            return
+        try:
+            while True:
+                with self.condition:
+                    if not self._before_close:
+                        return
+                    callback = self._before_close.pop(0)
+                try:
+                    callback()
+                except Exception:
+                    log.exception("a callback before close failed on rank %d", self.rank)
+        finally:
+            self._leaving.release()
 
     def _begin_closing(self, reason: str) -> None:
         if self._closing is None:
@@ -377,7 +388,7 @@ class Mesh:
 
     def _finish(self, loop: Loop) -> None:
         """The control thread's last act."""
-        self._call_before_close()
+        self._call_before_close(EXIT_SECONDS)
         with self.condition:
             connections = list(self.connections.values())
         take_leave(

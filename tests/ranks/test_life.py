@@ -86,6 +86,14 @@ def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
             assert crew.output(rank) == ""
 
 
+def test_the_interpreter_ends_while_a_thread_closes() -> None:
+    """It waits for that. Python ends threads that come back from C++ later, which aborts the process."""
+    with Crew(2) as crew:
+        crew.run("life_cases:leave_open", Case(3, 2, transport="proxy:tcp"), "slowly_dropped")
+        assert crew.leave() == [0, 0], crew.output(0) + crew.output(1)
+        assert crew.output(0) + crew.output(1) == ""
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_closing_in_any_order(crew: Crews, transport: str) -> None:
     crew.run("life_cases:several_closes", Case(4, 2, transport=transport))
