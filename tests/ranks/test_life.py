@@ -26,8 +26,7 @@ def crew() -> Iterator[Crews]:
 
 
 def check_no_growth(results: list[dict[str, list[int]]]) -> None:
-    """The second half holds no more than the first, but for a few mapped regions, and its end no more memory than its begin, but for 4 MiB.
-    """
+    """The second half holds no more than the first, but for a few mapped regions, and its end no more memory than its begin, but for 4 MiB."""
     for r in results:
         half, quarter = len(r["fds"]) // 2, len(r["fds"]) // 4
         for name, slack in [("fds", 0), ("threads", 0), ("maps", 8)]:
