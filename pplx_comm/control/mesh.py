@@ -333,9 +333,9 @@ class Mesh:
             self._before_close.append(callback)
 
     def close(self, reason: str, patience: float = JOIN_SECONDS) -> None:
-        """Take leave of everybody and wait for nobody: 2 s at most, whatever the peers do.
+        """Take leave of everybody and wait for no peer, whatever they do: 2 s at most, if no other thread closes.
 
-        patience: seconds for another thread that closes, and for the control thread.
+        patience: seconds for another thread that closes, and as many for the control thread.
         """
         if os.getpid() != self._pid:
             return

@@ -34,16 +34,17 @@ def held() -> dict[str, int]:
     elsewhere. How much freed memory the heaps keep moves by up to 20 MiB from one look to the next."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _MallocInfo
-    elsewhere, in_heap = 0, False
+    maps, elsewhere, in_heap = 0, 0, False
     for line in open("/proc/self/smaps"):
         if head := re.match(r"([0-9a-f]+)-[0-9a-f]+ \S+ \S+ \S+ \S+\s*(.*)", line):
+            maps += 1
             in_heap = head[2] == "[heap]" or (not head[2] and int(head[1], 16) % (64 << 20) == 0)  # heaps of threads begin there
         elif line.startswith("Rss:") and not in_heap:
             elsewhere += int(line.split()[1])
     return {
         "fds": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
-        "maps": len(open("/proc/self/maps").read().splitlines()),
+        "maps": maps,
         "memory": elsewhere + libc.mallinfo2().uordblks // 1024,
     }
 
