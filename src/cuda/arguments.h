@@ -117,7 +117,7 @@ struct Common {
   bool scales_in_pieces = false;  // they lie in the output as they came
   std::uint32_t row_bytes = 0;  // of a combine row
   std::uint32_t most_rows = 0;  // of a block
-  std::uint32_t word_rows = kNone;  // combine: a block of so many rows, or more, has an arrival word in each; others show that they came
+  std::uint32_t word_rows = kNone;  // combine: who has so many tokens, or more, gets rows with arrival words; others' show that they came
   Slice slice;  // which of the tokens this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
@@ -217,6 +217,7 @@ struct ReceivedView {
   std::uint32_t* step = nullptr;  // in an AllToAll in pieces whether any block came so, behind it
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
+  std::uint64_t* many = nullptr;  // sources with so many tokens that their rows of combine have arrival words, a bit each
   std::uint32_t* choices = nullptr;  // [rows]: a bit per k, as in the route
   std::uint32_t* place = nullptr;  // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
   float* weight = nullptr;  // [rows, top_k]; not Compact

@@ -8,7 +8,7 @@
 namespace pplx::cuda {
 
 struct BufferLayout : OutputLayout {
-  std::uint64_t step = 0, overflowed = 0, rows_begin = 0, choices = 0, place = 0, weight = 0;   // see ReceivedView
+  std::uint64_t step = 0, overflowed = 0, rows_begin = 0, many = 0, choices = 0, place = 0, weight = 0;   // see ReceivedView
   std::uint64_t rounds = 0;   // see PieceArguments
 };
 
@@ -22,6 +22,7 @@ inline BufferLayout buffer_layout(const Config& c) {
   b.step = placer.take(8);
   b.overflowed = placer.take(4);
   b.rows_begin = placer.take(4 * (c.world + 1));
+  b.many = placer.take(8);
   if (most_rounds(c) != 0) b.rounds = placer.take(std::uint64_t{4} * c.world * (1 + most_rounds(c)));
   b.choices = placer.take(4 * received);
   b.place = placer.take(4 * received * (compact ? 1 : c.top_k));

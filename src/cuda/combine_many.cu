@@ -73,7 +73,7 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   char* const copies = memory + kCombinerBytes;
   const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
   if (warp < kAdders) {
-    if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.combine, s.dealt, dealt, warp).add_up();
+    if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.dealt, dealt, warp).add_up();
   } else if (warp == kLoader) {
     if (a.send) CopyLoader<T>(a, step, s.combine, memory, s.turns, s.copies, copies).load();
   } else if (warp == kStorer) {
@@ -145,7 +145,7 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
       SendAdder<T, TeamAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
       barrier_sync<kInSendingTeam, kSendingTeam>();
     }
-    if (a.recv) SumAdder<T, TeamAdders>(a, step, s.combine, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
+    if (a.recv) SumAdder<T, TeamAdders>(a, step, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);

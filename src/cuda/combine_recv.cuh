@@ -99,8 +99,7 @@ struct ArrivingStrips {
   std::uint32_t begin, end;  // begin: this lane's
   uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
-  std::uint32_t there = 0;  // those of remote blocks, and with an arrival word: a bit each
-  std::uint32_t stays = 0;  // those whose places nobody needs to find blank
+  std::uint32_t there = 0;  // those of remote blocks, whose places nobody needs to find blank: a bit each
   std::uint32_t missing = 0;  // pieces, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
@@ -123,7 +122,7 @@ struct ArrivingStrips {
   __device__ void make_places_blank() const {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      if (row[i] == nullptr || (stays >> i & 1) != 0) continue;
+      if (row[i] == nullptr || (there >> i & 1) != 0) continue;
 #pragma unroll
       for (int j = 0; j < kReceivedVectors; ++j)
         if (has(j)) make_blank(row[i] + begin + j * 512);
@@ -137,38 +136,21 @@ __device__ inline bool remote_row_is_there(const Common& k, std::uint32_t step, 
   return all_of_warp(good);
 }
 
-// Whether the rows of this rank have arrival words. So many are received by who has many tokens.
-__device__ inline bool comes_by_word(const CombineArguments& a, std::uint32_t rank) { return a.plan.rows[rank] >= a.common.word_rows; }
-
-// For a warp: waits for a row with an arrival word.
-__device__ inline bool row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, const char* row) {
-  const bool good =
-      threadIdx.x % 32 != 0 || wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, peer);
-  return all_of_warp(good);
-}
-
-// The rows first, first + 1 ... of a token's n, but for the one that is summed here. Each of the first n lanes has a row and its rank.
-// False: they will not come.
-template <bool kPlain, bool kWords>
+// The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
+template <bool kPlain>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
-                                    std::uint32_t entry, std::uint32_t own, ArrivingStrips& strips) {
+                                    std::uint32_t entry, ArrivingStrips& strips) {
   const Common& k = a.common;
   const std::uint32_t rank = entry >> 20;
 #pragma unroll
   for (int i = 0; i < strips.kRows; ++i) {
     strips.row[i] = nullptr;
-    if (first + i >= n || first + i == own) continue;
+    if (first + i >= n) continue;
     strips.row[i] = of_lane(row, static_cast<int>(first + i));
-    const std::uint32_t source = kPlain && !kWords ? 0 : __shfl_sync(~0u, rank, first + i);
+    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
     if (!kPlain && is_remote(k, source)) {
       if (!remote_row_is_there(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
       strips.there |= 1u << i;
-      strips.stays |= 1u << i;
-    }
-    if (kWords && a.own >= k.word_rows && comes_by_word(a, source)) {
-      if (!row_is_there(k, step, source, strips.row[i])) return false;
-      strips.there |= 1u << i;
-      if ((__shfl_sync(~0u, entry, first + i) & 0xfffffu) >= k.word_rows) strips.stays |= 1u << i;
     }
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
@@ -186,24 +168,9 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
   return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
-// What a peer would have sent of one of this rank's own rows: rounded as there.
-template <typename T>
-__device__ inline void sum_own_row(const CombineArguments& a, std::uint32_t at, std::uint32_t begin, std::uint32_t end,
-                                   uint4 (&v)[kReceivedVectors]) {
-  Places places;
-  places.load<true>(a, at);
-  Sums<T, kReceivedVectors> sums;
-  sum_row<false>(a, places, places.check(a), begin, end, sums);
-#pragma unroll
-  for (int j = 0; j < kReceivedVectors; ++j) v[j] = T::pack(sums.sum[j]);
-}
-
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. own_rows: where this rank's own are among all that it has received,
-// if they are summed here, or kNone. kGives: replicas get it, too. kWords: some rows may have arrival
-// words. False: its rows will not come.
-template <typename T, bool kGives, bool kPlain, bool kWords>
-__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry,
-                                     std::uint32_t own_rows) {
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not come.
+template <typename T, bool kGives, bool kPlain>
+__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
@@ -212,29 +179,15 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
-  std::uint32_t summed = kNone;  // which of the rows
-  uint4 own_row[kReceivedVectors];
-  if (kPlain && kWords && own_rows != kNone) {
-    const std::uint32_t lane = __ballot_sync(~0u, entry != kNone && rank == k.c.rank);
-    if (lane != 0) {
-      summed = __ffs(static_cast<int>(lane)) - 1;
-      sum_own_row<T>(a, own_rows + (__shfl_sync(~0u, entry, static_cast<int>(summed)) & 0xfffffu), begin, end, own_row);
-    }
-  }
   Sums<T, kReceivedVectors> sums;
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
-    if (!await_strips<kPlain, kWords>(a, step, first, n, row, entry, summed, strips)) return false;
+    if (!await_strips<kPlain>(a, step, first, n, row, entry, strips)) return false;
     note(k, Stage::Came);
 #pragma unroll
-    for (int i = 0; i < strips.kRows; ++i) {
-      const bool here = kPlain && kWords && first + i == summed;
-#pragma unroll
-      for (int j = 0; kPlain && kWords && j < kReceivedVectors; ++j)
-        if (here) strips.v[i][j] = own_row[j];
-      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
-    }
+    for (int i = 0; i < strips.kRows; ++i)
+      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
     strips.make_places_blank();
   }
   sums.store(y, begin, end);
@@ -253,7 +206,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     const std::uint32_t next = claim_slice(k, step, units);
     if (unit < others)
       send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, true, false, true>(a, step, unit - others, load_token_row(a, unit - others), kNone))
+    else if (!receive_strip<T, true, false>(a, step, unit - others, load_token_row(a, unit - others)))
       return false;
     unit = next;
   }
@@ -298,7 +251,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kPlain, !kPlain>(a, step, unit, entry, kNone)) return;
+      if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);

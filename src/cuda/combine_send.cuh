@@ -66,10 +66,14 @@ struct CombineShared {
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint64_t many;  // see ReceivedView
   std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
   std::uint32_t received;  // units of this thread block that its warps have begun
   std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
 };
+
+// Whether a source has many tokens: its rows have arrival words.
+__device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
 // By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
 // received: units that its warps begin with.
@@ -80,6 +84,7 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
   step = *a.received.step;
   if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) {
+    s.many = *a.received.many;
     s.claimed.close();
     s.sent = 0;
     s.received = received;
@@ -102,7 +107,7 @@ struct CombineUnits {
     const Common& k = a.common;
     const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
     small = rows * a.sent.strips <= kCombineWarps * gridDim.x;
-    if (rows >= k.word_rows && any_by_word(k, s)) {  // a warp has all of a row, so it knows when the row is complete
+    if (rows != 0 && s.many != 0) {  // a warp has all of a row, so it knows when the row is complete
       small = false;
       together = a.sent.strips;
       runs = 1;
@@ -115,12 +120,6 @@ struct CombineUnits {
     if (!small) common = common_rows(k, s);
   }
  private:
-  // For a warp.
-  __device__ static bool any_by_word(const Common& k, const CombineShared& s) {
-    bool any = false;
-    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32) any = any || s.rows_begin[r + 1] - s.rows_begin[r] >= k.word_rows;
-    return __any_sync(~0u, any);
-  }
   // For a warp.
   __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
@@ -309,7 +308,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   note(k, Stage::Sent);
   const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
   if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
-  const bool by_word = s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;
+  const bool by_word = has_many(s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;

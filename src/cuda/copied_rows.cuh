@@ -91,7 +91,7 @@ class CopyLoader {
   }
 
   __device__ void load_run(const RowRun& run, std::uint32_t place) {
-    const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
+    const bool by_word = has_many(s_, run.source);
     if (!by_word || __any_sync(~0u, threadIdx.x % 32 < run.rows && place >= a_.expert_rows)) {
       others_.send_run(run);
       return;

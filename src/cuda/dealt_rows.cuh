@@ -20,7 +20,7 @@ struct DealtRow {
 };
 inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a place
 inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
-inline constexpr std::uint8_t kRowsShow = 4;  // rows of this token, or the one that is sent, show by themselves that they have come
+inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
 inline constexpr std::uint8_t kNoMore = 8;
 inline constexpr std::uint8_t kEndsRun = 16;  // of rows to send, as many as `token` says: their source is told
 

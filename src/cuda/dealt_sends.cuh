@@ -82,7 +82,7 @@ class SendDealer : RowDealer {
     const std::uint32_t placed = __ballot_sync(~0u, place != kNone);
     const char* const from = expert_row(place);
     char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
-    const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;
+    const bool by_word = has_many(s_, run.source);
     note(k_, Stage::Found);
     DealtRow dealt;
     dealt.token = run.rows;

@@ -76,15 +76,13 @@ class SumDealer : RowDealer {
   // False: something failed.
   __device__ bool deal_tokens(Looked looked, std::uint32_t first, std::uint32_t tokens) {
     const std::uint32_t entry = looked.entry, rank = entry >> 20;
-    const bool by_word = entry != kNone && !is_own(entry) && comes_by_word(a_, rank);
-    const std::uint32_t there = __ballot_sync(~0u, entry != kNone), own = __ballot_sync(~0u, is_own(entry));
-    const std::uint32_t show = there & ~own & ~__ballot_sync(~0u, by_word);
+    const bool comes = entry != kNone && !is_own(entry);
+    const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
     const std::uint32_t number = entry & 0xfffffu;
-    char* const row = by_word ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    char* const row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
     {
       const Spends waits(k_, Span::AwaitingSums);
-      const bool wanted = by_word && (show & lanes_of(lane() >> shift_)) == 0;
-      if (!all_of_warp(!wanted || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+      if (!all_of_warp(!comes || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
     note(k_, Stage::Came);
     fence_copies();
@@ -94,10 +92,7 @@ class SumDealer : RowDealer {
     const char* const own_row = expert_row(looked.place);
     for (std::uint32_t i = 0; i < tokens; ++i) {
       const std::uint32_t lanes = lanes_of(i);
-      if ((show & lanes) != 0)
-        tell(token(first + i), kRowsShow);
-      else
-        deal_token(token(first + i), placed & lanes, own & lanes, there & ~own & lanes, own_row, looked.weight, row, number < k_.word_rows);
+      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, number < k_.word_rows);
     }
     return true;
   }
@@ -137,20 +132,15 @@ class SumAdder : RowAdder<Adders> {
   using Base::at, Base::lane, Base::leave, Base::look, Base::take;
 
  public:
-  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
-      : Base(a, step, ring, memory, number), s_(s) {}
+  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
+      : Base(a, step, ring, memory, number) {}
 
   __device__ void add_up() {
     const Spends all(k_, Span::ReceivingSums);
-    for (bool good = true;;) {
+    for (;;) {
       const DealtRow first = look();
       if ((first.what & kNoMore) != 0) return;
-      if ((first.what & kRowsShow) != 0) {
-        leave();
-        good = good && receive_strips(first.token);
-      } else {
-        add_part(first);
-      }
+      add_part(first);
     }
   }
 
@@ -209,17 +199,6 @@ class SumAdder : RowAdder<Adders> {
     for (int j = 0; j < kVectors; ++j)
       if (at(j) < bytes) T::unpack(*reinterpret_cast<const uint4*>(y + at(j)), sums.sum[j]);
   }
-
-  // A token with a row that shows by itself that it has come. False: something failed.
-  __device__ bool receive_strips(std::uint32_t token) {
-    const std::uint32_t strips = a_.received_in.strips, own_rows = a_.sums_own ? s_.rows_begin[k_.c.rank] : kNone;
-    const std::uint32_t entry = lane() < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane()] : kNone;
-    for (std::uint32_t i = number_; i < strips; i += Adders::kWarps)
-      if (!receive_strip<T, false, true, true>(a_, step_, token * strips + i, entry, own_rows)) return false;
-    return true;
-  }
-
-  const CombineShared& s_;
 };
 
 }  // namespace pplx::cuda

@@ -25,6 +25,7 @@ struct ReceiveShared {
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
   std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
+  std::uint64_t many;  // see ReceivedView
   std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
@@ -91,18 +92,26 @@ __device__ inline bool await_counts(const Common& k, std::uint32_t step, const c
 
 // How many rows each source has sent.
 __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveShared& s) {
+  const std::uint32_t lane = threadIdx.x % 32;
   bool good = true;
+  std::uint64_t many = 0;
 #pragma unroll 1
-  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
-    const char* place = k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source);
-    uint4 piece = load_piece(place);
-    good = await_counts(k, step, place, source, piece) && good;
-    s.rows[source] = piece.x;
-    s.showing[source] = piece.y;
+  for (std::uint32_t first = 0; first < k.c.world; first += 32) {
+    const std::uint32_t source = first + lane;
+    uint4 piece = make_uint4(0, 0, 0, 0);
+    if (source < k.c.world) {
+      const char* place = k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source);
+      piece = load_piece(place);
+      good = await_counts(k, step, place, source, piece) && good;
+      s.rows[source] = piece.x;
+      s.showing[source] = piece.y;
+    }
+    many |= std::uint64_t{__ballot_sync(~0u, piece.z != 0)} << first;
     if (!good || piece.x <= k.most_rows) continue;
     fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
     good = false;
   }
+  if (lane == 0) s.many = many;
   return all_of_warp(good);
 }
 
@@ -160,6 +169,7 @@ __device__ inline void place_sources(const DispatchArguments& a, bool reports, R
     if (!reports) continue;
     a.received.rows_begin[r] = begin;
     if (r + 1 == k.c.world) a.received.rows_begin[k.c.world] = before;
+    if (r == 0) *a.received.many = s.many;
   }
 }
 
@@ -585,6 +595,7 @@ __device__ inline void nothing_received(const DispatchArguments& a) {
     if (a.out.offsets != nullptr) a.out.offsets[e] = 0;
   }
   for (std::uint32_t r = lane; r <= k.c.world; r += 32) a.received.rows_begin[r] = 0;
+  if (lane == 0) *a.received.many = 0;
   if (lane == 0) *a.received.overflowed = 0;
   if (lane == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
 }

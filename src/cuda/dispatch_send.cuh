@@ -208,7 +208,7 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     if (!planned) a.plan.rows[peer] = rows;
     linger(k, rows);
-    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, 0);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, a.own >= k.word_rows ? 1 : 0);
   }
   // Nobody else says how many rows the dead get.
   if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;

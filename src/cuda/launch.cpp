@@ -22,6 +22,7 @@ ReceivedView received_view(const BufferLayout& b, char* buffer) {
   point(r.step, buffer, b.step);
   point(r.overflowed, buffer, b.overflowed);
   point(r.rows_begin, buffer, b.rows_begin);
+  point(r.many, buffer, b.many);
   point(r.choices, buffer, b.choices);
   point(r.place, buffer, b.place);
   if (b.weight != 0) point(r.weight, buffer, b.weight);

@@ -155,7 +155,7 @@ class ManyCombiner {
   }
 
   __device__ void send_run(const RowRun& run) {
-    send_rows(run, run.first, s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows);
+    send_rows(run, run.first, has_many(s_, run.source));
   }
   // Behind the last run.
   __device__ void end() { tell(); }
@@ -513,18 +513,16 @@ class ManyCombiner {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
     const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
-    const bool by_word = entry != kNone && comes_by_word(a_, rank);
-    if (__any_sync(~0u, entry != kNone && !by_word)) return receive_strips(token, entry);
     char* row = nullptr;
-    if (by_word) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
+    if (entry != kNone) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
     {
       const Spends waits(k_, Span::AwaitingSums);
-      if (!all_of_warp(!by_word || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+      if (!all_of_warp(entry == kNone || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
     note(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
-    make_blank_again(k_, row, __ballot_sync(~0u, by_word && (entry & 0xfffffu) < k_.word_rows));
+    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
     note(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
@@ -543,14 +541,6 @@ class ManyCombiner {
       sums.store(y, begin, end);
       give(sums, begin, end);
     }
-  }
-
-  // A token with a row that shows by itself that it has come.
-  __device__ bool receive_strips(std::uint32_t token, std::uint32_t entry) {
-    const std::uint32_t strips = a_.received_in.strips;
-    for (std::uint32_t i = 0; i < strips; ++i)
-      if (!receive_strip<T, false, false, true>(a_, step_, token * strips + i, entry, kNone)) return false;
-    return true;
   }
 
   const CombineArguments& a_;

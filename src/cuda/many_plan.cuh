@@ -136,14 +136,14 @@ __device__ inline bool numbers_rows(const DispatchArguments& a) {
 
 // ---- counts of chunks ----
 
-// By one warp: peers hear how many rows they get, which are none that show by themselves.
+// By one warp: peers hear how many rows they get, which are none that show by themselves, of a rank with many tokens.
 template <bool kPieces = false>
 __device__ inline void send_rows(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
     const std::uint32_t n = rows[peer];
     if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
     linger(k, n);
-    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 0);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 1);
   }
 }
 

@@ -94,17 +94,21 @@ struct ManyTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h200-2-gpus.md and h100-2-gpus.md, microseconds of dispatch and
-// combine, hidden 7168, FP8 out, bfloat16 back: the usual way, and by bulk copies. None was measured in pieces, where no line counts.
+// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h100-2-gpus.md, by bench/crossover.py: microseconds of dispatch and
+// combine on one of two H100, hidden 7168, FP8 out, bfloat16 back, the usual way, and by bulk copies. An H200 has as many multiprocessors. None was
+// measured in pieces, where no line counts.
 inline constexpr ManyTokens kManyTokens[] = {
-    // H200, Compact, 24 multiprocessors, 1,024 tokens: 141 and 201, and 101 and 90. Between 24 and all nothing was measured both ways.
+    // Compact, 24 multiprocessors, 256 tokens: 36 and 52, and 40 and 33; on 8: 94 and 143, and 49 and 46. Fewer tokens were not measured both ways.
+    {{132, 24, 14336, 2, false}, 256},
+    // Between 24 and all nothing was.
     {{132, 64, 14336, 2, false}, 768},
-    // H100, all of them, 1,024 tokens: 38 and 65, and 59 and 64; 2,048: 82 and 140, and 83 and 109.
+    // All of them, 2,048 tokens: 82 and 140, and 81 and 107; 1,536: 61 and 104, and 71 and 87, which making places blank would take longer.
     {{132, 132, 14336, 2, false}, 2048},
-    // H200, Ragged, 24 multiprocessors, 4,096 tokens: 595 and 1091.
+    // Ragged, 24 multiprocessors, 512 tokens: 83 and 128, and 77 and 91.
+    {{132, 24, 14336, 2, true}, 512},
     {{132, 64, 14336, 2, true}, 768},
-    // H100, all of them, 4,096 tokens: 215 and 342, and 189 and 266; fewer were not measured both ways.
-    {{132, 132, 14336, 2, true}, 4096},
+    // All of them, 2,048 tokens: 111 and 169, and 116 and 146.
+    {{132, 132, 14336, 2, true}, 2048},
 };
 inline constexpr std::uint32_t kManyTokensElsewhere = 768;
 

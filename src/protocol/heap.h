@@ -92,6 +92,7 @@ struct Heap {
   }
   // Of a piece in its slot, or in its part of the send area.
   constexpr std::uint64_t piece_at(Op op, std::uint32_t piece) const { return place_bytes[std::uint32_t(op)] * (piece % kPlaces); }
+  // How many rows it sends, how many of them show by themselves, and whether it has many tokens: 1.
   constexpr std::uint64_t rows_at(const Config&, std::uint32_t set, std::uint32_t peer) const {
     return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * peer;
   }

@@ -137,6 +137,15 @@ def test_bulk_copies_beside_rows_that_show() -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
+@pytest.mark.parametrize("layout", ["ragged", "compact"])
+def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
+    """Rows that come back have arrival words, though a block has fewer of them than a rank with few tokens may have."""
+    with Crew(4, {"PPLX_COMM_BULK_TOKENS": "20"}) as crew:
+        for number, crowd in enumerate(("full", "uneven")):
+            case = Case(seed() + number, 4, num_experts=8, top_k=1, hidden=272, max_tokens=30, layout=layout, crowd=crowd, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_bulk_copies_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""

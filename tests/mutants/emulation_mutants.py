@@ -27,6 +27,7 @@ WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
 SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
 NUMBERED = "test_bulk_copies_of_compact_rows"
+WORDS = "test_few_rows_of_ranks_with_many"
 DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -244,6 +245,33 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
+        "words: who has many tokens does not say so",
+        "src/cuda/many_plan.cuh",
+        "k.c.rank), step, n, 0, 1);",
+        "k.c.rank), step, n, 0, 0);",
+        "it waits for arrival words that nobody writes",
+        WORDS,
+        "_cuda",
+    ),
+    Mutant(
+        "words: a rank with few tokens returns few rows without",
+        "src/cuda/combine_send.cuh",
+        "const bool by_word = has_many(s, of.source);",
+        "const bool by_word = has_many(s, of.source) && s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;",
+        "who has many tokens waits for them",
+        WORDS,
+        "_cuda",
+    ),
+    Mutant(
+        "words: rows that are only copied have none where they are few",
+        "src/cuda/copied_rows.cuh",
+        "const bool by_word = has_many(s_, run.source);",
+        "const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;",
+        "who has many tokens waits for them",
+        WORDS,
+        "_cuda",
+    ),
+    Mutant(
         "dealt: a place of the ring is taken while adders read it",
         "src/cuda/dealt_rows.cuh",
         "    if (place_.turn != 0) await_turn(ring_.used",
@@ -255,8 +283,8 @@ MUTANTS = [
     Mutant(
         "dealt: rows are asked for before they have come",
         "src/cuda/dealt_sums.cuh",
-        "      const bool wanted = by_word && ",
-        "      const bool wanted = false && by_word && ",
+        "if (!all_of_warp(!comes || wait<",
+        "if (!all_of_warp(true || wait<",
         "what lay there is added up",
         DEALT,
         "_cuda",
