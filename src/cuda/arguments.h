@@ -99,6 +99,11 @@ struct Divider {
   constexpr std::uint32_t divide(std::uint32_t dividend) const { return static_cast<std::uint32_t>(dividend * magic >> 32); }
 };
 
+// A thread block's shared memory: an object comes first, and what the launch asked for begins at a line behind it.
+inline constexpr std::uint32_t kSharedLine = 128;
+template <typename T>
+inline constexpr std::size_t kBytesOfObject = align_up(sizeof(T), kSharedLine);
+
 // What is the same in all launches of an AllToAll.
 struct Common {
   Config c;

@@ -211,8 +211,8 @@ Launch launch_of(Dtype dtype, Way way) {
   return {};
 }
 
-constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + sizeof(CombineManyShared), kPlainBytes + sizeof(CombinePlainShared),
-                                             kSumsBytes + sizeof(CombineSumsShared)});
+constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombinePlainShared>,
+                                             kSumsBytes + kBytesOfObject<CombineSumsShared>});
 
 }  // namespace
 

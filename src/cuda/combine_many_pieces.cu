@@ -122,7 +122,7 @@ Kernel kernel_of(Dtype dtype, bool plain, bool ready) {
 }  // namespace
 
 bool can_combine_many_pieces(const Config& c, std::uint32_t shared_bytes) {
-  return can_combine_many(c, shared_bytes) && kCombineManyBytes + sizeof(CombineRoundsShared) <= shared_bytes;
+  return can_combine_many(c, shared_bytes) && kCombineManyBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
 }
 
 cudaError_t load_combine_many_pieces(const Config& c, bool ready) {

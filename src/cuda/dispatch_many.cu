@@ -194,7 +194,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
-         DispatchMemory(c).bytes + sizeof(DispatchShared) <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
+         DispatchMemory(c).bytes + kBytesOfObject<DispatchShared> <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }

@@ -22,6 +22,7 @@ constexpr std::uint32_t launched_bytes(const Config& c) { return ManyMemory(c).o
 // One warp more than inside a node: it passes on what the proxy says.
 inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
 
+static_assert(kWorkerBytes % kSharedLine == 0);
 static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that receives has room for what it knows of a round");
 
 // Returns what ManySender::parities() does.
@@ -110,7 +111,7 @@ Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
 
 bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
   return can_dispatch_many(c, shared_bytes) && row_end_bytes(dispatch_block(c), c.top_k) <= kMostRowEndBytes &&
-         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && launched_bytes(c) + sizeof(RoundShared) <= shared_bytes;
+         16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && launched_bytes(c) + kBytesOfObject<RoundShared> <= shared_bytes;
 }
 
 cudaError_t load_dispatch_many_pieces(const Config& c, bool hooks) {

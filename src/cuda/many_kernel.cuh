@@ -12,7 +12,9 @@ struct ManyMemory {
   std::uint32_t counts, places, others;  // where each begins; sums come first
 
   constexpr explicit ManyMemory(const Config& c)
-      : counts(4 * chunk_columns(c)), places(counts + counting_bytes(c)), others(places + 4 * (c.world + 1) * kNumbersOfPiece * expert_pieces(c)) {}
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kSharedLine))) {}
 };
 
 // A receive half: its step, if that is open. All threads or none.

@@ -143,16 +143,16 @@ constexpr Heap heap_of(const Config& c) {
   h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
   for (std::uint32_t op = 0; op < kOps; ++op) {
     h.slots[op] = at;
-    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), 64);
+    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), block_alignment(c));
     if (h.in_pieces && op < kPieceOps) {
-      h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), 64);
+      h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), block_alignment(c));
       h.slot_bytes[op] = kPlaces * h.place_bytes[op];
     }
     at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
   }
   if (c.replicas > 1) {
     h.slices = at;
-    h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), 64);
+    h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), block_alignment(c));
     at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
   }
   h.shared_bytes = at;

@@ -44,7 +44,7 @@ inline constexpr std::uint32_t kMostPieces = 0xffff;
 
 // Of all slots for dispatch and combine blocks of so many rows in a set.
 constexpr std::uint64_t bytes_of_slots(const Config& c, std::uint64_t rows) {
-  return c.world * (align_up(dispatch_block(c).bytes(rows), 64) + align_up(combine_block(c).bytes(rows), 64));
+  return c.world * (align_up(dispatch_block(c).bytes(rows), block_alignment(c)) + align_up(combine_block(c).bytes(rows), block_alignment(c)));
 }
 
 constexpr bool in_pieces(const Config& c) {
@@ -54,7 +54,7 @@ constexpr bool in_pieces(const Config& c) {
 constexpr std::uint32_t piece_rows_of(const Config& c) {
   const BlockLayout dispatch = dispatch_block(c), combine = combine_block(c);
   const std::uint64_t each = c.slot_bytes / (std::uint64_t{c.world} * kPlaces);
-  const std::uint64_t headers = dispatch.header_bytes + combine.header_bytes + 2ull * 63;
+  const std::uint64_t headers = dispatch.header_bytes + combine.header_bytes + 2 * (block_alignment(c) - 1);
   return each <= headers ? 0 : static_cast<std::uint32_t>((each - headers) / (dispatch.row_bytes + combine.row_bytes));
 }
 
@@ -62,7 +62,7 @@ constexpr std::uint32_t piece_rows_of(const Config& c) {
 constexpr std::uint64_t least_slot_bytes(const Config& c) {
   const std::uint64_t rows = ceil_div(c.whole_tokens < max_rows_of_block(c) ? c.whole_tokens : max_rows_of_block(c), kPlaces);
   const BlockLayout dispatch = dispatch_block(c), combine = combine_block(c);
-  return std::uint64_t{c.world} * kPlaces * (dispatch.bytes(rows) + combine.bytes(rows) + 2ull * 63);
+  return std::uint64_t{c.world} * kPlaces * (dispatch.bytes(rows) + combine.bytes(rows) + 2 * (block_alignment(c) - 1));
 }
 
 constexpr const char* invalid_pieces(const Config& c) {

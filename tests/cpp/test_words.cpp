@@ -205,6 +205,7 @@ void check_block(const Config& c) {
     CHECK(b.header_bytes >= sizeof(BlockHeader));
     CHECK_EQ(b.row_at(3), b.header_bytes + 3ull * b.row_bytes);
     CHECK_EQ(b.bytes(0), b.header_bytes);
+    if (c.on_gpu && op != Op::Weights && b.row_bytes >= 2048) CHECK(b.row_bytes % 128 == 0 && b.header_bytes % 128 == 0);
   }
   const std::uint64_t x = std::uint64_t{c.hidden} * (quantised(c.wire) ? 1 : dtype_bytes(c.dtype));
   const std::uint64_t blocks = c.wire == Wire::Native ? 0 : (c.hidden + (c.wire == Wire::MXFP8 ? 31 : 127)) / (c.wire == Wire::MXFP8 ? 32 : 128);
@@ -232,7 +233,7 @@ void check_heap(const Config& c) {
       }
       for (std::uint32_t op = 0; op < kOps; ++op) {
         const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
-        CHECK_EQ(at % 64, 0u);
+        CHECK_EQ(at % (c.on_gpu ? 128 : 64), 0u);
         const std::uint32_t most = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);
         const BlockLayout block = block_layout(c, Op(op));
         if (h.in_pieces && op < kPieceOps) {

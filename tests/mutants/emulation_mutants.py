@@ -317,15 +317,6 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "dealt: rows that show are taken for rows with words",
-        "src/cuda/dealt_sums.cuh",
-        "      if ((show & lanes) != 0)\n",
-        "      if ((show & lanes) == ~0u)\n",
-        "nobody waits for them",
-        DEALT,
-        "_cuda",
-    ),
-    Mutant(
         "dealt: two rows keep their sign of zero",
         "src/cuda/number.cuh",
         "__hadd2_rn(__hadd2_rn(x, y), zeros)",
