@@ -15,35 +15,53 @@ struct KeptRows {
   std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
 };
 
+// Where rows of peers lie, once their numbers are known. A warp looks it up for each of its runs: kept in registers it would be spilled.
+struct CarriedRuns {
+  Gate known;
+  std::uint32_t most;  // rows of a run
+  RunCounts counts;
+};
+
 // For any warp that has nothing to send.
 template <bool kHooks>
 class RowCarrier {
  public:
-  __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) : a_(a), k_(a.common), step_(step), s_(s), e_(e) {}
+  __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns& runs, const Experts& e)
+      : a_(a), k_(a.common), step_(step), s_(s), runs_(runs), e_(e) {}
+
+  // By the warp that has counted rows.
+  __device__ void find_runs() {
+    if (s_.good) {
+      const std::uint32_t own = sources() == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
+      const std::uint32_t most = rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x);
+      const RowRuns runs(k_, s_.rows_begin, sources(), most, a_.stretches);
+      runs_.most = most;
+      runs_.counts = runs.counts();
+    }
+    runs_.known.open();
+  }
 
   // kept: what else there is to receive, if anything.
   __device__ void receive(KeptRows* kept = nullptr) {
-    s_.rows_known.wait();
+    runs_.known.wait();
     if (!s_.good) return;
     const Spends all(k_, Span::Receiving);
-    const std::uint32_t sources = k_.living - (a_.send && !kHooks ? 1 : 0);  // senders have placed this rank's own rows
-    const std::uint32_t own = sources == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
-    // Peers' thread blocks send side by side, as many as this rank's, or so.
-    const RowRuns runs(k_, s_.rows_begin, sources, rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x), a_.stretches);
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
       if (threadIdx.x % 32 == 0) unit = a_.send ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
       unit = __shfl_sync(~0u, unit, 0);
-      if (unit >= runs.all() && unit < runs.all() + padding) {
+      const RunCounts counts = runs_.counts;
+      if (unit >= counts.all && unit < counts.all + padding) {
         s_.placed.wait();
         if (!s_.placed_all) break;
-        zero_padding<kHooks>(a_, e_, unit - runs.all(), s_.ragged_rows);
+        zero_padding<kHooks>(a_, e_, unit - counts.all, s_.ragged_rows);
         continue;
       }
       RowRun run;
-      if (unit < runs.all())
-        run = runs.at(unit);
+      // Peers' thread blocks send side by side, as many as this rank's, or so.
+      if (unit < counts.all)
+        run = RowRuns(k_, s_.rows_begin, sources(), runs_.most, a_.stretches, counts).at(unit);
       else if (kept == nullptr || !find_kept(*kept, run))
         break;
       const bool shows = s_.showing[run.source] != 0;
@@ -59,6 +77,9 @@ class RowCarrier {
     uint4 route, scales;
   };
 
+  // Senders have placed this rank's own rows.
+  __device__ std::uint32_t sources() const { return k_.living - (a_.send && !kHooks ? 1 : 0); }
+
   __device__ bool find_kept(KeptRows& kept, RowRun& run) const {
     kept.known.wait();
     std::uint32_t nth = 0;
@@ -70,7 +91,7 @@ class RowCarrier {
   }
 
   __device__ RowEnd load_end(const char* row) const {
-    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t lane = lane_anew();
     RowEnd end;
     end.route = make_uint4(kNowhere, 0, 0, 0);
     end.scales = make_uint4(0, 0, 0, 0);
@@ -81,7 +102,7 @@ class RowCarrier {
 
   // The next row is asked for before this one's place is looked up.
   __device__ bool carry_run(const RowRun& run) const {
-    const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
+    const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
     char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(run.first);
     {
       const Spends waits(k_, Span::AwaitingRow);
@@ -136,7 +157,7 @@ class RowCarrier {
   // every lane has all vectors, of every part.
   template <bool kWhole>
   __device__ void carry_part(char* mine, std::uint32_t copies, std::uint32_t begin, const char* from, std::uint32_t next, uint4 (&v)[kVectors]) const {
-    const std::uint32_t lane_at = threadIdx.x % 32 * 16, bytes = k_.payload_bytes;
+    const std::uint32_t lane_at = lane_anew() * 16, bytes = k_.payload_bytes;
     const auto is_in = [&](std::uint32_t at, std::uint32_t j) { return kWhole || at + lane_at + 512 * j < bytes; };
 #pragma unroll 1
     for (; (copies & (copies - 1)) != 0; copies &= copies - 1) {
@@ -161,7 +182,7 @@ class RowCarrier {
 
   // This lane has read all of it.
   __device__ void make_part_blank(char* row, std::uint32_t begin) const {
-    const std::uint32_t at = begin + threadIdx.x % 32 * 16;
+    const std::uint32_t at = begin + lane_anew() * 16;
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (at + 512 * j < k_.payload_bytes) make_blank(row + at + 512 * j);
@@ -169,7 +190,7 @@ class RowCarrier {
 
   // piece: this lane's. Few rows have more than a warp has lanes.
   __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& piece, char* row, bool blank) const {
-    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t lane = lane_anew();
     char *const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
 #pragma unroll 1
     for (; copies != 0; copies &= copies - 1) {
@@ -186,6 +207,7 @@ class RowCarrier {
   const Common& k_;
   const std::uint32_t step_;
   ReceiveShared& s_;
+  CarriedRuns& runs_;
   const Experts& e_;
 };
 

@@ -46,6 +46,7 @@ __device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStor
 struct DispatchShared {
   ManyPlan plan;
   ReceiveShared receive;
+  CarriedRuns runs;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
   Gate sent;  // all that this thread block sends
   bool last;  // thread block to leave
@@ -126,11 +127,15 @@ __device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a
 template <bool kHooks>
 __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
-  if (warp == kCounter) count_rows(a, step, s.receive);
+  RowCarrier<kHooks> carrier(a, step, s.receive, s.runs, experts);
+  if (warp == kCounter) {
+    count_rows(a, step, s.receive);
+    carrier.find_runs();
+  }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
   if (a.send) s.plan.claimed.wait();
   if (is_apart(a) && s.plan.first_chunk < a.chunks) s.sent.wait();
-  RowCarrier<kHooks>(a, step, s.receive, experts).receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
+  carrier.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
 template <typename Mode, bool kHooks>
@@ -143,7 +148,10 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   Spends::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x == 0) s.sent.close();
+  if (threadIdx.x == 0) {
+    s.sent.close();
+    s.runs.known.close();
+  }
   if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};

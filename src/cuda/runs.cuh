@@ -11,41 +11,52 @@ struct RowRun {
   std::uint32_t source, first, rows;
 };
 
+// Of all sources; that every source has.
+struct RunCounts {
+  std::uint32_t all, common;
+};
+
 class RowRuns {
  public:
+  // By any thread, where they have been counted before.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
+                     const RunCounts& counts)
+      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
   // By a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more or less.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
-    std::uint32_t least = kNone;
+    std::uint32_t all = 0, least = kNone;
     for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
       const std::uint32_t n = runs_of(k.order[i]);
       least = min(least, n);
-      all_ += n;
+      all += n;
     }
 #pragma unroll
     for (int i = 1; i < 32; i *= 2) {
       least = min(least, __shfl_xor_sync(~0u, least, i));
-      all_ += __shfl_xor_sync(~0u, all_, i);
+      all += __shfl_xor_sync(~0u, all, i);
     }
-    common_ = least;
+    counts_ = {all, least};
   }
 
-  __device__ std::uint32_t all() const { return all_; }
+  __device__ const RunCounts& counts() const { return counts_; }
+  __device__ std::uint32_t all() const { return counts_.all; }
 
   __device__ RowRun at(std::uint32_t n) const {
     std::uint32_t source;
-    if (n / sources_ < common_) {
+    const std::uint32_t common = counts_.common;
+    if (n / sources_ < common) {
       source = k_.order[n % sources_];
       n /= sources_;
     } else {
-      n -= common_ * sources_;
+      n -= common * sources_;
       for (std::uint32_t i = 0;; ++i) {
         source = k_.order[i];
-        const std::uint32_t more = runs_of(source) - common_;
+        const std::uint32_t more = runs_of(source) - common;
         if (n < more) break;
         n -= more;
       }
-      n += common_;
+      n += common;
     }
     n = in_time(n, runs_of(source));
     return {source, n * most_, min(most_, rows_of(source) - n * most_)};
@@ -65,7 +76,7 @@ class RowRuns {
   const Common& k_;
   const std::uint32_t* const begin_;
   const std::uint32_t sources_, most_, stretches_;
-  std::uint32_t all_ = 0, common_ = 0;  // of all sources; that every source has
+  RunCounts counts_;
 };
 
 }  // namespace pplx::cuda

@@ -136,9 +136,12 @@ __device__ inline bool keep_looking(const Common& k, const void* word, Phase pha
 template <Match match>
 __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                        std::uint64_t& seen) {
+  // Each acquire makes its multiprocessor forget what it has in L1, the stacks of other warps among it: there is one, at the end.
   return keep_looking(k, word, phase, step, peer, seen, [&] {
+    seen = load_relaxed(word);
+    if (!matches<match>(k, seen, step)) return false;
     seen = load_acquire(word);
-    return matches<match>(k, seen, step);
+    return true;
   });
 }
 
