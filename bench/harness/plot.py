@@ -105,8 +105,8 @@ def _save(figure: Any, axes: Sequence[Any], record: dict[str, Any], what: str, p
     where = f"{m['cpu']}, {m['cores_allowed']} cores; pplx_comm {record['version']}, {record['date']}"
     device = f"\n{record['software_device']}" if record.get("software_device") else ""
     title = f"{record['ranks']} ranks, {layer}, {o['layout'].partition('(')[0]}{what}\n{where}{device}"
-    figure.suptitle(title, fontsize=11)
     rows, height = -(-len(labels) // 4), float(figure.get_figheight())
+    figure.suptitle(title, fontsize=11, y=1 - 0.1 / height, verticalalignment="top")
     figure.tight_layout(rect=(0, (0.2 * rows + 0.11) / height, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
