@@ -1,7 +1,7 @@
 // combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
 // asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; in a plain combine dealt_sums.cuh
-// does, and this rank's own row of a token is summed then, and never stored. Rows of large blocks have arrival words, those of a run behind
-// one fence; small blocks, and blocks of ranks that sent few tokens, are as in a combine of few.
+// does, and this rank's own row of a token is summed then, and never stored. Rows for a rank with many tokens have arrival words, those of
+// a run behind one fence; rows for one with few show by themselves, as in a combine of few.
 #pragma once
 
 #include "combine_recv.cuh"
