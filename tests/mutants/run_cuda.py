@@ -173,9 +173,8 @@ MUTANTS = [
     Mutant(
         "what has come is read again",
         COMBINE_RECV,
-        "      if (here || strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
-        """      if (here) sums.add_row(strips.v[i], 1.0f);
-      if (strips.row[i] != nullptr) {
+        "      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
+        """      if (strips.row[i] != nullptr) {
         for (int j = 0; j < kReceivedVectors; ++j)
           if (strips.has(j)) {
             make_blank(strips.row[i] + begin + j * 512);
