@@ -263,8 +263,8 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "words: rows that are only copied have none where they are few",
-        "src/cuda/copied_rows.cuh",
+        "words: sums that a rank with many tokens sends have none where they are few",
+        "src/cuda/dealt_sends.cuh",
         "const bool by_word = has_many(s_, run.source);",
         "const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;",
         "who has many tokens waits for them",
