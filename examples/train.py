@@ -144,7 +144,7 @@ def train(comm: pc.Communicator, precision: str, arguments: argparse.Namespace) 
     model = Model(comm, sizes, device, precision, arguments.seed).to(device)
     own = {id(weight) for _, weight in expert_parameters(model)}
     same = [weight for weight in model.parameters() if id(weight) not in own]
-    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.rate or RATES[device], weight_decay=0.01)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=arguments.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: rate(step, arguments.steps))
     losses = []
     for step in range(arguments.steps):
@@ -264,14 +264,17 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--ranks", default="1,2,4", help="how many, one number after the other (1,2,4)")
     parser.add_argument("--precision", default="bf16,fp8,mxfp8", help="of the layers, one after the other (bf16,fp8,mxfp8)")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, help="of learning, at its highest (0.002; on GPUs 0.0005)")
+    parser.add_argument("--rate", type=float, help=f"of learning, at its highest ({RATES['cpu']}; on GPUs {RATES['cuda']})")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument(
         "--within", type=float, default=0.01, help="how far from bf16 both losses may end, else 1 is returned (0.01)"
     )
     parser.add_argument("--plot", help="where to draw the losses")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.rate is None:
+        arguments.rate = RATES[arguments.device]
+    return arguments
 
 
 def main() -> int:

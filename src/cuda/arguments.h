@@ -100,9 +100,8 @@ struct Divider {
 };
 
 // A thread block's shared memory: an object comes first, and what the launch asked for begins at a line behind it.
-inline constexpr std::uint32_t kSharedLine = 128;
 template <typename T>
-inline constexpr std::size_t kBytesOfObject = align_up(sizeof(T), kSharedLine);
+inline constexpr std::size_t kBytesOfObject = align_up(sizeof(T), kLine);
 
 // What is the same in all launches of an AllToAll.
 struct Common {

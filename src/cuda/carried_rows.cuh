@@ -15,7 +15,7 @@ struct KeptRows {
   std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
 };
 
-// Where rows of peers lie, once their numbers are known. A warp looks it up for each of its runs: kept in registers it would be spilled.
+// What a warp must know to find the runs of peers' rows. It lies in shared memory, since a warp that kept it in registers would spill them.
 struct CarriedRuns {
   Gate known;
   std::uint32_t most;  // rows of a run

@@ -128,8 +128,8 @@ class SumDealer : RowDealer {
 template <typename T, typename Adders>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::a_, Base::k_, Base::step_, Base::number_, Base::place_, Base::kVectors;
-  using Base::at, Base::lane, Base::leave, Base::look, Base::take;
+  using Base::a_, Base::k_, Base::place_, Base::kVectors;
+  using Base::at, Base::leave, Base::look, Base::take;
 
  public:
   __device__ SumAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)

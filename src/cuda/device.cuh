@@ -260,7 +260,8 @@ __device__ inline void fence_copies() {}
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
-// What the launch asked for begins at a line of 128 bytes (kSharedLine): bulk copies that are not in line with it are two of each.
+// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines takes two
+// for each.
 #define PPLX_SHARED(Type, name) __shared__ Type name
 #define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(128) std::uint32_t name[]
 

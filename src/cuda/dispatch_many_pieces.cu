@@ -22,7 +22,7 @@ constexpr std::uint32_t launched_bytes(const Config& c) { return ManyMemory(c).o
 // One warp more than inside a node: it passes on what the proxy says.
 inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
 
-static_assert(kWorkerBytes % kSharedLine == 0);
+static_assert(kWorkerBytes % kLine == 0, "each worker's memory begins at a line");
 static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that receives has room for what it knows of a round");
 
 // Returns what ManySender::parities() does.

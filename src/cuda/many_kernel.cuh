@@ -14,7 +14,7 @@ struct ManyMemory {
   constexpr explicit ManyMemory(const Config& c)
       : counts(4 * chunk_columns(c)),
         places(counts + counting_bytes(c)),
-        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kSharedLine))) {}
+        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kLine))) {}
 };
 
 // A receive half: its step, if that is open. All threads or none.

@@ -11,7 +11,7 @@ struct RowRun {
   std::uint32_t source, first, rows;
 };
 
-// Of all sources; that every source has.
+// How many runs all sources have together, and how many every source has.
 struct RunCounts {
   std::uint32_t all, common;
 };
