@@ -214,6 +214,12 @@ class Config:
         What steps that never go in pieces need.
         """
     @property
+    def lent(self) -> int:
+        ...
+    @lent.setter
+    def lent(self, arg0: int) -> None:
+        ...
+    @property
     def local_experts(self) -> int:
         ...
     @property

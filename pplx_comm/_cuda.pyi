@@ -117,6 +117,10 @@ class Exchange:
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
+    def made_at(self, buffer: int) -> int:
+        """
+        Where in `memory` a buffer begins that peers fetch from.
+        """
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
     def peer_busy(self, peer: int, busy: bool) -> None:
@@ -162,6 +166,11 @@ class Exchange:
     def many_tokens(self) -> int:
         """
         From so many on a step goes by bulk copies, where any does.
+        """
+    @property
+    def memory(self) -> SharedMemory:
+        """
+        What peers write into, and fetch from.
         """
     @property
     def open_steps(self) -> int:

@@ -59,6 +59,10 @@ class AllToAll:
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
         order of the steps. None: no limit.
+    lent_outputs: with device="cuda" and Compact(), so many whole dispatches at a time have d.expert_out, memory that peers reach.
+        In a combine of many tokens on few multiprocessors they fetch what experts have written there, and nobody copies it once
+        more. Whoever holds d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep
+        what they were captured with, and may have it in common.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=;
         combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
@@ -94,6 +98,7 @@ class AllToAll:
         in_flight: int = 1,
         replicas: int = 1,
         slot_bytes: int | None = None,
+        lent_outputs: int = 0,
         num_sms: int | None = None,
         hooks: bool = False,
         timeout: float = 100.0,
@@ -106,8 +111,8 @@ class AllToAll:
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
-            num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout, placement=placement,
-            first_step=self._first_step, symmetric_memory=symmetric_memory,
+            lent_outputs=lent_outputs, num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout,
+            placement=placement, first_step=self._first_step, symmetric_memory=symmetric_memory,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm.control, arguments)
@@ -273,7 +278,8 @@ class AllToAll:
         ready: torch.Tensor | None = None,
         ready_value: int = 1,
     ) -> Combining:
-        """The send half of combine. When it returns, expert_out may be overwritten; with slot_bytes, after combine_recv."""
+        """The send half of combine. When it returns, expert_out may be overwritten, but for d.expert_out; with slot_bytes, after
+        combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
         c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
@@ -327,6 +333,7 @@ class AllToAll:
 
         bulk_tokens: from how many tokens on steps on GPUs of one node go by bulk copies.
         bulk_dispatches, bulk_combines: launches on GPUs of many tokens, by bulk copies.
+        lent_dispatches: those that had memory of lent_outputs=.
         """
         return self._steps.stats()
 
@@ -346,6 +353,7 @@ class AllToAll:
         in_flight: int = 1,
         replicas: int = 1,
         slot_bytes: int | None = None,
+        lent_outputs: int = 0,
         remote_peers: int = 0,
     ) -> int:
         """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
@@ -353,8 +361,9 @@ class AllToAll:
             integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
-            replicas=replicas, slot_bytes=slot_bytes,
+            replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs,
         )  # fmt: skip
+        c.lent = lent_outputs
         c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0
         return int(c.heap_bytes) + staging

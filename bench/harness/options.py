@@ -49,6 +49,7 @@ class Options:
     num_sms: tuple[int | None, ...]
     """Multiprocessors that a launch may take, one setting after the other; None: all."""
     slot_bytes: int | None
+    lent_outputs: int
     timeout: float
     json: str | None
     plot: str | None
@@ -144,6 +145,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-sms", type=num_sms, default=(None,), metavar="N,N,...",
         help="multiprocessors that a launch may take, for the library, the floors and DeepEP's normal mode: 8,16,24,32,all (all)",
     )  # fmt: skip
+    cuda.add_argument(
+        "--lent-outputs", type=int, default=0, metavar="N",
+        help="Compact: so many dispatches at a time have memory for experts that peers fetch from (0); a graph keeps two",
+    )  # fmt: skip
 
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
@@ -182,6 +187,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         replays=arguments.replays,
         num_sms=arguments.num_sms,
         slot_bytes=arguments.slot_bytes,
+        lent_outputs=arguments.lent_outputs,
         timeout=arguments.timeout,
         json=arguments.json,
         plot=arguments.plot,

@@ -10,6 +10,7 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm.device.checks import Checks
+from pplx_comm.device.lent import Lender, Lent, LentMemory
 from pplx_comm.device.parts import Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
@@ -27,6 +28,7 @@ _MOST_KNOWN = 4096  # looks of arguments
 
 # torch.cuda.current_stream() makes an object, ten times as slow. A torch without CUDA has neither.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+capturing: Any = torch.cuda.is_current_stream_capturing
 
 
 class DevicePlan(Plan):
@@ -128,6 +130,8 @@ class Cuda:
         self._scale_size = session.wire.scale_dtype.itemsize
         self._known: dict[Any, Any] = {}
         self._hooks = _core.hook_layout(config) if session.request.hooks else None
+        lends = self._hooks is None and not self._in_pieces  # others' rows leave by kernels that fetch nothing
+        self._lender = Lender([self._lent(buffer) for buffer in range(config.lent if lends else 0)], config.in_flight)
         if self._hooks is not None:
             self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
@@ -147,7 +151,7 @@ class Cuda:
         core = self.core
         return {
             "steps": core.steps, "bulk_tokens": core.many_tokens, "bulk_dispatches": core.bulk_dispatches,
-            "bulk_combines": core.bulk_combines,
+            "bulk_combines": core.bulk_combines, "lent_dispatches": self._lender.lent,
         }  # fmt: skip
 
     def end_calls(self) -> None:
@@ -204,9 +208,11 @@ class Cuda:
             plan = checks.plan(plan, topk_weights, tokens)
             weights = plan.topk_weights
             x, stride = self._rows_of(x)
-        rows = None
+        rows = lent = None
         if not apart:
             buffer = torch.empty_like(self._step_memory)
+            if self._lender and halves == _core.SEND | _core.RECV:
+                lent = self._lender.lend(raw_stream(self._index), capturing())
         else:
             rows, buffer = self._rows_apart(zeroed), self._bytes(self._ticket_bytes)
             if plan is None:
@@ -244,9 +250,11 @@ class Cuda:
             )  # fmt: skip
         if rows is None:
             d.step = self.core.dispatch(launch, sent)
+            d.expert_out = None if lent is None else lent.tensor()
         else:
             d.step = self.core.dispatch(launch, sent, self._addresses(rows))
             d.__dict__.update(rows)
+        self._lender.dispatches += 1
         return d
 
     def plan_of(self, d: DeviceDispatched) -> DevicePlan:
@@ -269,6 +277,11 @@ class Cuda:
         return self._make_outputs(
             x=rows["x"].data_ptr(), scales=0 if scale is None else scale.data_ptr(), weights=rows[self._weights].data_ptr()
         )
+
+    def _lent(self, buffer: int) -> Lent:
+        shape = self.parts["x"].shape
+        memory = LentMemory(self.core.memory, self.core.made_at(buffer), math.prod(shape) * self._dtype.itemsize)
+        return Lent(memory.tensor(self._device).view(self._dtype).view(shape))
 
     def _launch(self, halves: int, d: DeviceDispatched) -> _cuda.Launch:
         return self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)

@@ -58,6 +58,7 @@ def make_config(
     scale_layout: str,
     replicas: int = 1,
     slot_bytes: int | None = None,
+    lent_outputs: int = 0,
     first_step: int = 1,
     on_gpu: bool = False,
 ) -> _core.Config:
@@ -92,6 +93,11 @@ def make_config(
                 f"slot_bytes={slot_bytes} must be at least {c.least_slot_bytes} here: steps of up to 256 tokens a rank never go "
                 "in pieces"
             )
+    integer("lent_outputs", lent_outputs, 0, 64)
+    if lent_outputs and not isinstance(layout, Compact):
+        raise Error(f"lent_outputs={lent_outputs} is for layout=pc.Compact(): in other layouts a row has several places")
+    if on_gpu:
+        c.lent = lent_outputs
     return c
 
 
@@ -155,6 +161,7 @@ class Arguments:
     in_flight: int
     replicas: int
     slot_bytes: int | None
+    lent_outputs: int
     num_sms: int | None
     hooks: bool
     timeout: float
@@ -177,7 +184,7 @@ class Arguments:
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
-                first_step=self.first_step, on_gpu=where.type == "cuda",
+                lent_outputs=self.lent_outputs, first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
             if where.type == "cuda":
                 whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
@@ -231,7 +238,8 @@ class Arguments:
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
             "node_size": self.node_size,
-            "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes, "timeout": self.timeout,
+            "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes,
+            "lent_outputs": self.lent_outputs, "timeout": self.timeout,
             "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
             "PPLX_COMM_PART_BYTES": settings.part_bytes,
         }  # fmt: skip

@@ -341,6 +341,8 @@ struct CombineArguments {
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
   ReadyRows ready;
   PieceArguments pieces;
+  bool fetches = false;  // rows of peers that offer theirs
+  std::uint64_t made_at = 0;  // where expert_out lies in this rank's heap, if peers may fetch it
 };
 
 // Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.

@@ -53,10 +53,16 @@ struct CombinePlainShared {
   std::uint32_t next;  // of this thread block's tokens
 };
 
-template <typename T>
+struct CombineFetchingShared : CombinePlainShared {
+  char* rows_at[kMaxPeers];
+};
+
+// kFetches: rows of peers that offer theirs.
+template <typename T, bool kFetches>
 __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
+  using Shared = std::conditional_t<kFetches, CombineFetchingShared, CombinePlainShared>;
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(CombinePlainShared, s);
+  PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
@@ -72,6 +78,8 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   char* const memory = reinterpret_cast<char*>(words);
   char* const copies = memory + kCombinerBytes;
   const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
+  char** rows_at = nullptr;
+  if constexpr (kFetches) rows_at = s.rows_at;
   if (warp < kAdders) {
     if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.dealt, dealt, warp).add_up();
   } else if (warp == kLoader) {
@@ -82,7 +90,7 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
     if (a.send) tell_of_copies(k, step, s.copies);
   } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
-    if (a.recv) SumDealer(a, step, s.combine, s.dealt, dealt, s.next).deal();
+    if (a.recv) SumDealer<kFetches>(a, step, s.combine, s.dealt, dealt, s.next, rows_at).deal();
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
@@ -138,7 +146,7 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
       SendDealer(a, step, s.combine, s.to_send, to_send).deal();
       barrier_sync<kInSendingTeam, kSendingTeam>();
     }
-    if (a.recv) SumDealer(a, step, s.combine, s.dealt[team], dealt, s.next).deal();
+    if (a.recv) SumDealer<false>(a, step, s.combine, s.dealt[team], dealt, s.next).deal();
     if (a.recv && team == 1) receive_all_headers(a, step);
   } else {
     if (a.send && team == 0) {
@@ -146,6 +154,57 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
       barrier_sync<kInSendingTeam, kSendingTeam>();
     }
     if (a.recv) SumAdder<T, TeamAdders>(a, step, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
+  }
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
+// Warps of one whose rows are offered: teams of adders and a dealer, of which each receives from the start, and one more that offers, and sends what must
+// be sent.
+using FetchingAdders = AddersOf<kAddersOfFetchingTeam, kVectorsOfFetchingTeam>;
+inline constexpr std::uint32_t kFetchingAdders = kFetchingTeams * kAddersOfFetchingTeam, kOfferer = kFetchingAdders + kFetchingTeams;
+inline constexpr std::uint32_t kFetchedThreads = 32 * (kOfferer + 1);
+inline constexpr std::uint32_t kFetchedBytes = kCombinerBytes + kFetchingTeams * kPartsOfFetchingTeam * kDealtPart;
+
+struct CombineFetchedShared {
+  CombineShared combine;
+  CombinerTurns turns;
+  DealtRows dealt[kFetchingTeams];
+  char* rows_at[kFetchingTeams][kMaxPeers];
+  std::uint32_t next;  // of this thread block's tokens
+};
+
+template <typename T>
+__device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(CombineFetchedShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  const bool dealer = warp >= kFetchingAdders && warp < kOfferer;
+  const std::uint32_t team = dealer ? warp - kFetchingAdders : warp / kAddersOfFetchingTeam;
+  if (dealer) s.dealt[team].init(kAddersOfFetchingTeam);
+  if (threadIdx.x == 32 * kOfferer) s.turns.init();
+  if (threadIdx.x == 32 * kOfferer) s.next = 0;
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s.combine)) return;
+  if (a.recv) begin_to_close(k, step);
+  char* const memory = reinterpret_cast<char*>(words);
+  const RingMemory dealt{memory + kCombinerBytes + team * kPartsOfFetchingTeam * kDealtPart, kPartsOfFetchingTeam};
+  if (warp == kOfferer) {
+    if (a.send) {
+      begin_to_offer(a, step, s.combine);
+      ManyCombiner<T, true, false>(a, step, s.combine, memory, s.turns).send_rest();
+    }
+    if (a.recv) receive_all_headers(a, step);
+  } else if (dealer) {
+    if (a.recv) SumDealer<true>(a, step, s.combine, s.dealt[team], dealt, s.next, s.rows_at[team]).deal();
+  } else {
+    if (a.recv) SumAdder<T, FetchingAdders>(a, step, s.dealt[team], dealt, warp % kAddersOfFetchingTeam).add_up();
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);
@@ -163,7 +222,15 @@ __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_ready_ker
 }
 template <typename T>
 __global__ void __launch_bounds__(kPlainThreads, 1) combine_many_plain_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_plain<T>(a);
+  run_combine_plain<T, false>(a);
+}
+template <typename T>
+__global__ void __launch_bounds__(kPlainThreads, 1) combine_many_fetching_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_plain<T, true>(a);
+}
+template <typename T>
+__global__ void __launch_bounds__(kFetchedThreads, 1) combine_many_fetched_kernel(const __grid_constant__ CombineArguments a) {
+  run_combine_fetched<T>(a);
 }
 template <typename T>
 __global__ void __launch_bounds__(kSumsThreads, 1) combine_many_sums_kernel(const __grid_constant__ CombineArguments a) {
@@ -177,11 +244,13 @@ struct Launch {
   std::uint32_t threads, bytes;
 };
 
-enum class Way { Any, Ready, Copies, Sums };
+// Fetches: rows of peers that offer theirs, and sends its own. Offers: fetches, and sends next to nothing.
+enum class Way { Any, Ready, Copies, Fetches, Offers, Sums };
 
 Way way_of(const CombineArguments& a) {
   if (a.ready.words != nullptr) return Way::Ready;
   if (!is_plain(a)) return Way::Any;
+  if (a.fetches) return a.made_at != 0 || !a.send ? Way::Offers : Way::Fetches;
   return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
 }
 
@@ -192,6 +261,10 @@ Launch launch_of(Way way) {
       return {combine_many_ready_kernel<T>, kCombineManyThreads, kCombineManyBytes};
     case Way::Copies:
       return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
+    case Way::Fetches:
+      return {combine_many_fetching_kernel<T>, kPlainThreads, kPlainBytes};
+    case Way::Offers:
+      return {combine_many_fetched_kernel<T>, kFetchedThreads, kFetchedBytes};
     case Way::Sums:
       return {combine_many_sums_kernel<T>, kSumsThreads, kSumsBytes};
     case Way::Any:
@@ -211,8 +284,15 @@ Launch launch_of(Dtype dtype, Way way) {
   return {};
 }
 
-constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombinePlainShared>,
-                                             kSumsBytes + kBytesOfObject<CombineSumsShared>});
+constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombineFetchingShared>,
+                                             kFetchedBytes + kBytesOfObject<CombineFetchedShared>, kSumsBytes + kBytesOfObject<CombineSumsShared>});
+
+cudaError_t load(const Launch& launch) {
+  const void* const function = reinterpret_cast<const void*>(launch.kernel);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+  return error != cudaSuccess ? error : cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
+}
 
 }  // namespace
 
@@ -221,15 +301,12 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
 }
 
 cudaError_t load_combine_many(const Config& c, bool ready) {
-  const Way plain = c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
-  for (const Launch& launch : {launch_of(c.dtype, ready ? Way::Ready : Way::Any), launch_of(c.dtype, ready ? Way::Ready : plain)}) {
-    const void* const function = reinterpret_cast<const void*>(launch.kernel);
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+  if (ready) return load(launch_of(c.dtype, Way::Ready));
+  cudaError_t error = load(launch_of(c.dtype, Way::Any));
+  if (error == cudaSuccess) error = load(launch_of(c.dtype, c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums));
+  for (const Way way : {Way::Fetches, Way::Offers})
+    if (error == cudaSuccess && c.lent != 0) error = load(launch_of(c.dtype, way));
+  return error;
 }
 
 cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {

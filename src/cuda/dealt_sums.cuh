@@ -4,21 +4,27 @@
 // for.
 #pragma once
 
-#include "combine_recv.cuh"
 #include "dealt_rows.cuh"
+#include "fetched_rows.cuh"
 
 namespace pplx::cuda {
 
-// By one warp of each team.
+// By one warp of each team. kFetches: some peers' rows.
+template <bool kFetches>
 class SumDealer : RowDealer {
  public:
-  // next: of this thread block's tokens, the first that no team has begun.
-  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t& next)
-      : RowDealer(a, step, s, ring, memory), next_(next) {}
+  // next: of this thread block's tokens, the first that no team has begun. rows_at: of the team, kMaxPeers places.
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t& next,
+                       char** rows_at = nullptr)
+      : RowDealer(a, step, s, ring, memory), next_(next), rows_at_(rows_at) {}
 
   // Until no token is left, or one fails.
   __device__ void deal() {
     const Spends all(k_, Span::ReceivingSums);
+    if (kFetches && !hear_of_rows(a_, step_, rows_at_)) {
+      tell(0, kNoMore);
+      return;
+    }
     const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x;
     std::uint32_t first = take(), second = take();
     Looked next = look_up(load_entry(first));
@@ -77,12 +83,14 @@ class SumDealer : RowDealer {
   __device__ bool deal_tokens(Looked looked, std::uint32_t first, std::uint32_t tokens) {
     const std::uint32_t entry = looked.entry, rank = entry >> 20;
     const bool comes = entry != kNone && !is_own(entry);
+    char* const rows = kFetches && comes ? rows_at_[rank] : nullptr;  // where they are fetched from, if not from this rank's slot
     const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
     const std::uint32_t number = entry & 0xfffffu;
-    char* const row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    char* row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
     {
       const Spends waits(k_, Span::AwaitingSums);
-      if (!all_of_warp(!comes || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+      if (!all_of_warp(!comes || rows != nullptr || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
     note(k_, Stage::Came);
     fence_copies();
@@ -92,7 +100,7 @@ class SumDealer : RowDealer {
     const char* const own_row = expert_row(looked.place);
     for (std::uint32_t i = 0; i < tokens; ++i) {
       const std::uint32_t lanes = lanes_of(i);
-      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, number < k_.word_rows);
+      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, rows == nullptr && number < k_.word_rows);
     }
     return true;
   }
@@ -122,6 +130,7 @@ class SumDealer : RowDealer {
   }
 
   std::uint32_t& next_;
+  char** const rows_at_;
 };
 
 // By one of several warps.

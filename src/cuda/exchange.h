@@ -69,6 +69,8 @@ class Exchange {
 
   const Config& config() const { return common_.c; }
   std::uint32_t generation() const { return common_.generation; }
+  const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
+  std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
   // Returns how the host numbers the step, which knows nothing of replays.
@@ -127,6 +129,7 @@ class Exchange {
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
   Tokens inputs_of(const Launch& launch, const Tokens& tokens);
   ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
+  std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
   void cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const;
   void cut(CombineArguments& a, const Launch& launch) const;

@@ -4,7 +4,7 @@
 // a run behind one fence; rows for one with few show by themselves, as in a combine of few.
 #pragma once
 
-#include "combine_recv.cuh"
+#include "fetched_rows.cuh"
 #include "many_plan.cuh"
 #include "ready_rounds.cuh"
 
@@ -151,6 +151,24 @@ class ManyCombiner {
     const std::uint32_t shares = min(gridDim.x, runs.all());
     for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
       for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
+    tell();
+  }
+
+  // The same, by one warp, of what sources are not offered.
+  __device__ void send_rest() {
+    const std::uint32_t sources = k_.living - (a_.sums_own ? 1 : 0);
+    bool any = false;
+    for (std::uint32_t n = threadIdx.x % 32; n < sources; n += 32)
+      any = any || (s_.rows_begin[k_.order[n] + 1] != s_.rows_begin[k_.order[n]] && !is_offered(a_, s_, k_.order[n]));
+    if (!__any_sync(~0u, any)) return;
+    const RowRuns runs(k_, s_.rows_begin, sources, told_together(s_.rows_begin[k_.c.world], gridDim.x));
+    const auto send_share = [&](std::uint32_t share) {
+      for (std::uint32_t n = share; n < runs.all(); n += gridDim.x)
+        if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);
+    };
+    if (s_.mine) send_share(blockIdx.x);
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) send_share(share);
     tell();
   }
 

@@ -33,6 +33,7 @@ struct Config {
   std::uint64_t slot_bytes = 0;        // of the dispatch and combine blocks of a set; beyond it blocks go in pieces. 0: no limit
   std::uint32_t whole_tokens = 256;    // steps of so many tokens a rank never go in pieces
   std::uint32_t part_bytes = 0;        // on GPUs: blocks for other nodes leave in parts that are not smaller, but for the last. 0: whole
+  std::uint32_t lent = 0;              // on GPUs, Compact: buffers of the heap for what experts make, which peers fetch
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
   bool on_gpu = false;                 // kernels write rows before all are counted, and routes in pieces that show whose they are
   std::uint32_t first_step = 1;

@@ -2,7 +2,7 @@
 // what only this rank and its proxy touch follows.
 //
 //   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
-//   weights[set][s] | slices[set][replica] ||
+//   weights[set][s] | slices[set][replica] | offers[set][peer] | made[buffer] ||
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
@@ -42,6 +42,8 @@ struct Heap {
   std::uint64_t place_bytes[kOps] = {}; // of an AllToAll in pieces
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
   std::uint64_t slice_bytes = 0;        // of one
+  std::uint64_t offers = 0;             // pieces of sixteen bytes [in_flight][world]: where in its heap a peer has this rank's first row of a combine
+  std::uint64_t made = 0, made_bytes = 0;  // what experts made, [lent]; bytes of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
@@ -108,6 +110,10 @@ struct Heap {
   constexpr std::uint64_t slice_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
     return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
   }
+  constexpr std::uint64_t offer_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
+    return offers + std::uint64_t{kPieceBytes} * (std::uint64_t{set} * c.world + peer);
+  }
+  constexpr std::uint64_t made_at(std::uint32_t buffer) const { return made + made_bytes * buffer; }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;
   }
@@ -154,6 +160,12 @@ constexpr Heap heap_of(const Config& c) {
     h.slices = at;
     h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), block_alignment(c));
     at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
+  }
+  if (c.lent != 0) {
+    h.offers = at;
+    h.made = align_up(h.offers + std::uint64_t{kPieceBytes} * c.in_flight * c.world, page);
+    h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
+    at = h.made_at(c.lent);
   }
   h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;

@@ -19,6 +19,7 @@ import chaos_cases
 import copies
 import failure_cases
 import gpu_cases
+import lent_cases
 import open_step_cases
 import outcomes
 import pieces_cases
@@ -31,7 +32,7 @@ from cases import in_pieces as in_pieces_of
 
 import bench
 from pplx_comm import _core, all_to_all
-from pplx_comm.device import cuda
+from pplx_comm.device import cuda, lent
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
 from pplx_comm.gpus import cuda_module
@@ -50,6 +51,7 @@ class EmulatedStreams(open_step_cases.Streams):
         self._library, self._all = library, [0]
         self._library.pplx_emulation_stream.restype = ctypes.c_void_p
         self.current = 0
+        self.capturing = False
 
     def new(self) -> int:
         self._all.append(self._library.pplx_emulation_stream())
@@ -81,8 +83,10 @@ class EmulatedStreams(open_step_cases.Streams):
         captured = list[int]()
         graph = ctypes.c_void_p()
         self._library.pplx_emulation_begin_capture(ctypes.c_void_p(stream))
+        self.capturing = True
         with self.on(stream):
             yield captured
+        self.capturing = False
         error = self._library.pplx_emulation_end_capture(ctypes.c_void_p(stream), ctypes.byref(graph))
         assert error == 0 and graph.value, f"the capture failed: {error}"
         captured.append(graph.value)
@@ -106,6 +110,10 @@ def _waiting(launch: Any, streams: EmulatedStreams) -> Any:
         return result
 
     return waited
+
+
+def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _checking(call: Any, streams: EmulatedStreams) -> Any:
@@ -215,6 +223,8 @@ def use(module: str) -> None:
     for name in _LAUNCHING:
         setattr(Steps, name, _checking(getattr(Steps, name), streams))
     setattr(cuda, "raw_stream", lambda device: streams.current)  # noqa: B010
+    setattr(cuda, "capturing", lambda: streams.capturing)  # noqa: B010
+    setattr(lent.LentMemory, "tensor", lambda memory, device: _tensor_at(*memory.at))  # noqa: B010
     setattr(open_step_cases, "streams", streams)  # noqa: B010
     setattr(open_step_cases, "gpu_of", lambda me: "cuda")  # noqa: B010
     setattr(gpu_cases, "gpu_of", lambda me: torch.device("cpu"))  # noqa: B010
@@ -226,7 +236,8 @@ def use(module: str) -> None:
     setattr(copies, "reserve", lambda: None)  # noqa: B010
     setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
     setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
-    for user in (rank_cases, failure_cases, chaos_cases, pieces_cases, training_cases, gpu_cases, placement_cases):
+    users = (rank_cases, failure_cases, chaos_cases, pieces_cases, training_cases, gpu_cases, placement_cases, lent_cases)
+    for user in users:
         user.open_all_to_all = _open
 
 

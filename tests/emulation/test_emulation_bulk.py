@@ -89,6 +89,28 @@ def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("world", "room", "many"), [(1, 7, 1), (2, 1, 1), (2, 7, 30), (4, 2, 12), (4, 7, 1), (9, 7, 5)])
+def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
+    """Some of what experts make lies in the library's own memory. Rows of several parts, and of ranks with few tokens, among them."""
+    environment = {"PPLX_COMM_BULK_TOKENS": str(many), "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}
+    with Crew(world, environment) as crew:
+        cases = [("fp8", "row", 64, 150), ("native", "row", 64, 90), ("mxfp8", "tma", 320, 60), ("fp8", "tma", 20480, 20)]
+        for number, (wire, scale_layout, hidden, tokens) in enumerate(cases):
+            case = Case(
+                seed() + number, world, num_experts=2 * world + 1, top_k=3, hidden=hidden, max_tokens=tokens if world < 9 else 20,
+                wire=wire, scale_layout=scale_layout, layout="compact", crowd="uneven", steps=4, in_flight=1 + number % 2,
+                lent_outputs=(2, 1, 1, 3)[number],
+            )  # fmt: skip
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
+def test_memory_that_is_lent_and_held() -> None:
+    with Crew(2, BULK) as crew:
+        case = Case(seed(), 2, num_experts=5, top_k=3, hidden=64, max_tokens=40, wire="fp8", layout="compact", crowd="full")
+        crew.run("emulated:call", module(), "lent_cases:held_as_long_as_wanted", case)
+
+
 @pytest.mark.parametrize("scale_layout", ["row", "tma"])
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
 def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:

@@ -48,6 +48,7 @@ class Case:
     dead: tuple[int, ...] = ()
     proxy_threads: int = 1
     slot_bytes: int | None = None
+    lent_outputs: int = 0
 
     @property
     def shape(self) -> Shape:

@@ -131,6 +131,8 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
         ({"node_size": 0}, ["node_size=0"]),
         ({"node_size": 4}, ["node_size=4"]),
         ({"num_sms": 0}, ["num_sms=0"]),
+        ({"lent_outputs": -1}, ["lent_outputs=-1", "0 to 64"]),
+        ({"lent_outputs": 1, "layout": pc.Ragged()}, ["lent_outputs=1", "pc.Compact()"]),
         # The dtype is not 'supported', whatever it is.
         ({"dtype": None}, ["dtype=None"]),
         ({"dtype": "bfloat16"}, ["bfloat16"]),
@@ -221,7 +223,15 @@ def test_required_bytes() -> None:
     assert base > 4 * 8 * 64 * 2
     for more in ({"hidden": 4096}, {"max_tokens_per_rank": 512}, {"world_size": 64}, {"in_flight": 8}, {"remote_peers": 3}):
         assert pc.AllToAll.required_bytes(**{**usual, **more}) > base, more
-    for bad in ({"hidden": 12}, {"world_size": 2000}, {"remote_peers": 4}, {"slot_bytes": 0}, {"slot_bytes": 1.5}):
+    bad_ones = (
+        {"hidden": 12},
+        {"world_size": 2000},
+        {"remote_peers": 4},
+        {"lent_outputs": 1},
+        {"slot_bytes": 0},
+        {"slot_bytes": 1.5},
+    )
+    for bad in bad_ones:
         with pytest.raises(pc.Error):
             pc.AllToAll.required_bytes(**{**usual, **bad})
 

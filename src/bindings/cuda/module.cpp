@@ -261,6 +261,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps)
+      .def("made_at", &Exchange::made_at, py::arg("buffer"), "Where in `memory` a buffer begins that peers fetch from.")
+      .def_property_readonly("memory", &Exchange::memory, "What peers write into, and fetch from.")
       .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
       .def_property_readonly("bulk_combines", &Exchange::bulk_combines)
       .def_property_readonly("many_tokens", &Exchange::many_tokens, "From so many on a step goes by bulk copies, where any does.");
