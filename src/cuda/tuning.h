@@ -181,7 +181,7 @@ inline constexpr int kVectorsOfTeam = 4;
 inline constexpr std::uint32_t kFetchingTeams = 2, kAddersOfFetchingTeam = 4, kPartsOfFetchingTeam = 7;
 inline constexpr int kVectorsOfFetchingTeam = 7;
 // With more thread blocks rows are stored, though their experts made them where peers could fetch them: a link carries more stores than reads. 4,096
-// tokens on 8 multiprocessors of two H200 took 360 us in place of 490, on 24 193 in place of 232, on all 190 in place of 180.
+// tokens on 8 multiprocessors of two H200 took 220 us in place of 495, on 24 187 in place of 234, on 32 191 in place of 225, on all 190 in place of 180.
 inline constexpr std::uint32_t kOfferingBlocks = 48;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
