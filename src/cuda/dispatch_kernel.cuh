@@ -4,6 +4,7 @@
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "kernels.h"
+#include "passed_counts.cuh"
 #include "receive_rounds.cuh"
 
 namespace pplx::cuda {

@@ -3,6 +3,7 @@
 #include "many_kernel.cuh"
 #include "many_recv.cuh"
 #include "many_send.cuh"
+#include "passed_counts.cuh"
 #include "round_plan.cuh"
 
 namespace pplx::cuda {

@@ -1,8 +1,8 @@
 // The kernels of a dispatch of many tokens have two things in common: the beginning of a launch, and that of their shared memory.
 #pragma once
 
-#include "dispatch_recv.cuh"
 #include "many_plan.cuh"
+#include "received_counts.cuh"
 
 namespace pplx::cuda {
 namespace {

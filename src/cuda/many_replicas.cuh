@@ -1,4 +1,4 @@
-// What replicas compare of a dispatch of many tokens: check_replicas() in dispatch_recv.cuh. Each reads the ids of all tokens, though it sends
+// What replicas compare of a dispatch of many tokens: check_replicas() in received_counts.cuh. Each reads the ids of all tokens, though it sends
 // a part of them; the warps that count chunks share that work.
 #pragma once
 

@@ -3,7 +3,6 @@
 // have arrival words, those of a few tokens behind one fence.
 #pragma once
 
-#include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "many_plan.cuh"
 #include "quantise.cuh"

@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "arrivals.cuh"
 #include "barriers.cuh"
 #include "ranks.cuh"
 #include "rows.cuh"

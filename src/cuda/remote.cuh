@@ -223,7 +223,7 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
 
 // After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
 // warp stay together: none waits for another one's peer.
-static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
   const char* const word = kCarrier ? nullptr : parts_word(k, k.arrivals, step, op, peer);
   char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);

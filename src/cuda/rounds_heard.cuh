@@ -1,7 +1,7 @@
 // What the receive half of a dispatch in pieces does beside rows, whatever it receives them with.
 #pragma once
 
-#include "dispatch_recv.cuh"
+#include "row_places.cuh"
 #include "rounds.cuh"
 
 namespace pplx::cuda {

@@ -1,8 +1,8 @@
 // Storers and the teller of a dispatch of many tokens inside a node (token_pipe.cuh): how rows leave a thread block, and who hears of it.
 #pragma once
 
-#include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
+#include "row_places.cuh"
 #include "rows.cuh"
 #include "token_pipe.cuh"
 

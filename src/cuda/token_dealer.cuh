@@ -2,8 +2,8 @@
 // payload but for scales.
 #pragma once
 
-#include "dispatch_recv.cuh"
 #include "plan.cuh"
+#include "row_places.cuh"
 #include "token_pipe.cuh"
 
 namespace pplx::cuda {

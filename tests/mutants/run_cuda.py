@@ -29,6 +29,7 @@ TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 DEVICE = "src/cuda/device.cuh"
 WORDS = "src/cuda/words.cuh"
 DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
+RECEIVED_COUNTS = "src/cuda/received_counts.cuh"
 ARRIVALS = "src/cuda/arrivals.cuh"
 CLAIMS = "src/cuda/claims.cuh"
 DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
@@ -243,7 +244,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas do not compare their ids",
-        DISPATCH_RECV,
+        RECEIVED_COUNTS,
         "same = same && own[i] == theirs[i];",
         "same = same && (i != 0 || own[i] == theirs[i]);",
         "a replica that passes other ids sends its slice of them, and nobody hears of it",
