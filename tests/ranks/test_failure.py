@@ -32,7 +32,9 @@ def left_in_shm(crew: Crew) -> list[str]:
     """Files whose name says that one of these processes made them; only that, since other programs run here too."""
     pids = [*crew.pids.values(), *crew.past_pids]
     return [
-        name for name in os.listdir("/dev/shm") if any(f".{pid}." in name or re.search(rf"(?<!\d){pid}$", name) for pid in pids)
+        name
+        for name in os.listdir("/dev/shm")
+        if any(f".{pid}." in name or re.search(rf"(?<![0-9A-Za-z]){pid}$", name) for pid in pids)
     ]
 
 
