@@ -1,8 +1,8 @@
 // A combine of many tokens whose experts wrote into one of the heap's buffers (Config::lent). A rank offers each peer the place of its first row there, and
 // stores none: who receives a token fetches its rows. Rows of a source that has few, and those of one of whom some have no place, go as ever.
 //
-// Nobody says that it has fetched. A buffer is written again behind the receive half of a later dispatch, of which all peers have sent theirs, and
-// there are at least as many buffers as steps in flight: so they have closed the step in which they fetched from it.
+// Nobody says that it has fetched. A buffer is lent to a dispatch that is at least `in_flight` later (pplx_comm/device/lent.py), and written behind that one's
+// receive half. All peers have sent theirs by then, so they have closed the step in which they fetched from it.
 #pragma once
 
 #include "combine_recv.cuh"

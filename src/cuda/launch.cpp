@@ -86,7 +86,7 @@ ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& out
   return inputs;
 }
 
-// Where in this rank's heap it lies, if it does in one of the buffers that peers may fetch from; or 0.
+// The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
 std::uint64_t Exchange::made_in_heap(const char* where) const {
   const auto at = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(where) - reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]));
   return at >= common_.heap.made && at < common_.heap.made_at(common_.c.lent) ? at : 0;
@@ -272,7 +272,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   const bool by_bulk = !a.release && a.own >= common_.word_rows, waits = a.ready.words != nullptr;
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  // What all ranks have in common: a peer that offers its rows sends none.
+  // Decided by what all ranks have in common, since a peer that offers its rows sends none.
   a.fetches = by_bulk && common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !pieces;
   if (a.fetches && waits) throw Misuse("combine: ready= is not for steps of many tokens of an AllToAll with lent_outputs=");
   if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);

@@ -154,7 +154,7 @@ class ManyCombiner {
     tell();
   }
 
-  // The same, by one warp, of what sources are not offered.
+  // By one warp of a thread block: rows that their sources are not offered.
   __device__ void send_rest() {
     const std::uint32_t sources = k_.living - (a_.sums_own ? 1 : 0);
     bool any = false;

@@ -27,7 +27,7 @@ __device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_
   fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, h.source, step}, p.most, h.pieces);
   return false;
 }
-// The same for a later one.
+// Keeps where the round of a source's later header ends. False: it cannot end there.
 __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t piece) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
