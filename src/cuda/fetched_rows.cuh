@@ -49,8 +49,15 @@ __device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t ste
     uint4 piece;
     good = good && await_tagged(k, own_slot(k, set, Op::Combine, peer), Phase::CombineRecv, step, peer, piece);
     if (!good || (piece.y & kOffered) == 0) continue;
+    const std::uint64_t bytes = std::uint64_t{a.plan.rows[peer]} * k.row_bytes;
     good = await_tagged(k, k.peers[k.c.rank] + k.heap.offer_at(k.c, set, peer), Phase::CombineRecv, step, peer, piece);
-    if (good) rows_at[peer] = k.peers[peer] + (piece.x | std::uint64_t{piece.y} << 32);
+    if (!good) continue;
+    const std::uint64_t at = piece.x | std::uint64_t{piece.y} << 32;
+    good = k.heap.has_made(k.c, at, bytes);
+    if (good)
+      rows_at[peer] = k.peers[peer] + at;
+    else
+      fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, k.heap.made, at);
   }
   fence_system();
   return all_of_warp(good);

@@ -89,7 +89,7 @@ ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& out
 // The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
 std::uint64_t Exchange::made_in_heap(const char* where) const {
   const auto at = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(where) - reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]));
-  return at >= common_.heap.made && at < common_.heap.made_at(common_.c.lent) ? at : 0;
+  return common_.heap.has_made(common_.c, at, 0) ? at : 0;
 }
 
 PieceArguments Exchange::pieces_of(const Launch& launch) const {

@@ -114,6 +114,10 @@ struct Heap {
     return offers + std::uint64_t{kPieceBytes} * (std::uint64_t{set} * c.world + peer);
   }
   constexpr std::uint64_t made_at(std::uint32_t buffer) const { return made + made_bytes * buffer; }
+  // Whether rows from there on, so many bytes, are of one buffer. A copy takes sixteen bytes at least.
+  constexpr bool has_made(const Config& c, std::uint64_t at, std::uint64_t bytes) const {
+    return at >= made && at < made_at(c.lent) && at % kPieceBytes == 0 && (at - made) % made_bytes + bytes <= made_bytes;
+  }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;
   }
