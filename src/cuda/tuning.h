@@ -94,20 +94,25 @@ struct ManyTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h100-2-gpus.md, by bench/crossover.py: microseconds of dispatch and
-// combine on one of two H100, hidden 7168, FP8 out, bfloat16 back, the usual way, and by bulk copies. An H200 has as many multiprocessors. None was
-// measured in pieces, where no line counts.
+// The first line that holds counts; none: kManyTokensElsewhere. bench/results/h100-2-gpus.md, by bench/crossover.py: the least number measured from
+// which on a dispatch and a combine together are no slower by bulk copies than the usual way, on one of two H100, hidden 7168, FP8 out, bfloat16
+// back. An H200 has as many multiprocessors. None was measured in pieces, where no line counts.
 inline constexpr ManyTokens kManyTokens[] = {
-    // Compact, 24 multiprocessors, 256 tokens: 36 and 52, and 40 and 33; on 8: 94 and 143, and 49 and 46. Fewer tokens were not measured both ways.
-    {{132, 24, 14336, 2, false}, 256},
-    // Between 24 and all nothing was.
+    // Compact.
+    {{132, 8, 14336, 2, false}, 64},
+    {{132, 16, 14336, 2, false}, 128},
+    {{132, 24, 14336, 2, false}, 192},
+    {{132, 32, 14336, 2, false}, 256},
+    {{132, 48, 14336, 2, false}, 512},
     {{132, 64, 14336, 2, false}, 768},
-    // All of them, 2,048 tokens: 82 and 140, and 81 and 107; 1,536: 61 and 104, and 71 and 87, which making places blank would take longer.
+    {{132, 96, 14336, 2, false}, 1024},
+    // All of them, 1,536 tokens: 61 and 104 us in place of 71 and 87, but with places made blank again those would take longer.
     {{132, 132, 14336, 2, false}, 2048},
-    // Ragged, 24 multiprocessors, 512 tokens: 83 and 128, and 77 and 91.
-    {{132, 24, 14336, 2, true}, 512},
+    // Ragged.
+    {{132, 8, 14336, 2, true}, 128},
+    {{132, 24, 14336, 2, true}, 256},
+    {{132, 32, 14336, 2, true}, 384},
     {{132, 64, 14336, 2, true}, 768},
-    // All of them, 2,048 tokens: 111 and 169, and 116 and 146.
     {{132, 132, 14336, 2, true}, 2048},
 };
 inline constexpr std::uint32_t kManyTokensElsewhere = 768;
