@@ -58,13 +58,6 @@ class GpuPeer(Protocol):
     def close(self) -> None: ...
 
 
-class NoSuchSetting:
-    """Collectives take as many multiprocessors as they think fit."""
-
-    def has_num_sms(self, shape: Shape) -> bool:
-        return False
-
-
 def group(world: World, options: Limits, backend: str) -> Any:
     """torch's process group, made once."""
     if not dist.is_initialized():
@@ -83,22 +76,46 @@ def group_of(world: World, options: Limits, device: torch.device) -> Any:
     return group(world, options, "nccl" if device.type == "cuda" else "gloo")
 
 
-class AllToAllSingle(NoSuchSetting):
+class Groups:
+    """torch's process groups for collectives: one that takes as many multiprocessors as NCCL thinks fit, and one for each number that is set."""
+
+    def __init__(self, world: World, options: Limits, device: torch.device) -> None:
+        self._all = group_of(world, options, device)
+        self._on_sms: dict[int, Any] = {}
+        self.has_num_sms = device.type == "cuda"
+
+    def on(self, num_sms: int | None) -> Any:
+        """Collective. NCCL launches a thread block on a multiprocessor, and no more of them than it is told."""
+        if num_sms is None:
+            return self._all
+        if num_sms not in self._on_sms:
+            settings = dist.ProcessGroupNCCL.Options()
+            settings.config.max_ctas = num_sms
+            self._on_sms[num_sms] = dist.new_group(backend="nccl", pg_options=settings)
+        return self._on_sms[num_sms]
+
+
+class AllToAllSingle:
     """all_to_all_single between the permutes that bring top-k copies to their experts, and back; see cpu/peers.Peer."""
 
     name, how, in_graphs = "nccl", "all_to_all_single, counts known", True
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._world, self._device = world, device.device
-        group_of(world, options, self._device)
+        self._groups = Groups(world, options, self._device)
+        self._group = self._groups.on(None)
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        return self._groups.has_num_sms
 
     def counts(self, out: torch.Tensor, mine: torch.Tensor) -> None:
-        dist.all_to_all_single(out, mine)
+        dist.all_to_all_single(out, mine, group=self._group)
 
     def rows(self, out: torch.Tensor, mine: torch.Tensor, out_rows: list[int], my_rows: list[int]) -> None:
-        dist.all_to_all_single(out, mine, out_rows, my_rows)
+        dist.all_to_all_single(out, mine, out_rows, my_rows, group=self._group)
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
+        self._group = self._groups.on(num_sms)
         self._peer = Peer(self._world, shape, self, self._device)
         self._packed = [self._peer.pack(x).clone() for x in inputs.x]
         self._routes = [self._peer.route(ids) for ids in inputs.ids]
@@ -118,16 +135,20 @@ class AllToAllSingle(NoSuchSetting):
             dist.destroy_process_group()
 
 
-class GatherAndReduce(NoSuchSetting):
+class GatherAndReduce:
     """Every rank gets all tokens with their routing, computes what its experts add to each, and the sums are scattered."""
 
     name, how, in_graphs = "ag_rs", "all_gather_into_tensor, reduce_scatter_tensor", True
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
-        self._world, self._device = world, device.device
-        group_of(world, options, self._device)
+        self._device = device.device
+        self._groups = Groups(world, options, self._device)
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        return self._groups.has_num_sms
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
+        self._group = self._groups.on(num_sms)
         pack, o = Packing(shape, self._device), shape.options
         routes = [
             (ids.to(torch.int32).view(torch.uint8), w.view(torch.uint8)) for ids, w in zip(inputs.ids, inputs.weights, strict=True)
@@ -139,15 +160,15 @@ class GatherAndReduce(NoSuchSetting):
         self.y = torch.empty(shape.tokens, o.hidden, dtype=o.dtype, device=self._device)
 
     def dispatch(self, i: int) -> None:
-        dist.all_gather_into_tensor(self.received, self._rows[i])
+        dist.all_gather_into_tensor(self.received, self._rows[i], group=self._group)
 
     def combine(self, i: int) -> None:
-        dist.reduce_scatter_tensor(self.y, self.partial)
+        dist.reduce_scatter_tensor(self.y, self.partial, group=self._group)
 
     def close(self) -> None: ...
 
 
-class SymmetricMemory(NoSuchSetting):
+class SymmetricMemory:
     name, in_graphs = "symm_mem", True
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
@@ -157,6 +178,9 @@ class SymmetricMemory(NoSuchSetting):
             raise Off("torch's symmetric memory has no NVSHMEM here")
         self._group = group(world, options, "nccl").group_name
         symmetric.enable(self._memory, self._group)
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        return False
 
     def _empty(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
         tensor: torch.Tensor = self._memory.empty(*size, dtype=dtype, device=self._device)
