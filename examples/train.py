@@ -165,9 +165,9 @@ def work(arguments: argparse.Namespace) -> None:
     """What each rank does."""
     torch.set_num_threads(1)
     if arguments.device == "cuda":
-        need_gpus(int(os.environ["LOCAL_WORLD_SIZE"]))
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if arguments.device == "cuda" else "gloo")
+        need_gpus(int(os.environ["LOCAL_WORLD_SIZE"]), arguments.share_gpus)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if arguments.device == "cuda" and not arguments.share_gpus else "gloo")
     with pc.Communicator.from_torch() as comm:
         results: Results = {}
         for precision in arguments.precision.split(","):
@@ -181,10 +181,11 @@ def work(arguments: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def need_gpus(ranks: int) -> None:
+def need_gpus(ranks: int, share: bool) -> None:
     """NCCL takes no two ranks to one GPU."""
-    if ranks > (found := torch.cuda.device_count()):
-        sys.exit(f"{ranks} ranks of this host need {ranks} GPUs, and there are {found}: see --ranks")
+    found = torch.cuda.device_count()
+    if found == 0 or (ranks > found and not share):
+        sys.exit(f"{ranks} ranks of this host need {ranks} GPUs, and there are {found}: see --ranks and --share-gpus")
 
 
 def end(one: Trained) -> float:
@@ -268,6 +269,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", default="cpu", choices=SIZES)
     parser.add_argument(
+        "--share-gpus", action="store_true",
+        help="more ranks than GPUs: gloo in place of NCCL for what is the same on all; start it by tests/gpu/mps.py",
+    )  # fmt: skip
+    parser.add_argument(
         "--within", type=float, default=0.01, help="how far from bf16 both losses may end, else 1 is returned (0.01)"
     )
     parser.add_argument("--plot", help="where to draw the losses")
@@ -284,7 +289,7 @@ def main() -> int:
         return 0
     numbers = [int(ranks) for ranks in arguments.ranks.split(",")]
     if arguments.device == "cuda":
-        need_gpus(max(numbers))
+        need_gpus(max(numbers), arguments.share_gpus)
     results = {ranks: start(ranks) for ranks in numbers}
     print(table(results))
     if arguments.plot:

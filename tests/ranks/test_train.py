@@ -84,7 +84,11 @@ def test_more_ranks_than_gpus(train: Any, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="4 ranks of this host need 4 GPUs, and there are 2"):
         train.main()
-    train.need_gpus(2)
+    train.need_gpus(2, share=False)
+    train.need_gpus(4, share=True)
+    monkeypatch.setattr(train.torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(SystemExit, match="there are 0"):
+        train.need_gpus(4, share=True)
 
 
 @pytest.mark.parametrize(
