@@ -15,6 +15,9 @@ PEER_STYLES = {
 BY_SMS_TOKENS = 4096
 """The size whose time is drawn against multiprocessors, where it was measured; else the largest."""
 
+MOST_LEVEL_TICKS = 8
+"""With more, their names would run into each other."""
+
 
 def _label(value: float) -> str:
     if value < 1000:
@@ -87,6 +90,8 @@ def _dress(axis: Any, ticks: Sequence[float], names: Sequence[str], what: str) -
     axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _label(value)))
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.tick_params(labelleft=True, labelbottom=True)
+    if len(names) > MOST_LEVEL_TICKS:
+        axis.tick_params(axis="x", labelrotation=45)
     axis.set_xlabel(what)
     axis.grid(True, which="major", alpha=0.3)
     for side in ("top", "right"):
