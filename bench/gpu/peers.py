@@ -77,7 +77,7 @@ def group_of(world: World, options: Limits, device: torch.device) -> Any:
 
 
 class Groups:
-    """torch's process groups for collectives: one that takes as many multiprocessors as NCCL thinks fit, and one for each number that is set."""
+    """torch's process groups for collectives: one that takes what multiprocessors it likes, and one for each number that is set."""
 
     def __init__(self, world: World, options: Limits, device: torch.device) -> None:
         self._all = group_of(world, options, device)

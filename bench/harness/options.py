@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda.add_argument("--replays", type=positive, default=10, help="replays of each graph (10)")
     cuda.add_argument(
         "--num-sms", type=num_sms, default=(None,), metavar="N,N,...",
-        help="multiprocessors that a launch may take, for the library, the floors, NCCL and DeepEP's normal mode: 8,16,24,32,all (all)",
+        help="multiprocessors of a launch, for the library, the floors, NCCL and DeepEP's normal mode: 8,16,24,32,all (all)",
     )  # fmt: skip
     cuda.add_argument(
         "--lent-outputs", type=int, default=0, metavar="N",
