@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from bench import summary
+from bench.gpu import peers
 from bench.harness import plot
 from bench.harness.batch import Shape
 from bench.harness.clock import Figure
@@ -120,6 +123,26 @@ def test_the_best_peer_took_no_more_multiprocessors() -> None:
     assert best(4096, 8) == ("deep_ep", 251)  # then it has no setting, as far as the run knows
     r.peers.append(PeerPoint("deep_ep", 4096, phases(240.0), {}, "normal mode, 16 SMs", 16))
     assert best(4096, 8) == ("nccl", 601) and best(4096, 16) == best(4096, None) == ("deep_ep", 241)
+
+
+def test_collectives_on_so_many_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group of NCCL for each number, made once by all ranks in one order; what gloo carries takes none."""
+    made = list[tuple[str, int]]()
+
+    def new_group(backend: str, pg_options: Any) -> object:
+        made.append((backend, pg_options.config.max_ctas))
+        return object()
+
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))
+    monkeypatch.setattr(peers.dist, "ProcessGroupNCCL", nccl, raising=False)
+    monkeypatch.setattr(peers.dist, "new_group", new_group)
+    monkeypatch.setattr(peers, "group_of", lambda *_: "all")
+    world: Any = None
+    groups = peers.Groups(world, world, torch.device("cuda"))
+    assert groups.has_num_sms and groups.on(None) == "all" and not made
+    found = [groups.on(8), groups.on(24), groups.on(8)]
+    assert found[0] is found[2] is not found[1] and made == [("nccl", 8), ("nccl", 24)]
+    assert not peers.Groups(world, world, torch.device("cpu")).has_num_sms
 
 
 @pytest.mark.parametrize("turn", [1, -1])
