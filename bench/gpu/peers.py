@@ -95,18 +95,21 @@ class Groups:
         return self._on_sms[num_sms]
 
 
-class AllToAllSingle:
-    """all_to_all_single between the permutes that bring top-k copies to their experts, and back; see cpu/peers.Peer."""
-
-    name, how, in_graphs = "nccl", "all_to_all_single, counts known", True
+class Collectives:
+    """What peers by torch's collectives have in common."""
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._world, self._device = world, device.device
         self._groups = Groups(world, options, self._device)
-        self._group = self._groups.on(None)
 
     def has_num_sms(self, shape: Shape) -> bool:
         return self._groups.has_num_sms
+
+
+class AllToAllSingle(Collectives):
+    """all_to_all_single between the permutes that bring top-k copies to their experts, and back; see cpu/peers.Peer."""
+
+    name, how, in_graphs = "nccl", "all_to_all_single, counts known", True
 
     def counts(self, out: torch.Tensor, mine: torch.Tensor) -> None:
         dist.all_to_all_single(out, mine, group=self._group)
@@ -135,17 +138,10 @@ class AllToAllSingle:
             dist.destroy_process_group()
 
 
-class GatherAndReduce:
+class GatherAndReduce(Collectives):
     """Every rank gets all tokens with their routing, computes what its experts add to each, and the sums are scattered."""
 
     name, how, in_graphs = "ag_rs", "all_gather_into_tensor, reduce_scatter_tensor", True
-
-    def __init__(self, world: World, options: Options, device: Any) -> None:
-        self._device = device.device
-        self._groups = Groups(world, options, self._device)
-
-    def has_num_sms(self, shape: Shape) -> bool:
-        return self._groups.has_num_sms
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
         self._group = self._groups.on(num_sms)
