@@ -2,13 +2,15 @@
 # Latency between the GPUs of nodes with ConnectX NICs: NVLink inside a node, and across nodes GPUs that post to the NIC themselves
 # (NVSHMEM, IBGDA), beside the proxy over verbs.
 #
-#     bench/cx7.sh --hosts FILE                    8 ranks on each host of FILE (Open MPI's: a name a line)
+#     bench/cx7.sh --hosts FILE                    8 ranks on each host of FILE, a name a line; Open MPI or MPICH
 #     bench/cx7.sh --p2p 2                         two ranks of this host, in NVSHMEM's memory over NVLink, beside mapped memory
 #
-# `python -m pplx_comm doctor` says what is missing for IBGDA, and which traffic class is in force; NVSHMEM_* variables that are set
-# here reach the ranks. Stages of a launch, where over P2P something takes longer than mapped (needs a build with
-# -DPPLX_CUDA_STAGES=ON):  mpirun -n 2 python bench/stages.py --tokens 128 --transport mapped,nvshmem:1
+# `python -m pplx_comm doctor` says what is missing for IBGDA, and which traffic class is in force. Stages of a launch, where over P2P
+# something takes longer than mapped (needs a build with -DPPLX_CUDA_STAGES=ON):
 #
+#     mpirun -n 2 python bench/stages.py --tokens 128 --transport mapped,nvshmem:1
+#
+# Ranks on other hosts get PATH, LD_LIBRARY_PATH, PYTHONPATH and all PPLX_*, FI_*, NCCL_* and NVSHMEM_* that are set here.
 # What else is given goes to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
 . "$(dirname "$0")/over_mpi.sh"
@@ -18,8 +20,7 @@ export NVSHMEM_DISABLE_NVLS="${NVSHMEM_DISABLE_NVLS:-1}"  # multicast: also for 
 hosts="" ranks="" node_size=8 p2p=""
 options "--hosts --ranks --node-size --p2p" "$@"
 if [ -n "$hosts" ]; then
-    mapfile -t names < <(compgen -e NVSHMEM_ || true)
-    on_hosts "${names[@]}"
+    on_hosts
     measure nvshmem,auto:verbs
 elif [ -n "$p2p" ]; then
     here "$p2p"

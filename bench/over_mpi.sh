@@ -1,9 +1,13 @@
-# What bench/p5.sh and bench/cx7.sh share, which source it: bench/latency.py on ranks that mpirun starts, or where there is no mpirun on
-# ranks of this host that it starts itself.
+# Shared by bench/p5.sh and bench/cx7.sh, which source it: bench/latency.py on ranks that mpirun starts (Open MPI's or MPICH's), or,
+# where there is no mpirun, on ranks of this host that it starts itself.
 
-launch=(mpirun) started=() more=()
-open_mpi=$(mpirun --version 2>&1 | grep -c 'Open MPI' || true)  # MPICH's mpirun knows neither of these options and needs neither
-[ "$open_mpi" = 0 ] || launch+=(--allow-run-as-root)
+launch=(mpirun) started=() more=() mpi=none
+# The environment variables that ranks on other hosts get, where they are set.
+passed_on='^(PATH|LD_LIBRARY_PATH|PYTHONPATH|(PPLX|FI|NCCL|NVSHMEM|MPIR_CVAR)_.*)$'
+case $(mpirun --version 2>&1 || true) in
+    *"Open MPI"*) mpi=open && launch+=(--allow-run-as-root) ;;
+    *HYDRA* | *"Intel(R) MPI"*) mpi=hydra ;;
+esac
 
 stop() { echo "bench/$(basename "$0"): $1" >&2 && exit 2; }
 
@@ -22,19 +26,34 @@ options() {
     done
 }
 
+# Starts node_size ranks on each host of the file $hosts, a name a line, or $ranks in all.
 on_hosts() {
+    local line name names=()
     [ -r "$hosts" ] || stop "cannot read $hosts"
-    [ "$open_mpi" != 0 ] || stop "--hosts needs Open MPI's mpirun in PATH"
+    while read -r line || [ -n "$line" ]; do
+        [[ $line != "#"* && -n $line ]] || continue
+        [[ $line =~ ^[A-Za-z0-9][A-Za-z0-9._-]*$ ]] || stop "$hosts has the line '$line': a host's name alone, a line each; --node-size says how many ranks"
+        names+=("$line")
+    done < "$hosts"
+    [ ${#names[@]} -gt 0 ] || stop "$hosts names no host"
     hosts=$(realpath "$hosts")  # measure() goes elsewhere
-    # MPI itself only starts the ranks: it needs no NIC of theirs, and TCP is always there.
-    launch+=(-N "$node_size" --hostfile "$hosts" --bind-to none --mca pml ob1 --mca btl tcp,self -x PATH -x LD_LIBRARY_PATH)
-    for name in "$@"; do launch+=(-x "$name"); done
-    [ -z "$ranks" ] || launch+=(-n "$ranks")
+    ranks=${ranks:-$((${#names[@]} * node_size))}
+    # MPI only starts the ranks and gathers their results: over TCP, which every host has.
+    export MPIR_CVAR_OFI_USE_PROVIDER=${MPIR_CVAR_OFI_USE_PROVIDER:-tcp}
+    mapfile -t names < <(compgen -e | grep -E "$passed_on")
+    case $mpi in
+        open)
+            launch+=(--hostfile "$hosts" -N "$node_size" --mca pml ob1 --mca btl tcp,self)
+            for name in "${names[@]}"; do launch+=(-x "$name"); done ;;
+        hydra) launch+=(-f "$hosts" -ppn "$node_size" -genvlist "$(IFS=, && echo "${names[*]}")") ;;
+        *) stop "--hosts needs mpirun in PATH, Open MPI's or MPICH's (.venv/bin has one: . .venv/bin/activate)" ;;
+    esac
+    launch+=(--bind-to none -n "$ranks")
 }
 
 here() {
     command -v mpirun > /dev/null || { launch=() && started=(-n "$1") && return; }
-    [ "$open_mpi" = 0 ] || launch+=(--oversubscribe)
+    [ $mpi != open ] || launch+=(--oversubscribe)
     launch+=(--bind-to none -n "$1")
 }
 

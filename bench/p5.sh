@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Latency between the GPUs of AWS p5, p5e and p5en nodes: NVLink inside a node, EFA between them.
 #
-#     bench/p5.sh --hosts FILE                       8 ranks on each host of FILE (Open MPI's: a name a line)
+#     bench/p5.sh --hosts FILE                       8 ranks on each host of FILE, a name a line; Open MPI or MPICH
 #     bench/p5.sh --ranks 4 --node-size 2 --provider tcp      the same on one host without EFA, in groups that play nodes
 #
 # And on one host over software NICs (docs/efa-soft.md), on CPUs or on two GPUs:
@@ -9,6 +9,7 @@
 #     python -m pplx_comm efa-soft --machine p5 -- bench/p5.sh --ranks 8 --node-size 4 --provider efa --device cpu
 #     PPLX_COMM_PLACEMENT=host python -m pplx_comm efa-soft --machine p5 -- bench/p5.sh --ranks 2 --node-size 1 --provider efa
 #
+# Ranks on other hosts get PATH, LD_LIBRARY_PATH, PYTHONPATH and all PPLX_*, FI_*, NCCL_* and NVSHMEM_* that are set here.
 # What else is given goes to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
 . "$(dirname "$0")/over_mpi.sh"

@@ -1,4 +1,4 @@
-"""mpirun -f hosts -n 4 python examples/hosts.py: ranks on several hosts, what carries between them, and whether it is right."""
+"""mpirun -f hosts -ppn 2 -n 4 python examples/hosts.py: ranks on several hosts, and whether the results are right."""
 
 import logging
 import sys

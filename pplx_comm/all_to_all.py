@@ -329,11 +329,15 @@ class AllToAll:
         return self._steps.reset(timeout, self._graph.renew)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction: steps, rows and bytes to and from other ranks, seconds by phase, and those of the proxy.
+        """Counters since construction.
 
-        bulk_tokens: from how many tokens on steps on GPUs of one node go by bulk copies.
-        bulk_dispatches, bulk_combines: launches on GPUs of many tokens, by bulk copies.
-        lent_dispatches: those that had memory of lent_outputs=.
+        steps, open_steps: those taken, and those whose memory is held.
+        proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.
+        rows_sent, rows_received, bytes_sent, bytes_received: to and from other ranks; only on CPUs.
+        dispatch_send_seconds, dispatch_recv_seconds, combine_send_seconds, combine_recv_seconds: only on CPUs.
+        bulk_tokens: steps of this many tokens or more go by bulk copies; only on GPUs.
+        bulk_dispatches, bulk_combines: launches by bulk copies; only on GPUs.
+        lent_dispatches: those that had memory of lent_outputs=; only on GPUs.
         """
         return self._steps.stats()
 

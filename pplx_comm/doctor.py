@@ -7,8 +7,10 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
+import subprocess
 import sysconfig
 import textwrap
 from dataclasses import asdict, dataclass
@@ -37,6 +39,8 @@ EFA_INSTALLER = (
     "tar xf aws-efa-installer-latest.tar.gz && cd aws-efa-installer && sudo ./efa_installer.sh -y"
 )
 PROC = Path("/proc")
+LEAST_CUDA = (12, 3)
+"""cmake/cuda.cmake builds no module with an older nvcc."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +225,7 @@ def _gpus() -> list[Finding]:
     try:
         import pplx_comm._cuda as _cuda
     except ImportError:
-        fix = "put nvcc in PATH, then make build CMAKE_ARGS=-DPPLX_CUDA=ON"
-        return [Finding("cuda", False, "this build has no CUDA module: no nvcc when it was made", fix)]
+        return [_no_cuda_module()]
     driver, count = _cuda.driver_version(), _cuda.device_count()
     built = f"built with CUDA {_version(_cuda.runtime_version())}"
     if driver == 0:
@@ -244,6 +247,38 @@ def _gpus() -> list[Finding]:
             )
         ]
     return [Finding("cuda", None, f"{count} GPUs, {built}, driver for CUDA {_version(driver)}; device='cuda' uses them")]
+
+
+def _no_cuda_module() -> Finding:
+    """What nvcc a build would find now, in the order in which cmake/cuda.cmake looks."""
+    build = "make build CMAKE_ARGS=-DPPLX_CUDA=ON"
+    wanted = ".".join(map(str, LEAST_CUDA))
+    folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    places = [
+        os.environ.get("CUDACXX", ""),
+        *(os.path.join(folder, "nvcc") for folder in folders),
+        "nvcc",
+        "/usr/local/cuda/bin/nvcc",
+    ]
+    nvcc = next((found for place in places if place and (found := shutil.which(place))), None)
+    if nvcc is None:
+        says = "this build has no CUDA module, and there is no nvcc in PATH, CUDA_HOME or /usr/local/cuda"
+        return Finding("cuda", False, says, f"install CUDA {wanted} or newer, put its nvcc in PATH, then {build}")
+    try:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    release = re.search(r"release (\d+)\.(\d+)", said)
+    if release is None:
+        return Finding(
+            "cuda", False, f"this build has no CUDA module, and {nvcc} does not tell its version", f"CUDA {wanted}, then {build}"
+        )
+    version = int(release[1]), int(release[2])
+    says = f"this build has no CUDA module; {nvcc} is CUDA {version[0]}.{version[1]}"
+    if version < LEAST_CUDA:
+        fix = f"install CUDA {wanted} or newer, put its nvcc in PATH or name it in CUDACXX, then {build}"
+        return Finding("cuda", False, f"{says}, and {wanted} or newer is needed", fix)
+    return Finding("cuda", False, says, build)
 
 
 def _version(number: int) -> str:

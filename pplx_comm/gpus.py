@@ -15,7 +15,10 @@ def built() -> Any:
         import pplx_comm._core  # first: _cuda's types are made of its  # noqa: F401
         import pplx_comm._cuda as _cuda
     except ImportError as problem:
-        raise Error(f"device='cuda': this build has no CUDA module ({problem}); build with an nvcc at hand") from None
+        raise Error(
+            f"device='cuda': this build has no CUDA module ({problem}). Rebuild with CUDA 12.3 or newer and nvcc in PATH; "
+            "`python -m pplx_comm doctor` says what is there"
+        ) from None
     return _cuda
 
 

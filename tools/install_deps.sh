@@ -37,8 +37,14 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 # torch alone first, and from its own index where one is given: that index has little else.
 "${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 
+# at_least WANTED HAS: of versions.
+at_least() { [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
+
+# The host's own tools where they will do.
 tools=()
-command -v cmake >/dev/null || tools+=(cmake)
+wanted=$(sed -n 's/^cmake_minimum_required(VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
+has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p' || true)
+{ [ -n "$has" ] && at_least "$wanted" "$has"; } || tools+=("cmake>=$wanted")
 command -v ninja >/dev/null || tools+=(ninja)
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \

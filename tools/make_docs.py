@@ -31,10 +31,13 @@ CLASSES = {
 MADE_BY_USERS = ("AllToAll", "Ragged", "Padded", "Compact", "MoE", "RouterOptions", "Options", "Exchange")
 
 
-def documented(text: str | None) -> str:
-    """A docstring as Markdown: lines that begin with a name and a colon are a list."""
+def documented(text: str | None, before: str = "") -> str:
+    """A docstring as Markdown: lines that begin with a name and a colon are a list, but not what follows `before` in its line."""
     lines = []
-    for line in inspect.cleandoc(text or "").splitlines():
+    for number, line in enumerate(inspect.cleandoc(text or "").splitlines()):
+        if number == 0 and before:
+            lines.append(f"{before} {line}")
+            continue
         named = re.match(r"(\w+(?:, \w+)*): (.*)", line)
         lines.append(f"- `{named[1]}`: {named[2]}" if named else re.sub(r"^    ", "  ", line))
     return "\n".join(lines)
@@ -56,12 +59,17 @@ def call(name: str, arguments: ast.arguments, returns: ast.expr | None) -> str:
 def members(kind: ast.ClassDef) -> Iterator[str]:
     for node, following in zip(kind.body, [*kind.body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign) and isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            yield f"#### {ast.unparse(node.target)}\n\n`{ast.unparse(node.annotation)}`. {documented(str(following.value.value))}"
+            shown = documented(str(following.value.value), f"`{ast.unparse(node.annotation)}`.")
+            yield f"#### {ast.unparse(node.target)}\n\n{shown}"
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             is_property = any(ast.unparse(one) == "property" for one in node.decorator_list)
             assert node.returns is not None
-            shown = f"`{ast.unparse(node.returns)}`." if is_property else call(node.name, node.args, node.returns) + "\n\n"
-            yield f"#### {node.name}\n\n{shown} {documented(ast.get_docstring(node))}".replace("\n\n ", "\n\n").rstrip()
+            text = ast.get_docstring(node)
+            if is_property:
+                shown = documented(text, f"`{ast.unparse(node.returns)}`.")
+            else:
+                shown = call(node.name, node.args, node.returns) + "\n\n" + documented(text)
+            yield f"#### {node.name}\n\n{shown.rstrip()}"
 
 
 def described(kind: ast.ClassDef) -> str:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Two hosts on one machine: two network namespaces joined by a cable, each with a name, a /dev/shm and IPC of its own. Runs
 #
-#     mpirun -f hosts -n 4 PROGRAM...
+#     mpirun -f hosts -ppn 2 -n 4 PROGRAM...
 #
 # on the first of them, with two ranks on each, as docs/across-nodes.md says for two real hosts; where mpirun would call ssh, a script enters
 # the other namespace. Nothing of it stays. Needs root and iproute2; exits with 77 where namespaces are not permitted.
@@ -37,7 +37,7 @@ for number in 0 1; do
     ip -n "$tag-node$number" link set eth0 up
 done
 printf '127.0.0.1 localhost\n10.213.8.10 node0\n10.213.8.11 node1\n' >"$folder/etc_hosts"
-printf 'node0:2\nnode1:2\n' >"$folder/hosts"
+printf 'node0\nnode1\n' >"$folder/hosts"
 
 # on.sh HOST COMMAND...: what ssh would do. Each process that enters has /dev/shm and IPC to itself, and hands them to its children.
 cat >"$folder/on.sh" <<EOF
@@ -54,5 +54,5 @@ export PPLX_COMM_ADDR=node0:29713
 PPLX_COMM_SECRET=$(od -An -tx1 -N32 /dev/urandom | tr -d ' \n')
 export PPLX_COMM_SECRET
 command -v mpirun >/dev/null || cannot "no mpirun"
-"$folder/on.sh" node0 mpirun -launcher ssh -launcher-exec "$folder/on.sh" -f "$folder/hosts" -n 4 "$(printf '%q ' "$@")" &
+"$folder/on.sh" node0 mpirun -launcher ssh -launcher-exec "$folder/on.sh" -f "$folder/hosts" -ppn 2 -n 4 "$(printf '%q ' "$@")" &
 wait $!   # a shell that waits for a child in the foreground would hear no signal

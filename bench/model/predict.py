@@ -12,7 +12,7 @@ from bench.model.kernels import DEEPEP_COMBINE, DEEPEP_DISPATCH, DEEPEP_SOURCE, 
 
 NODE = 8
 PAGES = 4096
-DEFAULT_KERNELS = KERNELS["first-cut"]
+DEFAULT_KERNELS = KERNELS["measured"]
 NOTHING: Mapping[str, float] = {}
 # Large messages are cut more coarsely, for speed: below these sizes nothing changes any more.
 CHUNK_BYTES, CHUNK_BYTES_MANY_TOKENS = 8192, 65536

@@ -193,6 +193,8 @@ def markdown(
                 "the slowest that the microbenchmarks allow, and on p6 one NIC has to take them all. Read these as upper bounds.",
                 "",
             ]
+    if max(ranks for _, ranks, _ in predicted) > 64:
+        lines += ['`device="cuda"` takes at most 64 ranks today: beyond EP64 the figures are of the protocol.', ""]
     if gpus:
         lines += ['**Posted by the GPU** (`transport="nvshmem"`), 128 tokens, dispatch / combine (sum), median rank:', ""]
         lines += by_gpus(gpus)

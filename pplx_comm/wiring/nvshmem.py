@@ -31,7 +31,7 @@ from pplx_comm.wiring.nvshmem_heap import GRANULE, OWN_BYTES, check_growth, fail
 
 T = TypeVar("T")
 
-INSTALL = "pip install 'pplx_comm[nvshmem]'"
+INSTALL = "pip install nvidia-nvshmem-cu13==3.4.5 nvshmem4py-cu13"
 LIBRARY = "libnvshmem_host.so.3"
 _PLACE = 4096
 

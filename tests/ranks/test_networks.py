@@ -98,7 +98,7 @@ def test_two_hosts_under_mpirun() -> None:
     hosts, address, command, about, last = walk.groups()
     script = (ROOT / "tools" / "two_hosts.sh").read_text()
     assert repr(hosts) in script and f"PPLX_COMM_ADDR={address}\n" in script
-    assert command == "mpirun -f hosts -n 4 python examples/hosts.py"
+    assert command == "mpirun -f hosts -ppn 2 -n 4 python examples/hosts.py"
     tag = f"pplx{os.getpid()}"
     try:
         done = subprocess.run(

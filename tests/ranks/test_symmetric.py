@@ -577,7 +577,7 @@ def test_what_is_set_for_an_nvshmem_of_ours(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvshmem, "library_path", lambda: None)
-    with pytest.raises(pc.Error, match=r"pip install 'pplx_comm\[nvshmem\]'"):
+    with pytest.raises(pc.Error, match=r"pip install nvidia-nvshmem-cu13==3\.4\.5"):
         nvshmem.kernels()
     comm = pc.Communicator.from_env()
     arguments = {"num_experts": 2, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 2, "transport": "nvshmem"}

@@ -21,6 +21,11 @@ def test_what_is_generated_is_current() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_type_is_followed_by_a_sentence() -> None:
+    """Not by a list's bullet in the middle of a line."""
+    assert re.findall(r"^.*\S - `\w+`: .*$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE) == []
+
+
 def test_links() -> None:
     broken = []
     for page in PAGES:

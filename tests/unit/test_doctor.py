@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,36 @@ def test_a_build_or_host_without_libfabric(monkeypatch: pytest.MonkeyPatch, caps
     off = finding(report(capsys), "libfabric")
     assert (off["on"], off["says"]) == (False, "no libfabric.so.1 found")
     assert "PPLX_LIBFABRIC" in off["turn_on"]
+
+
+@pytest.mark.parametrize(
+    ("release", "says", "turn_on"),
+    [
+        ("12.2, V12.2.140", "is CUDA 12.2, and 12.3 or newer is needed", "install CUDA 12.3 or newer"),
+        ("12.3, V12.3.52", "is CUDA 12.3", "make build"),
+        ("13.0, V13.0.88", "is CUDA 13.0", "make build"),
+        (None, "no nvcc in PATH", "install CUDA 12.3 or newer"),
+        ("?", "does not tell its version", "CUDA 12.3"),
+    ],
+)
+def test_a_build_without_cuda(
+    release: str | None, says: str, turn_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Which nvcc is there, and which is wanted: one that is too old is not none."""
+    monkeypatch.setitem(sys.modules, "pplx_comm._cuda", None)
+    for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if release is not None:
+        (tmp_path / "nvcc").write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}'\n")
+        (tmp_path / "nvcc").chmod(0o755)
+    elif Path("/usr/local/cuda/bin/nvcc").exists():
+        pytest.skip("this machine has an nvcc where it is looked for in any case")
+    (found,) = doctor._gpus()
+    assert found.on is False and says in found.says and ("needed" in found.says) == ("needed" in says), found
+    assert found.turn_on is not None and found.turn_on.startswith(turn_on), found
+    if release is not None:
+        assert str(tmp_path / "nvcc") in found.says
 
 
 def test_ibgda_before_anything_is_installed(

@@ -180,11 +180,11 @@ def test_one_node_needs_no_network() -> None:
 
 def test_kernels_reproduce_what_they_came_from() -> None:
     """4 ranks of one node: the ends of the line, give or take the routing, and 128 tokens, which the line was not told of."""
-    for tokens, dispatch_us, combine_us in ((1, 9.9, 7.5), (128, 20.5, 25.6), (4096, 415.0, 627.0)):
+    for tokens, dispatch_us, combine_us, within in ((1, 11.4, 7.7, 0.02), (128, 22.6, 23.3, 0.16), (4096, 302.9, 473.4, 0.02)):
         s = predict.shape(4, tokens)
         dispatch, combine = predict.ours(EFA, s, seed=SEED)
-        assert dispatch.median_us == pytest.approx(dispatch_us, rel=0.1)
-        assert combine.median_us == pytest.approx(combine_us, rel=0.1)
+        assert dispatch.median_us == pytest.approx(dispatch_us, rel=within)
+        assert combine.median_us == pytest.approx(combine_us, rel=within)
 
 
 @pytest.mark.parametrize("ranks", [16, 64])
