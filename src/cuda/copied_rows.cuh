@@ -126,7 +126,7 @@ class CopyLoader {
   }
   __device__ void await_place() const {
     const Spends waits(k_, Span::AwaitingPlaceOfSum);
-    if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
+    if (place_.turn != 0) await_free(rings_.read + place_.at, place_.turn - 1);
   }
 
   const CombineArguments& a_;

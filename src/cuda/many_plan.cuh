@@ -423,6 +423,12 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   while (!turn_is_over(turns, nth & 1)) {
   }
 }
+// Waits until a place is free for a warp, of which one lane fills it. Lanes meet first: one that has not looked yet would miss the turn
+// if the place were filled and emptied meanwhile.
+__device__ inline void await_free(std::uint64_t* turns, std::uint32_t nth) {
+  await_turn(turns, nth);
+  __syncwarp();
+}
 
 // Workers of this block may wait for peers, and they for the counts of all chunks.
 template <bool kPieces = false>

@@ -54,7 +54,7 @@ class SendPlace {
   }
   // For who fills it: until it is free.
   __device__ void await_free(std::uint64_t* turns) const {
-    if (turn != 0) await_turn(turns + at, turn - 1);
+    if (turn != 0) cuda::await_free(turns + at, turn - 1);
   }
 
   std::uint32_t at = 0, turn = 0;

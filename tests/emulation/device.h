@@ -126,7 +126,7 @@ inline void turns_arrive(std::uint64_t* turns) {
 inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::turns_arrive(turns, bytes); }
 inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
   if (emulation::turn_is_over(turns, parity)) return true;
-  emulation::yield();
+  emulation::yield_to_turns(turns, parity);
   return false;
 }
 inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {

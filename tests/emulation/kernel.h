@@ -47,14 +47,16 @@ namespace emulation {
 inline constexpr unsigned kLanes = 32, kBarriers = 16;
 
 struct Warp {
-  std::uint64_t lanes[kLanes];       // each lane's value in a shuffle
-  unsigned arrived = 0;
-  std::uint64_t turn = 0;
+  std::uint64_t lanes[2][kLanes];    // each lane's value in a shuffle, and in the one after it
+  unsigned arrived = 0;              // lanes that are at the warp's barrier
+  unsigned turn = 0;
+  unsigned runs = ~0u;               // lanes that neither wait at a barrier nor have ended
+  unsigned again = 0;                // those of `runs` that may go on before other warps do
 };
 struct Barrier {
   unsigned arrived = 0;
-  std::uint64_t turn = 0;
   bool all = true, result = true;
+  std::vector<unsigned> waiting;     // threads of the block
 };
 struct Block {
   unsigned index = 0, threads = 0;
@@ -62,21 +64,27 @@ struct Block {
   Barrier barriers[kBarriers];
   std::map<std::type_index, std::vector<char>> shared;
   std::vector<char> launched_shared;
+  unsigned ended = 0;                // threads
 };
 struct Index { unsigned x; };
 struct Thread {
   void* stack_pointer = nullptr;
   Block* block = nullptr;
   Index in_block{}, in_grid{}, blocks{}, threads{};
-  bool done = false;
   unsigned groups = 0;               // of bulk stores, that it has ended
+  unsigned rests = 0;                // turns that it lets pass, unless `turns` are over
+  const std::uint64_t* turns = nullptr;
+  unsigned parity = 0;
 
   Warp& warp() const { return block->warps[in_block.x / kLanes]; }
   unsigned lane() const { return in_block.x % kLanes; }
 };
 
-Thread& here();
-void yield();
+// The thread that runs. Where modules are loaded is known when they are, so this is one load.
+extern thread_local Thread* current __attribute__((tls_model("initial-exec")));
+inline Thread& here() { return *current; }
+void yield();                        // until memory may have changed
+void yield_to_turns(const std::uint64_t* turns, unsigned parity);   // the same, or until they are over
 void maybe_yield();                  // called where other threads may come in between
 void warp_sync();
 void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
@@ -124,11 +132,11 @@ auto shuffle(T value, const Pick& pick) {
   Warp& warp = thread.warp();
   std::uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof value);
-  warp.lanes[thread.lane()] = bits;
+  // A lane comes to the shuffle after the next one when all have picked here.
+  std::uint64_t* const lanes = warp.lanes[warp.turn % 2];
+  lanes[thread.lane()] = bits;
   warp_sync();
-  const auto picked = pick(warp.lanes);
-  warp_sync();
-  return picked;
+  return pick(lanes);
 }
 
 }  // namespace emulation

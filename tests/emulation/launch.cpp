@@ -34,12 +34,17 @@ emulation_change_stack:
 extern "C" void emulation_change_stack(void** left, void* entered);
 
 namespace emulation {
+
+thread_local Thread* current = nullptr;
+
 namespace {
 
 constexpr std::size_t kStackBytes = 64 << 10;
 constexpr unsigned kRegisters = 6;     // that are pushed above
+constexpr unsigned kMostBursts = 16;   // times that lanes of a warp go on before other warps do
+constexpr unsigned kMostRests = 4;      // turns that a thread which polls lets pass
+constexpr unsigned kMostTurnRests = 64;
 
-thread_local Thread* current = nullptr;
 thread_local void* scheduler = nullptr;
 thread_local const std::function<void()>* kernel_of_launch = nullptr;
 thread_local std::uint64_t random_state = 88172645463325252ull;
@@ -93,12 +98,18 @@ void advance_copies() {
   copies.pop_back();
 }
 
+void leave() {
+  Thread* const thread = current;
+  emulation_change_stack(&thread->stack_pointer, scheduler);
+}
+
 void run_thread() {
   (*kernel_of_launch)();
   for (const Copy& c : copies)
     if (c.thread == current) std::abort();   // its shared memory may be gone before this was read
-  current->done = true;
-  for (;;) yield();
+  current->warp().runs &= ~(1u << current->lane());
+  ++current->block->ended;
+  leave();
 }
 
 // Thread blocks that run at once: all, or as many as PPLX_EMULATION_ROOM says, for what must work when nobody else finds room.
@@ -113,16 +124,54 @@ char* new_stack() {
   return static_cast<char*>(memory);
 }
 
-void* first_frame(char* stack) {
-  auto** at = reinterpret_cast<void**>(stack + kStackBytes - 64);
+// Stacks begin at different lines of a page: otherwise all of them share a few sets of the cache.
+void* first_frame(char* stack, unsigned thread) {
+  auto** at = reinterpret_cast<void**>(stack + kStackBytes - 64 * (1 + thread % 61));
   *--at = nullptr;   // where run_thread would return to, and what aligns its frame
   *--at = reinterpret_cast<void*>(run_thread);
   for (unsigned i = 0; i < kRegisters; ++i) *--at = nullptr;
   return at;
 }
 
+bool rests(Thread& thread) {
+  if (thread.rests == 0) return false;
+  if (thread.turns != nullptr && turn_is_over(thread.turns, thread.parity)) {
+    thread.rests = 0;
+    return false;
+  }
+  --thread.rests;
+  return true;
+}
+
+// Lets the lanes of a warp run that can, and then those that have met, a few times.
+void run_warp(Warp& warp, Thread* lanes) {
+  unsigned some = warp.runs;
+  for (std::uint64_t bursts = 1 + next_random() % kMostBursts; some != 0 && bursts > 0; --bursts) {
+    warp.again = 0;
+    for (; some != 0; some &= some - 1) {
+      Thread& thread = lanes[__builtin_ctz(some)];
+      if (rests(thread)) continue;
+      current = &thread;
+      emulation_change_stack(&scheduler, thread.stack_pointer);
+    }
+    some = warp.again & warp.runs;
+  }
+}
+
+// False if all threads wait for each other.
+bool run_block(Block& block, Thread* threads) {
+  bool some = false;
+  for (std::size_t w = 0; w < block.warps.size(); ++w) {
+    if (block.warps[w].runs == 0) continue;
+    some = true;
+    run_warp(block.warps[w], threads + w * kLanes);
+  }
+  return some;
+}
+
 void run(unsigned grid, unsigned threads, std::size_t shared, const std::function<void()>& kernel) {
   static thread_local std::vector<char*> stacks;
+  if (threads % kLanes != 0) std::abort();
   kernel_of_launch = &kernel;
   std::vector<Block> blocks(grid);
   std::vector<Thread> all(std::size_t{grid} * threads);
@@ -131,7 +180,7 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
     Block& block = blocks[b];
     block.index = b;
     block.threads = threads;
-    block.warps.resize((threads + kLanes - 1) / kLanes);
+    block.warps.resize(threads / kLanes);
     block.launched_shared.assign(shared, kPoison);
     for (unsigned t = 0; t < threads; ++t) {
       const std::size_t i = std::size_t{b} * threads + t;
@@ -140,7 +189,7 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
       all[i].in_grid.x = b;
       all[i].blocks.x = grid;
       all[i].threads.x = threads;
-      all[i].stack_pointer = first_frame(stacks[i]);
+      all[i].stack_pointer = first_frame(stacks[i], t);
     }
   }
   // A block begins when there is room, in any order; it keeps its room until all of its threads are done.
@@ -152,18 +201,11 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
     if (running.empty()) break;
     const std::size_t first = next_random() % running.size();
     for (std::size_t i = 0; i < running.size(); ++i) {
-      const std::size_t block = running[(first + i) % running.size()];
-      for (unsigned t = 0; t < threads; ++t) {
-        Thread& thread = all[block * threads + t];
-        if (thread.done) continue;
-        current = &thread;
-        emulation_change_stack(&scheduler, thread.stack_pointer);
-      }
+      const unsigned b = running[(first + i) % running.size()];
+      if (!run_block(blocks[b], &all[std::size_t{b} * threads])) std::abort();
       for (std::size_t n = next_random() % (copies.size() + 2); n > 0; --n) advance_copies();
     }
-    const auto is_done = [&](unsigned block) {
-      return std::all_of(&all[std::size_t{block} * threads], &all[std::size_t{block} * threads] + threads, [](const Thread& t) { return t.done; });
-    };
+    const auto is_done = [&](unsigned b) { return blocks[b].ended == threads; };
     running.erase(std::remove_if(running.begin(), running.end(), is_done), running.end());
     sched_yield();   // to other ranks
   }
@@ -175,42 +217,57 @@ bool come_to(Barrier& barrier, unsigned threads, bool good) {
   if (++barrier.arrived < threads) return false;
   barrier.arrived = 0;
   barrier.result = std::exchange(barrier.all, true);
-  ++barrier.turn;
+  for (const unsigned thread : barrier.waiting) current->block->warps[thread / kLanes].runs |= 1u << thread % kLanes;
+  barrier.waiting.clear();
   return true;
 }
 
 }  // namespace
 
-Thread& here() { return *current; }
-
 void yield() {
-  Thread* const thread = current;
-  emulation_change_stack(&thread->stack_pointer, scheduler);
+  current->rests = static_cast<unsigned>(next_random() % kMostRests);
+  current->turns = nullptr;
+  leave();
+}
+
+void yield_to_turns(const std::uint64_t* turns, unsigned parity) {
+  current->rests = kMostTurnRests;
+  current->turns = turns;
+  current->parity = parity;
+  leave();
 }
 
 void maybe_yield() {
-  if (next_random() % 8 == 0) yield();
+  if (next_random() % 8 != 0) return;
+  current->warp().again |= 1u << current->lane();
+  leave();
 }
 
 void warp_sync() {
   Warp& warp = here().warp();
-  const std::uint64_t turn = warp.turn;
-  if (++warp.arrived == kLanes) {
+  const unsigned lane = 1u << here().lane();
+  warp.arrived |= lane;
+  if (warp.arrived == ~0u) {
+    warp.runs |= ~lane;
+    warp.again |= ~lane;
     warp.arrived = 0;
     ++warp.turn;
     maybe_yield();
     return;
   }
-  while (warp.turn == turn) yield();
+  warp.runs &= ~lane;
+  leave();
 }
 
 void barrier_arrive(unsigned barrier, unsigned threads, bool good) { come_to(here().block->barriers[barrier], threads, good); }
 
 bool barrier_sync(unsigned number, unsigned threads, bool good) {
   Barrier& barrier = here().block->barriers[number];
-  const std::uint64_t turn = barrier.turn;
-  if (!come_to(barrier, threads, good))
-    while (barrier.turn == turn) yield();
+  if (!come_to(barrier, threads, good)) {
+    barrier.waiting.push_back(here().in_block.x);
+    here().warp().runs &= ~(1u << here().lane());
+    leave();
+  }
   return barrier.result;
 }
 
