@@ -90,6 +90,23 @@ std::string replay(const char* program, std::uint64_t seed) {
   return std::string(program) + " --seed " + std::to_string(seed) + " --log";
 }
 
+constexpr unsigned kSecondsPerLine = 10;
+
+// Waits until a child ends. Meanwhile prints how far the seeds are, and how long the others take.
+// `waited`: tenths of a second.
+pid_t await_child(int& status, std::uint64_t& waited, const Shared& shared, std::uint64_t first, std::uint64_t end) {
+  for (;;) {
+    const pid_t ended = waitpid(-1, &status, WNOHANG);
+    if (ended != 0) return ended;
+    usleep(100'000);
+    const std::uint64_t begun = std::min<std::uint64_t>(shared.next, end) - first;
+    if (++waited % (10 * kSecondsPerLine) != 0 || begun == 0) continue;
+    std::printf("%llu of %llu seeds, %llu s left\n", static_cast<unsigned long long>(begun), static_cast<unsigned long long>(end - first),
+                static_cast<unsigned long long>((end - first - begun) * waited / begun / 10));
+    std::fflush(stdout);
+  }
+}
+
 // After a failure of any kind, a crash included, prints the seed and the command that replays it.
 bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsigned jobs, Totals& totals) {
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -125,9 +142,10 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     std::exit(0);
   }
   bool good = true;
+  std::uint64_t waited = 0;
   for (unsigned left = jobs; left > 0; --left) {
     int status = 0;
-    const pid_t ended = waitpid(-1, &status, 0);
+    const pid_t ended = await_child(status, waited, shared, first, end);
     const auto j = static_cast<unsigned>(std::find(children, children + jobs, ended) - children);
     totals.add(shared.jobs[j].totals);
     if (WIFEXITED(status) && WEXITSTATUS(status) == 0) continue;

@@ -22,8 +22,9 @@ from harness.member import serve
 
 def keep(control: socket.socket) -> None:
     """The nest's own work: forks ranks and says how they ended."""
+    import emulated  # noqa: F401
+    import moe_cases  # noqa: F401
     import numpy  # noqa: F401
-    import rank_cases  # noqa: F401
     import torch
 
     import pplx_comm
