@@ -5,13 +5,15 @@
 # PYTHON       the Python that makes the environment, or that is the environment when VENV is empty
 # RANKS        how many processes `make bench` starts (4)
 # TORCH_INDEX  an index to take torch from, where the default one has the wrong build (for example the CPU build's)
-# CMAKE_ARGS   more options for CMake, for example -DPPLX_CUDA=OFF
+# CMAKE_ARGS   more options for CMake, for example -DPPLX_CUDA=ON: kernels for any GPU, where there is none, too
+# WORKERS      processes that run tests side by side (one more than cores, since some tests wait)
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 CMAKE_ARGS ?=
 BUILD := build/dev
 RANKS ?= 4
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 
 # The host's mpirun may be Open MPI's, which otherwise refuses root (containers) and more ranks than cores. MPICH ignores these.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
@@ -23,7 +25,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build test bench check check-serving two-hosts docs stubs lint machine-code carrier-calls mutants mutants-carrier cpp cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build tests-built test test-all bench check check-serving check-long two-hosts docs stubs lint machine-code carrier-calls \
+    mutants mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -35,6 +38,11 @@ PY := $(abspath $(VENV))/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 deps := $(VENV)/.deps
 installed := $(VENV)/.editable
+endif
+
+# A count, and the seconds that are left; an older ninja does not know them.
+ifeq ($(shell printf '1.12\n%s\n' "$$(ninja --version 2>/dev/null || echo 0)" | sort -CV && echo new),new)
+export NINJA_STATUS ?= [%f/%t, %E left] 
 endif
 
 help:  ## this list
@@ -63,16 +71,23 @@ $(BUILD)/.configured: $(deps)
 	@echo '$(configure)' > $@
 
 # What pytest would build by itself, when it comes to it.
-.PHONY: tests-built
 tests-built: build
 	cmake --build $(BUILD) --target pplx_tests
 
-test: tests-built  ## the tests, without the slow ones
-	$(PY) tests/halves.py
+pytest = $(PY) -m pytest --junitxml=build/tests/$@.xml
+side_by_side := -n $(WORKERS) --dist loadfile
 
-bench: build  ## four processes on this host: latency beside the floor
-	mpirun -n $(RANKS) $(PY) bench/latency.py --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 \
-	    --wire fp8 --transport mapped,proxy:shm,proxy:tcp
+test: tests-built  ## the tests, without the slow ones
+	$(pytest) $(side_by_side)
+
+test-all: tests-built  ## the tests with the slow ones
+	$(pytest) $(side_by_side) -m 'not long'
+
+layer := --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 --wire fp8
+bench: build  ## latency beside the floor: of four processes on this host, then of its GPUs where it has two or more
+	mpirun -n $(RANKS) $(PY) bench/latency.py $(layer) --transport mapped,proxy:shm,proxy:tcp
+	gpus=$$($(PY) -c 'import torch; print(torch.cuda.device_count())'); \
+	    test $$gpus -lt 2 || $(PY) bench/latency.py -n $$gpus --device cuda $(layer)
 
 two-hosts: build  ## two network namespaces as two hosts: what docs/across-nodes.md says (root only)
 	tools/two_hosts.sh $(PY) examples/hosts.py
@@ -95,7 +110,7 @@ lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are 
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(call make_stubs,--check)
 
-# 5 s when nothing has changed. The compiler is from PyPI and lies in build/; a toolkit of this machine is not looked at.
+# 5 s when nothing has changed. Its tools are from PyPI and lie in build/.
 machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes, spills
 	$(PY) tools/machine_code.py
 
@@ -107,7 +122,7 @@ mutants: build  ## plants protocol bugs, one at a time, and shows that the tests
 	$(PY) tests/mutants/run.py
 	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core)
 
-mutants-carrier: tests-built  ## the same for what kernels promise the proxy, and carriers that they drive: the emulation's tests, ten minutes
+mutants-carrier: tests-built  ## the same for all that kernels promise the proxy, and carriers that they drive: ten minutes
 	$(PY) tests/mutants/run_emulation.py
 
 cpp: build  ## the C++ tests
@@ -132,6 +147,9 @@ define sanitized
 	ctest --test-dir build/$(1) --output-on-failure -j2
 endef
 
+sanitizers:  ## the C++ tests under AddressSanitizer and UBSan, and under ThreadSanitizer, side by side
+	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
+
 cpp-asan: $(deps)  ## the C++ tests under AddressSanitizer and UBSan
 	$(call sanitized,asan,address$(comma)undefined)
 
@@ -140,22 +158,23 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 
 comma := ,
 
-# Each step keeps both of two cores busy: mutants three at a time, the sanitizers' trees and pytest's halves side by side. pytest comes
-# last, so that its closing line is the last thing printed. The expression selects the slow tests too.
-check: lint machine-code sim tests-built mutants  ## everything that a change must pass: lint, sanitizers, all tests with the slow ones
-	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
-	$(PY) tests/halves.py -m 'not by_hand' --durations=15
+check:  ## everything that a change must pass, and what CI runs; how long each part took
+	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants sanitizers test-all check-serving
+
+# When it was last run stands in tests/README.md.
+check-long: tests-built carrier-calls mutants-carrier  ## what `make check` leaves out: an hour
+	PPLX_TEST_VOLUME=10 $(pytest) $(side_by_side) -m 'long or not long' tests/emulation tests/efa
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
 check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
-	    $(PY) -m pytest tests/serving --durations=10
-	$(call serving_env,training) -m pytest tests/ranks/test_moe_kernels.py tests/ranks/test_moe_overlap.py --durations=5
+	    $(pytest) tests/serving
+	$(call serving_env,training) -m pytest --junitxml=build/tests/$@-kernels.xml tests/ranks/test_moe_kernels.py tests/ranks/test_moe_overlap.py
 
-wheel: $(deps)  ## a wheel in dist/
-	$(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+wheel: $(deps)  ## a wheel in dist/, with kernels for any GPU
+	CMAKE_ARGS="-DPPLX_CUDA=ON $(CMAKE_ARGS)" $(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
 
 clean:  ## what was built; the environment stays
 	rm -rf build dist pplx_comm/*.so pplx_comm/efasoft/lib pplx_comm/_version.py

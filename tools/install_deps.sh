@@ -48,7 +48,7 @@ has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p'
 command -v ninja >/dev/null || tools+=(ninja)
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
-    pytest pytest-timeout hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
+    pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
 
 # An older libfabric for tests of the efa provider: that of a wheel whose MPI nobody uses.
 if [ ! -d "$venv/libfabric-1.22" ]; then

@@ -1,7 +1,8 @@
 """Checks the machine code of the CUDA kernels: what overlaps in the source must overlap there, too.
 
-Compiles the kernels of src/cuda for sm_90a, with the options of cmake/cuda.cmake and the compiler of
-tools/cuda_compiler.txt, and disassembles them. No GPU is needed, nor a CUDA toolkit. The rules are tables in this file:
+Disassembles the kernels of src/cuda for sm_90a. They are those of `make build` where that had PPLX_CUDA_INSPECT=ON and the compiler of
+tools/cuda_compiler.txt; else that compiler makes them, with the options of cmake/cuda.cmake. No GPU is needed, nor a CUDA toolkit. The
+rules are tables in this file:
 
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
@@ -22,8 +23,10 @@ import functools
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -32,6 +35,7 @@ import sass
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "machine_code"
+DEV = ROOT / "build" / "dev"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
 SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many", "dispatch_many_pieces", "combine_many_pieces")
 
@@ -150,9 +154,9 @@ def compiler() -> Path:
     return found
 
 
-def run(command: list[str]) -> str:
+def run(command: list[str], folder: Path | str = ROOT) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)}\n{done.stdout}\nended with {done.returncode}")
     return done.stdout
@@ -169,11 +173,35 @@ def options() -> list[str]:
     return ["-O3", "-DNDEBUG", f"-std=c++{standard[1]}", architecture, *found, "-Isrc", "-lineinfo", "-Xptxas=-v"]
 
 
+def is_built() -> bool:
+    """Whether build/dev has kernels that can be looked at, made by the compiler that the bounds are for."""
+    cache, about = DEV / "CMakeCache.txt", next(DEV.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"), None)
+    if about is None or not re.search(r"^PPLX_CUDA_INSPECT:\w+=ON$", cache.read_text(), re.M):
+        return False
+    version = re.search(r"^nvidia-cuda-nvcc==(\S+)$", NEEDS.read_text(), re.M)
+    return (
+        version is not None
+        and f'CMAKE_CUDA_COMPILER_VERSION "{version[1]}"' in about.read_text()
+        and re.search(r"^CMAKE_CUDA_ARCHITECTURES:\w+=90a-real$", cache.read_text(), re.M) is not None
+    )
+
+
+def taken(source: str, tools: Path, cubin: Path) -> str:
+    """Takes a file's machine code out of build/dev, and returns what ptxas said."""
+    built = DEV / "CMakeFiles" / "_cuda.dir" / "src" / "cuda" / f"{source}.cu.o"
+    with tempfile.TemporaryDirectory() as folder:
+        run([str(tools / "cuobjdump"), "--extract-elf", "all", str(built)], folder)
+        (found,) = Path(folder).glob("*.cubin")
+        shutil.copyfile(found, cubin)
+    return Path(f"{built}.txt").read_text()
+
+
 def compiled(source: str, tools: Path) -> tuple[Path, str]:
     """A file's machine code, and what ptxas says of it: of an earlier call, if nothing has changed since."""
     files = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".h", ".cuh") or path.name == f"{source}.cu")
     host = run(["gcc", "--version"]).partition("\n")[0]
-    key = hashlib.sha256(repr((str(ROOT), str(tools), host, options())).encode())
+    built = is_built()
+    key = hashlib.sha256(repr((str(ROOT), str(tools), host, options(), built)).encode())
     for path in files:
         key.update(f"{path}\0".encode() + path.read_bytes())
     cubin = BUILD / f"{source}-{key.hexdigest()[:12]}.cubin"
@@ -181,8 +209,8 @@ def compiled(source: str, tools: Path) -> tuple[Path, str]:
     if not said.exists():
         for old in BUILD.glob(f"{source}-*"):
             old.unlink()
-        text = run([str(tools / "nvcc"), *options(), "-cubin", "-o", str(cubin), f"src/cuda/{source}.cu"])
-        said.write_text(text)
+        compile_it = [str(tools / "nvcc"), *options(), "-cubin", "-o", str(cubin), f"src/cuda/{source}.cu"]
+        said.write_text(taken(source, tools, cubin) if built else run(compile_it))
     return cubin, said.read_text()
 
 
@@ -357,6 +385,8 @@ def main() -> None:
     arguments = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     tools = compiler()
+    if is_built():
+        run(["cmake", "--build", str(DEV), "--target", "_cuda"])
     with concurrent.futures.ThreadPoolExecutor() as at_once:
         results = list(at_once.map(lambda source: compiled(source, tools), SOURCES))
     kernels = [kernel for cubin, said in results for kernel in kernels_of(disassembled(cubin, tools), said)]

@@ -80,8 +80,7 @@ struct Thread {
   unsigned lane() const { return in_block.x % kLanes; }
 };
 
-// The thread that runs. Where modules are loaded is known when they are, so this is one load.
-extern thread_local Thread* current __attribute__((tls_model("initial-exec")));
+extern thread_local Thread* current; // the thread that runs
 inline Thread& here() { return *current; }
 void yield();                        // until memory may have changed
 void yield_to_turns(const std::uint64_t* turns, unsigned parity);   // the same, or until they are over
