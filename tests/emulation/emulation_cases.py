@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import re
@@ -22,6 +23,13 @@ BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
 """All dispatches are of many tokens."""
 # Fibers change stacks in its assembler.
 ON_X86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")
+VOLUME = float(os.environ.get("PPLX_TEST_VOLUME", "0.3"))
+"""The share of a test's cases that run. `make check-long` takes more than all: it draws new ones."""
+
+
+def numbers(most: int) -> range:
+    """The numbers of a test's cases."""
+    return range(math.ceil(most * VOLUME))
 
 
 @functools.cache

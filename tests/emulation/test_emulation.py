@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, PARTS, case_of, module
+from emulation_cases import CHAOS, ON_X86_64, PARTS, case_of, module, numbers
 from harness import Crew, Crews, seed
 from test_failure import left_in_shm
 
@@ -23,7 +23,7 @@ pytestmark = ON_X86_64
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes(crew: Crews, transport: str) -> None:
-    for number in range(8):
+    for number in numbers(8):
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
 
 
@@ -54,14 +54,14 @@ def test_more_units_than_warps() -> None:
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     """The others find no room on the GPU before it has ended: it sends their shares."""
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_PART_BYTES": "1"}) as crew:
-        for number in range(10):
+        for number in numbers(10):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(25_000, number, 2, transport))
 
 
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes_in_a_chaos(transport: str) -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}", **PARTS}) as crew:
-        for number in range(5):
+        for number in numbers(5):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
 
@@ -78,7 +78,7 @@ def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replace(case_of(22_000, number, 4, "auto:tcp"), replicas=1)
             remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", case, [(0, 2), (3, 1), (1, 3)])
             assert remote == [[2], [3], [0], [1]]
@@ -87,7 +87,7 @@ def test_gpus_that_do_not_reach_each_other() -> None:
 @pytest.mark.parametrize("chaos", ["", f"seed=7,{CHAOS}"], ids=["quiet", "chaos"])
 def test_blocks_in_gpu_memory(chaos: str) -> None:
     """Threads of one process, whose blocks a copy engine carries."""
-    cases = [replace(case_of(23_000, number, 2, "copy"), replicas=1) for number in range(8)]
+    cases = [replace(case_of(23_000, number, 2, "copy"), replicas=1) for number in numbers(8)]
     with Crew(1) as crew:
         crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, chaos, timeout=200)
 

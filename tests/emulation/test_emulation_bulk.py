@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, ON_X86_64, case_of, module, run_refused
+from emulation_cases import BULK, ON_X86_64, case_of, module, numbers, run_refused
 from harness import Crew, seed
 from open_step_cases import small_case
 
@@ -20,7 +20,7 @@ pytestmark = ON_X86_64
 def test_bulk_copies(world: int, least: int) -> None:
     """Ranks with fewer tokens take the other way, in the same step."""
     with Crew(world, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
-        for number in range(8):
+        for number in numbers(8):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
 
 
@@ -29,7 +29,7 @@ def test_bulk_copies(world: int, least: int) -> None:
 def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""
     with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
         for tokens in (3, 60):
             case = Case(seed() + tokens, 2, num_experts=8, top_k=2, hidden=64, max_tokens=tokens, crowd="full", steps=6)
@@ -42,7 +42,7 @@ def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> No
     """In percent of seven, of which `room` run at a time."""
     env = {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_SENDING_SHARE": str(share)}
     with Crew(2, env) as crew:
-        for number in range(4):
+        for number in numbers(4):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(34_000, number, 2, "mapped"))
         for number, layout in enumerate(("compact", "ragged", "padded", "compact")):
             wire = ("fp8", "native")[number % 2]
@@ -152,7 +152,7 @@ def test_bulk_copies_of_sums_of_many_rows(room: int) -> None:
 def test_bulk_copies_beside_rows_that_show() -> None:
     """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
     with Crew(4, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = Case(
                 seed() + number, 4, num_experts=8, top_k=3, hidden=2048, max_tokens=24, layout="compact", crowd="uneven", steps=4
             )

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 from cases import Case
-from emulation_cases import ON_X86_64, PARTS, case_of, module
+from emulation_cases import ON_X86_64, PARTS, case_of, module, numbers
 from harness import Crew, Crews, seed
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_send (weights)", "combine_recv")
 
@@ -22,7 +22,7 @@ def test_random_shapes_by_kernels(transport: str, near: str) -> None:
     """near: peers whose memory is mapped; to the others blocks are put. Some of both in one job, too."""
     for world in (2, 4):
         with Crew(world, {"PPLX_EMULATION_NEAR": near, **PARTS}) as crew:
-            for number in range(5):
+            for number in numbers(5):
                 crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000, number, world, transport))
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, CHAOS, ON_X86_64, case_of, module, piece_case
+from emulation_cases import BULK, CHAOS, ON_X86_64, case_of, module, numbers, piece_case
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
 def test_hooks(crew: Crews, transport: str) -> None:
-    for number in range(8):
+    for number in numbers(8):
         crew.run("emulated:call", module(), "hook_cases:hooked", case_of(40_000, number, crew.world_size, transport))
 
 
@@ -25,7 +25,7 @@ def test_hooks(crew: Crews, transport: str) -> None:
 @pytest.mark.parametrize("least", [1, 4])
 def test_hooks_of_bulk_copies(least: int) -> None:
     with Crew(2, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
-        for number in range(8):
+        for number in numbers(8):
             crew.run("emulated:call", module(), "hook_cases:hooked", case_of(41_000 + 1000 * least, number, 2, "mapped"))
         for number, (wire, dtype, hidden, tokens) in enumerate([("native", "bfloat16", 8192, 30), ("mxfp8", "bfloat16", 64, 300)]):
             case = Case(
@@ -47,7 +47,7 @@ def test_hooks_of_alignments(align: int, zero_pad: bool, bulk: bool) -> None:
 @pytest.mark.parametrize("bulk", [False, True])
 def test_hooks_with_one_resident_thread_block(bulk: bool) -> None:
     with Crew(2, {**(BULK if bulk else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
-        for number in range(4):
+        for number in numbers(4):
             crew.run("emulated:call", module(), "hook_cases:hooked", case_of(43_000, number, 2, "mapped"))
 
 
@@ -128,7 +128,7 @@ def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
 def test_hooks_of_pieces(world: int, transport: str) -> None:
     """Ranks with few tokens, and with many."""
     with Crew(world) as crew:
-        for number in range(5):
+        for number in numbers(5):
             case = replace(piece_case(600 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 
@@ -152,14 +152,14 @@ def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
 @pytest.mark.parametrize("room", [1, 2])
 def test_hooks_of_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replace(piece_case(700 + number, 2), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 
 
 def test_hooks_of_pieces_in_a_chaos() -> None:
     with Crew(3, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replace(piece_case(800 + number, 3), transport="proxy:tcp")
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 

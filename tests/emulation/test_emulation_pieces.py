@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, module, piece_case
+from emulation_cases import CHAOS, ON_X86_64, module, numbers, piece_case
 from harness import Crew, seed
 from open_step_cases import small_case
 from test_failure import check_survivors
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_pieces(world: int) -> None:
     with Crew(world) as crew:
-        for number in range(8):
+        for number in numbers(8):
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
 
 
@@ -32,7 +32,7 @@ def test_pieces(world: int) -> None:
 def test_pieces_between_nodes(world: int, transport: str) -> None:
     """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
     with Crew(world) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = replace(piece_case(300 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
@@ -52,7 +52,7 @@ def test_pieces_between_nodes(world: int, transport: str) -> None:
 def test_pieces_by_kernels(world: int, transport: str, near: str) -> None:
     """Peers that are put to, mapped ones, and both in one job."""
     with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = replace(piece_case(350 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
@@ -97,7 +97,7 @@ def test_a_piece_that_is_not_the_next(context: int) -> None:
 @pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
 def test_pieces_in_a_chaos(world: int, transport: str) -> None:
     with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = replace(piece_case(400 + number, world), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
@@ -111,7 +111,7 @@ def test_pieces_that_leave_late() -> None:
 
 def test_pieces_in_gpu_memory() -> None:
     """Threads of one process, whose blocks a copy engine carries."""
-    cases = [replace(piece_case(500 + number, 2), transport="copy") for number in range(4)]
+    cases = [replace(piece_case(500 + number, 2), transport="copy") for number in numbers(4)]
     with Crew(1) as crew:
         crew.run("emulated:all_in_pieces", module(), 4, "placement_cases:random_shapes", cases, "", timeout=200)
 
@@ -122,7 +122,7 @@ def test_pieces_in_gpu_memory() -> None:
 def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
     """It claims the rounds in their order, whoever else was to have them."""
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replace(piece_case(100 + number, 2), transport=transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, module, piece_case
+from emulation_cases import CHAOS, ON_X86_64, module, numbers, piece_case
 from harness import Crew, seed
 from open_step_cases import small_case
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 REPLICAS = [(2, 2, "mapped"), (4, 2, "mapped"), (4, 4, "mapped"), (3, 3, "mapped"), (4, 2, "proxy:tcp"), (4, 2, "mixed:tcp")]
 """World, replicas, transport: those of a group are of one node."""
@@ -27,7 +27,7 @@ def replica_case(number: int, world: int, replicas: int, transport: str = "mappe
 @pytest.mark.parametrize(("world", "replicas", "transport"), REPLICAS)
 def test_replicas_in_pieces(world: int, replicas: int, transport: str) -> None:
     with Crew(world) as crew:
-        for number in range(6):
+        for number in numbers(6):
             case = replica_case(1000 + number, world, replicas, transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)
 
@@ -36,7 +36,7 @@ def test_replicas_in_pieces(world: int, replicas: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["proxy:tcp", "mixed:tcp"])
 def test_replicas_in_pieces_in_a_chaos(transport: str) -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replica_case(1100 + number, 4, 2, transport)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)
 
@@ -46,7 +46,7 @@ def test_replicas_in_pieces_in_a_chaos(transport: str) -> None:
 def test_replicas_in_pieces_with_one_resident_thread_block(room: int) -> None:
     """It finishes all that replicas wait for."""
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "5"}) as crew:
-        for number in range(3):
+        for number in numbers(3):
             case = replica_case(1200 + number, 2, 2)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
@@ -107,7 +107,7 @@ def test_gradients_of_replicas_in_pieces(through: str, transport: str) -> None:
 @pytest.mark.parametrize(("world", "transport"), [(2, "mapped"), (4, "mapped"), (4, "proxy:tcp"), (4, "mixed:tcp")])
 def test_hooks_of_replicas_in_pieces(world: int, transport: str) -> None:
     with Crew(world) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = replica_case(1400 + number, world, 2, transport)
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=200)
 
@@ -162,6 +162,6 @@ def test_replicas_in_pieces_after_a_reset(tmp_path: Path, replicas: int, transpo
 @pytest.mark.parametrize(("world", "near"), [(4, "none"), (4, "odd")])
 def test_replicas_in_pieces_by_kernels(world: int, near: str) -> None:
     with Crew(world, {"PPLX_EMULATION_NEAR": near}) as crew:
-        for number in range(4):
+        for number in numbers(4):
             case = replace(piece_case(950 + number, world), transport="nvshmem", replicas=2)
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)

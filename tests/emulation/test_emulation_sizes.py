@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, ON_X86_64, PARTS, module
+from emulation_cases import BULK, ON_X86_64, PARTS, module, numbers
 from harness import Crew, Crews, seed
 from size_cases import are_far, far_case
 
@@ -78,7 +78,7 @@ def test_far_rows_of_many_in_pieces(many: Crews, transport: str) -> None:
 @pytest.mark.parametrize("tuned", [[5, 14], [14, 5]], ids=str)
 def test_ranks_agree_where_many_begin(few: Crews, tuned: list[int]) -> None:
     """Rows of combine would look different at either end."""
-    for number in range(3):
+    for number in numbers(3):
         case = Case(seed() * 10 + number, 2, num_experts=8, top_k=3, max_tokens=20, crowd="uneven", steps=6)
         for stats in few.run("emulated:call", module(), "size_cases:agreed", case, tuned, timeout=60):
             assert stats["bulk_tokens"] == 14, stats

@@ -216,6 +216,11 @@ class Program:
         return call([*under, str(program), *arguments], RUN_LIMIT, ROOT)
 
 
+def how_far(done: int, of: int, started: float) -> str:
+    left = (time.monotonic() - started) * (of - done) / done
+    return f"[{done}/{of}, {left:.0f} s left]"
+
+
 def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Path) -> tuple[Mutant, bool, str, float]:
     """Whether it was caught, by what, and how long that took."""
     begun = time.monotonic()
@@ -267,12 +272,13 @@ def main(words: list[str]) -> int:
                 return 1
         changed = {file: dependents(file) for file in {m.file for m in mutants}}
         tried = [workers.submit(in_a_folder, partial(try_mutant, m, programs[m.catch], changed[m.file])) for m in mutants]
-        survivors = 0
-        for done in as_completed(tried):
+        survivors, started = 0, time.monotonic()
+        for number, done in enumerate(as_completed(tried), 1):
             mutant, caught, said, seconds = done.result()
             survivors += not caught
             verdict = f"by {mutant.catch}: {said}" if caught else f"{mutant.catch} passes, though {mutant.why}"
-            print(f"{'caught' if caught else 'SURVIVES':9} {mutant.name} ({seconds:.0f} s), {verdict}", flush=True)
+            at = how_far(number, len(mutants), started)
+            print(f"{at} {'caught' if caught else 'SURVIVES':9} {mutant.name} ({seconds:.0f} s), {verdict}", flush=True)
     print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
     return 1 if survivors else 0
 
