@@ -1,8 +1,8 @@
 """Checks the machine code of the CUDA kernels: what overlaps in the source must overlap there, too.
 
-Disassembles the kernels of src/cuda for sm_90a. They are those of `make build` where that had PPLX_CUDA_INSPECT=ON and the compiler of
-tools/cuda_compiler.txt; else that compiler makes them, with the options of cmake/cuda.cmake. No GPU is needed, nor a CUDA toolkit. The
-rules are tables in this file:
+Disassembles the kernels of src/cuda for sm_90a. They are those of `make build` where that had PPLX_CUDA_INSPECT=ON and the
+compiler of tools/cuda_compiler.txt; else that compiler makes them, with the options of cmake/cuda.cmake. No GPU is needed, nor a
+CUDA toolkit. The rules are tables in this file:
 
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.

@@ -113,7 +113,9 @@ def main(words: list[str]) -> int:
         survivors += not caught
         verdict = said[-1][:110] if caught else f"passes (exit {code}), though {mutant.why}"
         at = run.how_far(number, len(mutants), begun)
-        print(f"{at} {'caught' if caught else 'SURVIVES':9} {mutant.name} ({time.monotonic() - started:.0f} s): {verdict}", flush=True)
+        print(
+            f"{at} {'caught' if caught else 'SURVIVES':9} {mutant.name} ({time.monotonic() - started:.0f} s): {verdict}", flush=True
+        )
     shutil.rmtree(WORK, ignore_errors=True)
     print(f"{len(mutants) - survivors} of {len(mutants)} mutants caught in {time.monotonic() - begun:.0f} s")
     return 1 if survivors else 0
