@@ -358,7 +358,7 @@ class AllToAll:
     ) -> int:
         """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
         c = make_config(
-            integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
+            world_size, 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
             replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs,

@@ -226,7 +226,7 @@ def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
 def _combine_backward(ctx: Any, dy: Optional, d_back: Optional) -> tuple[Any, ...]:
     """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x.
 
-    The gradients of a tail travel as weights do. A tail has gradients in the combine of dispatch's backward alone, which has no weights.
+    A tail's gradients travel as weights do. Only the combine of dispatch's backward has them, and that one has no weights.
     """
     expert_out, row_weights, plan, weights = ctx.saved_tensors
     s = Spec.of(ctx.spec)

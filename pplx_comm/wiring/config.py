@@ -64,7 +64,7 @@ def make_config(
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
     c = _core.Config()
-    c.world, c.rank, c.on_gpu = world_size, rank, on_gpu
+    c.world, c.rank, c.on_gpu = integer("world_size", world_size, 1, 1024), rank, on_gpu
     c.num_experts = integer("num_experts", num_experts, 1, 1 << 20)
     c.top_k = integer("top_k", top_k, 1, 16)
     c.hidden = integer("hidden", hidden, 1, 1 << 20)
