@@ -99,8 +99,8 @@ def _checked(
     scale_shape = tuple(-(-n // BLOCK) for n in found.shape)
     if scale is None and found.dtype == E4M3:
         raise Error(
-            f"load: {name!r} is {E4M3}, and there is no {scale_name!r}, which must have its scales, torch.float32 {list(scale_shape)}, "
-            "one per 128x128. Codes with scales of another name or shape must be multiplied out before"
+            f"load: {name!r} is {E4M3}, and there is no {scale_name!r} with its scales per 128x128, float32 {list(scale_shape)}. "
+            "Multiply out codes whose scales have another name or shape"
         )
     wanted = _NUMBERS if scale is None else (E4M3,)
     if found.dtype not in wanted:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch import nn
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
+from pplx_comm.handles import Combining
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
@@ -22,15 +26,32 @@ from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
+from pplx_comm.moe.stranded import telling
 from pplx_comm.wire import Wire
 
 WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
 
 
+class Opened:
+    """Held by each Begun of a call. Where all are dropped before finish(), the other ranks hear of it."""
+
+    def __init__(self, one: Pass) -> None:
+        self.one = one
+
+    def __del__(self) -> None:
+        one = self.one
+        d = one.returning.dispatched if isinstance(one.returning, Combining) and not one.returning.done else one.sent
+        if d is not None and not sys.is_finalizing():
+            del one.ticket  # its graph holds the pass
+            # In a thread of its own: the garbage collector comes at any moment, when this one may hold locks.
+            threading.Thread(target=d.owner.strand, args=(d, "finish", "its call was begun and dropped"), daemon=True).start()
+
+
 @dataclass(frozen=True)
 class Begun:
-    """A call between its parts."""
+    """A call between its parts. Call finish() with it, or the step that it has open fails on all ranks."""
 
+    opened: Opened
     one: Pass
     ticket: torch.Tensor
     """What ties its parts together for autograd."""
@@ -195,10 +216,14 @@ class MoE(nn.Module):
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
+        one, opened = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
         _keep(self._ran, len(tokens), one)
-        shared = None if self.shared is None else self.shared(tokens)
-        return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
+        shared = None
+        if self.shared is not None:
+            # What is compiled has no place for it: there the end of `opened` tells.
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else telling(one.sent, "begin"):
+                shared = self.shared(tokens)
+        return Begun(opened, one, one.ticket, False, shared, x.shape, x.dtype)
 
     def compute(self, begun: Begun) -> Begun:
         """The second part: the experts, and the send half of combine."""
@@ -256,9 +281,10 @@ class MoE(nn.Module):
 @torch.compiler.disable
 def _send(
     a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool, most: int | None
-) -> Pass:
+) -> tuple[Pass, Opened]:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+    one = send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+    return one, Opened(one)
 
 
 @torch.compiler.disable
