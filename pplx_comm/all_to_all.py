@@ -399,15 +399,16 @@ def _open(control: ControlPlane, arguments: Arguments) -> Steps:
         if wiring is not None:
             wiring.close(deadlines.CLOSE_FAILED)
         if wiring is not None or not raised_by_all(problem):
-            _tell(control, problem)
+            tell(control, problem, "AllToAll()")
         raise
 
 
-def _tell(control: ControlPlane, problem: BaseException) -> None:
-    what = str(problem) if isinstance(problem, PeerError) else f"rank {control.rank} was interrupted in AllToAll(): {problem!r}"
+def tell(control: ControlPlane, problem: BaseException, call: str) -> None:
+    """Ends the other ranks' constructors, which wait for this one's."""
+    what = str(problem) if isinstance(problem, PeerError) else f"rank {control.rank} was interrupted in {call}: {problem!r}"
     peer = problem.peer if isinstance(problem, PeerError) else control.rank
     kind = "timeout" if isinstance(problem, TimeoutError) else "abort"
-    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase="AllToAll()")
+    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase=call)
 
 
 _GO_ON = "To make it after all, call reset() of another AllToAll of this Communicator on all ranks, or make a new Communicator"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -318,3 +319,29 @@ def fails_inside(me: Any, case: MoECase, where: str, clumsy: int) -> dict[str, A
     y = layer(x)
     ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
     return {**found, "survivors": survivors, "error": max(errors(layer, expected(case, world, me.rank), x, y).values())}
+
+
+def differing(me: Any, wrong: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What MoE() raises where the last rank passes something else, for each of `wrong`; then a layer, which all make alike."""
+    alike = {"hidden": 64, "intermediate": 32, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 16, "comm": me.comm}
+    last = me.rank == me.world_size - 1
+    found = [raised(lambda each=each: MoE(**{**alike, **(each if last else {})})) for each in wrong]
+    MoE(**alike)(torch.ones(3, 64)).sum().backward()
+    return found
+
+
+def copied(me: Any, case: MoECase) -> dict[str, Any]:
+    """A deep copy of a layer that has run: it has weights of its own, the same results, and the same AllToAll."""
+    world = make_world(case)
+    layer = make_layer(me, case, world, main_grad=True)
+    layer(taken(layer, world.x[me.rank])).sum().backward()
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.experts.down.zero_()
+    x = taken(other, world.x[me.rank]).t().contiguous().t().requires_grad_()  # not contiguous
+    other.experts.gate_up.main_grad.fill_(1)
+    other.experts.down.main_grad.fill_(1)
+    other.zero_grad()
+    y = other(x)
+    ((y * taken(layer, world.dy[me.rank])).sum() + other.aux_loss).backward()
+    return {"shared": other.a2a is layer.a2a, "error": max(errors(other, expected(case, world, me.rank), x, y).values())}
