@@ -68,8 +68,8 @@ _FAULT = re.compile(r"(error=0*([1-9]|1[0-5])|port-down|silent|rnr|full|cq-overr
 def _faults(text: str) -> str:
     if not all(_FAULT.fullmatch(one) for one in text.split(";")):
         raise argparse.ArgumentTypeError(
-            f"{text!r} must be faults with ; between them: error=CODE (1 to 15), port-down, silent, rnr, full or cq-overrun, each with "
-            "any of ,nic=N ,after=K ,count=C ,every=K"
+            f"{text!r} must be faults with ; between them: error=CODE (1 to 15), port-down, silent, rnr, full or cq-overrun, "
+            "each with any of ,nic=N ,after=K ,count=C ,every=K"
         )
     return text
 
