@@ -117,7 +117,7 @@ def test_what_is_not_loaded(comm: pc.Communicator) -> None:
         (name, {"": torch.zeros(128, 128, dtype=torch.int32)}, f"'{name}' is torch.int32"),
         (name, {"": torch.zeros(128, 128, dtype=torch.bool)}, f"'{name}' is torch.bool"),
         (name, {"": [[0.0]]}, f"'{name}' is a list"),
-        (name, {"": codes}, rf"'{name}' is torch.float8_e4m3fn.* no '{name}_scale_inv', .*float32 \[1, 1\]"),
+        (name, {"": codes}, rf"'{name}' is torch.float8_e4m3fn.* no '{name}_scale_inv' .*float32 \[1, 1\]"),
         (name, {"": codes, ".weight_scale": scale}, f"'{name}' is torch.float8_e4m3fn.* no '{name}_scale_inv'"),
         (name, {"": codes.view(torch.float8_e5m2)}, f"'{name}' is torch.float8_e5m2"),
         (name, {"": codes, "_scale_inv": scale.view(torch.int32)}, f"'{name}_scale_inv' is torch.int32"),
