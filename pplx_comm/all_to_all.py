@@ -362,7 +362,7 @@ class AllToAll:
     ) -> int:
         """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
         c = make_config(
-            integer("world_size", world_size, 1, 1024), 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
+            world_size, 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
             replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs,
@@ -403,15 +403,16 @@ def _open(control: ControlPlane, arguments: Arguments) -> Steps:
         if wiring is not None:
             wiring.close(deadlines.CLOSE_FAILED)
         if wiring is not None or not raised_by_all(problem):
-            _tell(control, problem)
+            tell(control, problem, "AllToAll()")
         raise
 
 
-def _tell(control: ControlPlane, problem: BaseException) -> None:
-    what = str(problem) if isinstance(problem, PeerError) else f"rank {control.rank} was interrupted in AllToAll(): {problem!r}"
+def tell(control: ControlPlane, problem: BaseException, call: str) -> None:
+    """Ends the other ranks' constructors, which wait for this one's."""
+    what = str(problem) if isinstance(problem, PeerError) else f"rank {control.rank} was interrupted in {call}: {problem!r}"
     peer = problem.peer if isinstance(problem, PeerError) else control.rank
     kind = "timeout" if isinstance(problem, TimeoutError) else "abort"
-    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase="AllToAll()")
+    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase=call)
 
 
 _GO_ON = "To make it after all, call reset() of another AllToAll of this Communicator on all ranks, or make a new Communicator"

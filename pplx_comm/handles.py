@@ -28,6 +28,8 @@ class Owner(Protocol):
 
     def await_experts(self, d: Dispatched, experts: range) -> None: ...
 
+    def strand(self, d: Dispatched, phase: str, why: str) -> None: ...
+
 
 class Plan:
     """The routing of one dispatch. Immutable; further dispatches may use it for other tokens with the same routing.

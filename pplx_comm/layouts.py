@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pplx_comm.errors import Error
 
 
-def _at_least_one(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise Error(f"{name} must be a positive integer, not {value!r}")
+def _positive(name: str, value: int | None, most: int = 2**31 - 1) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most):
+        raise Error(f"{name} must be an integer from 1 to {most}, not {value!r}")
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class Ragged:
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
-        _at_least_one("Ragged(align=)", self.align)
-        _at_least_one("Ragged(max_rows=)", self.max_rows)
+        _positive("Ragged(align=)", self.align, 2**20)
+        _positive("Ragged(max_rows=)", self.max_rows)
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Padded:
     align: int = 1
 
     def __post_init__(self) -> None:
-        _at_least_one("Padded(max_tokens_per_expert=)", self.max_tokens_per_expert)
-        _at_least_one("Padded(align=)", self.align)
+        _positive("Padded(max_tokens_per_expert=)", self.max_tokens_per_expert)
+        _positive("Padded(align=)", self.align, 2**20)
 
 
 @dataclass(frozen=True)

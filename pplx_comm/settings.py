@@ -40,11 +40,14 @@ class Variable:
     """Set but empty is a value of its own; otherwise it means unset."""
 
     def value(self, text: str) -> Any:
+        must = "text in UTF-8"
         try:
+            text.encode()
+            must = self.must
             return self.parse(text)
         except ValueError:
             shown = f"{self.name} has {len(text)} characters: it" if self.hidden else f"{self.name}={text!r}"
-            raise Error(f"{shown} must be {self.must}") from None
+            raise Error(f"{shown} must be {must}") from None
 
 
 def _variable(
@@ -149,7 +152,7 @@ class Settings:
     """What AllToAll() reads."""
 
     threads: int | None = _variable(
-        "PPLX_COMM_THREADS", _whole(1), "a positive integer", "CPU threads of a rank's phases",
+        "PPLX_COMM_THREADS", _whole(1, 1024), "1 to 1024", "CPU threads of a rank's phases",
         default="its share of the cores, 8 at most",
     )  # fmt: skip
     provider: str | None = _variable(
@@ -162,7 +165,7 @@ class Settings:
         value=(), default="the nearest",
     )  # fmt: skip
     endpoints: int = _variable(
-        "PPLX_COMM_ENDPOINTS", _whole(1), "a positive integer", "Endpoints of a rank; large blocks are split over them",
+        "PPLX_COMM_ENDPOINTS", _whole(1, 16), "1 to 16", "Endpoints of a rank; large blocks are split over them",
         value=0, default="one for each NIC",
     )  # fmt: skip
     interface: str | None = _variable(
@@ -170,7 +173,7 @@ class Settings:
         default="loopback if all ranks are on one host, else the default route's",
     )  # fmt: skip
     shard_bytes: int = _variable(
-        "PPLX_COMM_SHARD_BYTES", _whole(1), "a positive integer", "A block is split over endpoints above this size",
+        "PPLX_COMM_SHARD_BYTES", _whole(1, 2**40), "1 to 2^40", "A block is split over endpoints above this size",
         value=256 * 1024, default="262144",
     )  # fmt: skip
     placement: str = _variable(
@@ -178,7 +181,7 @@ class Settings:
         "Where the blocks for other nodes lie, where placement= says nothing", value="auto", default="auto",
     )  # fmt: skip
     bulk_tokens: int = _variable(
-        "PPLX_COMM_BULK_TOKENS", _whole(1), "a positive integer",
+        "PPLX_COMM_BULK_TOKENS", _whole(1, 2**31), "1 to 2^31",
         "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
         default="by GPU, num_sms and shape: src/cuda/tuning.h",
     )  # fmt: skip
@@ -188,7 +191,7 @@ class Settings:
         value=0, default="by their number: src/cuda/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
-        "PPLX_COMM_PART_BYTES", _whole(1), "a positive integer",
+        "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",
         "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",
         value=64 * 1024, default="65536",
     )  # fmt: skip

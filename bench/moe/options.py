@@ -102,7 +102,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     what.add_argument("--transport", default="auto", help="of ours: auto, mapped, proxy, nvshmem (auto)")
     what.add_argument("--provider", help="of ours: the libfabric provider of the proxy")
     what.add_argument("--node-size", type=positive, help="of ours: how many ranks share a node, whatever the hosts say")
-    what.add_argument("--slot-bytes", type=positive, help="of ours, on CPUs: blocks that do not fit go in pieces")
+    what.add_argument("--slot-bytes", type=positive, help="of ours: blocks that do not fit go in pieces")
     what.add_argument("--no-backward", action="store_true", help="forward only")
     what.add_argument("--seed", type=int, default=1, help="of weights, tokens and routing, alike for everything measured (1)")
     how = parser.add_argument_group("how long")

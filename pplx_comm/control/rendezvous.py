@@ -75,9 +75,10 @@ def _where(launch: Launch, environ: Mapping[str, str]) -> tuple[list[Address], b
     host, port = launch.address
     try:
         hosts = resolve(host)
-    except OSError as problem:
+    except (OSError, UnicodeError) as problem:
+        why = getattr(problem, "strerror", "no host can have this name")
         raise Error(
-            f"cannot resolve {host!r} ({launch.address_source}): {problem.strerror}. Set PPLX_COMM_ADDR=<host of rank 0>:<port>"
+            f"cannot resolve {host!r} ({launch.address_source}): {why}. Set PPLX_COMM_ADDR=<host of rank 0>:<port>"
         ) from None
     if secret is None:
         if not all(is_loopback(found) for found in hosts):

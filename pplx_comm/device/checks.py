@@ -51,7 +51,7 @@ class Checks:
             raise Error("dispatch: give topk_ids, or plan= of an earlier dispatch")
         if not isinstance(topk_ids, torch.Tensor) or topk_ids.dtype not in (torch.int32, torch.int64):
             raise Error(f"topk_ids must be int32 or int64, not {getattr(topk_ids, 'dtype', type(topk_ids).__name__)}")
-        ids = topk_ids.contiguous()
+        ids = _contiguous("topk_ids", topk_ids)
         self._tensor("topk_ids", ids, (tokens, self._top_k))
         return ids
 
@@ -60,7 +60,7 @@ class Checks:
             return None
         if not isinstance(weights, torch.Tensor) or weights.dtype != torch.float32:
             raise Error(f"{name} must be a float32 tensor, not {getattr(weights, 'dtype', type(weights).__name__)}")
-        weights = weights.contiguous()
+        weights = _contiguous(name, weights)
         self._tensor(name, weights, (tokens, self._top_k))
         return weights
 
@@ -133,7 +133,7 @@ class Checks:
             return None
         if not isinstance(tail, torch.Tensor) or tail.dtype != torch.float32:
             raise Error(f"combine: tail must be a float32 tensor, not {getattr(tail, 'dtype', type(tail).__name__)}")
-        tail = tail.contiguous()
+        tail = _contiguous("combine: tail", tail)
         shape: tuple[int | None, ...] = (None,)
         if isinstance(self._layout, Padded):
             shape = (self._experts, self._config.max_per_expert)
@@ -187,8 +187,10 @@ class Checks:
             raise Error(f"dispatch: x_scale has shape {tuple(x_scale.shape)}, must be {each}")
         if x_scale.device != self._device:
             raise Error(f"dispatch: x_scale is on {x_scale.device}, this AllToAll works on {self._device}")
+        _dense("dispatch: x_scale", x_scale)
 
     def _tensor(self, name: str, tensor: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+        _dense(name, tensor)
         have = tensor.shape
         alike = have == shape or (shape[0] is None and len(have) == len(shape) and have[1:] == shape[1:])
         if alike and tensor.device == self._device and tensor.is_contiguous():
@@ -203,3 +205,13 @@ class Checks:
             raise Error(f"{name} has shape {tuple(tensor.shape)}, must be [{wanted}]")
         if tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise Error(f"{name} must be contiguous in its last dimension; call .contiguous()")
+
+
+def _dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise Error(f"{name} is {tensor.layout}: it must be dense; call .to_dense()")
+
+
+def _contiguous(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    _dense(name, tensor)
+    return tensor.contiguous()

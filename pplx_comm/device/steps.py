@@ -130,6 +130,13 @@ class Steps:
 
     # ---- failure ---------------------------------------------------------------------------------------------------------
 
+    def strand(self, d: Dispatched, phase: str, why: str) -> None:
+        """Tells all ranks that this one will not end d's step: what runs between its calls has failed."""
+        control = self.session.control
+        if self._life.usable and d.plan.generation == self.device.core.generation:
+            said = f"rank {control.rank} left a step open in {phase} ({why}; after reset() on every rank it can go on)"
+            control.abort(said, peer=control.rank, phase=phase, step=None if d.step < 0 else d.step)
+
     def _hear(self, failure: Failure) -> None:
         """From the control thread: somebody died, aborted or left."""
         core = self.device.core

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import struct
+import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,11 @@ class SoftEfa:
         _check_memory()
         remove_abandoned()
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}.{_start_time(os.getpid())}-", dir=MEMORY))
+        # Removes the folder when this process ends, even by kill -9: its pipe ends then, too.
+        self._remover = subprocess.Popen(
+            ["/bin/sh", "-c", f'read -r _; [ -e "$1/{KEPT}" ] || rm -rf -- "$1"', "sh", str(self.folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         self.options = options
         try:
             self.host = Host(self.folder, options)
@@ -120,9 +126,14 @@ class SoftEfa:
         """close() leaves the folder, and nothing else removes it."""
         (self.folder / KEPT).touch()
 
+    @property
+    def remover(self) -> int:
+        """The process that removes the folder."""
+        return self._remover.pid
+
     def close(self) -> None:
-        if not (self.folder / KEPT).exists():
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._remover.returncode is None:
+            self._remover.communicate(b"\n")  # copies of the pipe in forked processes do not delay it
 
     def __enter__(self) -> SoftEfa:
         return self
@@ -188,7 +199,7 @@ def _start_time(pid: int) -> str:
 
 
 def remove_abandoned() -> None:
-    """Folders of this user's launchers that were killed."""
+    """Folders of this user's launchers that were killed together with their removers."""
     for folder in MEMORY.glob(f"{PREFIX}*.*-*"):
         pid, _, rest = folder.name.removeprefix(PREFIX).partition(".")
         with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -60,6 +61,19 @@ def _number(kind: Callable[[str], float], least: float, most: float, words: str)
     return parse
 
 
+_FAULT = re.compile(r"(error=0*([1-9]|1[0-5])|port-down|silent|rnr|full|cq-overrun)(,(nic|after|count|every)=\d+)*", re.ASCII)
+"""As proxy/efasoft/faults.c reads one, which only a process that opens a NIC would do."""
+
+
+def _faults(text: str) -> str:
+    if not all(_FAULT.fullmatch(one) for one in text.split(";")):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be faults with ; between them: error=CODE (1 to 15), port-down, silent, rnr, full or cq-overrun, "
+            "each with any of ,nic=N ,after=K ,count=C ,every=K"
+        )
+    return text
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage, parser.epilog, parser.formatter_class = USAGE, EPILOG, argparse.RawDescriptionHelpFormatter
     whole = _number(int, 0, 2**63 - 1, "a whole number, 0 or more")
@@ -82,7 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     network.add_argument(
         "--receives", type=receives, metavar="R", help="receives that a queue takes (8192); efa fills it, 9 KiB each"
     )
-    network.add_argument("--fail", metavar="SPEC", help="faults, with ; between them, for example error=13,nic=0,after=100")
+    network.add_argument(
+        "--fail", type=_faults, metavar="SPEC", help="faults, with ; between them, for example error=13,nic=0,after=100"
+    )
     software = parser.add_argument_group("the software")
     software.add_argument("--libfabric", metavar="PATH", help="a libfabric.so.1 with efa (PPLX_LIBFABRIC, else the mpich wheel's)")
     software.add_argument("--keep", action="store_true", help="leave the fabric's folder, and say where it is")
@@ -140,7 +156,7 @@ def run(command: list[str], options: Options, *, keep: bool = False, joined: Pat
             if stop:
                 return 128 + min(stop)
             code = _command(command, efa.host)
-            _end_the_rest()
+            _end_the_rest(efa.remover)
             print(f"efa-soft: {efa.host.about}\n{counters.table(efa.counters())}", file=sys.stderr)
             if keep:
                 efa.keep()
@@ -175,21 +191,21 @@ def _ended() -> Iterator[tuple[int, int]]:
             yield ended
 
 
-def _children() -> list[int]:
-    """By /proc, since orphans came to be children without being started here."""
+def _children(remover: int) -> list[int]:
+    """All but the fabric's own. By /proc, since orphans came to be children without being started here."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent, *_ = stat.read_text().rpartition(")")[2].split()
-            if int(parent) == os.getpid() and state not in "ZX":
+            if int(parent) == os.getpid() and state not in "ZX" and int(stat.parent.name) != remover:
                 found.append(int(stat.parent.name))
     return found
 
 
-def _end_the_rest() -> None:
+def _end_the_rest(remover: int = 0) -> None:
     """What COMMAND started and left running would hold on to a fabric that is no more."""
     list(_ended())
-    left = _children()
+    left = _children(remover)
     if left:
         _say(f"COMMAND has ended and left {len(left)} processes running, which are ended: {', '.join(map(str, left))}")
     begin = time.monotonic()
@@ -201,7 +217,7 @@ def _end_the_rest() -> None:
                 os.kill(pid, signal.SIGCONT)
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
         list(_ended())
-        left = _children()  # a child's own children have become ours
+        left = _children(remover)  # a child's own children have become ours
 
 
 def _say(text: str) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from pplx_comm.errors import Error
 from pplx_comm.moe.layer import MoE
-from pplx_comm.moe.quantise import dequantise_weights
+from pplx_comm.moe.quantise import BLOCK, E4M3, dequantise_weights
 from pplx_comm.moe.sharding import local
 
 
@@ -54,6 +54,9 @@ FAMILIES = {
 """Usual prefixes: "model.layers.N.mlp." of deepseek (V2, V3) and qwen (Qwen2-MoE, Qwen3-MoE), "model.layers.N.block_sparse_moe." of
 mixtral, "decoder.layers.N.mlp." of megatron, whose experts are one module, and of megatron_sequential, where each is one."""
 
+_NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_SCALES = (torch.float32, torch.bfloat16)
+
 
 def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
     """The router, this rank's experts and the shared expert: name to tensor. The tensors are the layer's own memory.
@@ -71,21 +74,49 @@ def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
 def load(layer: MoE, tensors: Mapping[str, torch.Tensor], family: str, prefix: str = "") -> None:
     """Fills the layer from tensors of these names: whole checkpoints too, of which a rank takes its own experts, or slices.
 
-    Codes with a tensor of scales per 128x128 behind them (`..._scale_inv`, as DeepSeek-V3 publishes them) are multiplied out.
+    Tensors are bfloat16, float16, float32 or float64. Or they are float8_e4m3fn codes, with float32 or bfloat16 scales per 128x128
+    behind them (`..._scale_inv`, as DeepSeek-V3 publishes them), which are multiplied out. A load that raises has changed nothing.
     """
     of_experts = {name for name, _ in _of_experts(layer, _names(family))}
-    for part, memory in _parts(layer, family):
-        name = prefix + part
-        if name not in tensors:
-            raise Error(f"load: there is no tensor {name!r}")
-        found, scale = tensors[name], tensors.get(f"{name}_scale_inv")
-        if scale is not None:
-            found = dequantise_weights(found, scale)
-        if part in of_experts:
-            found = _slice(layer, found, memory)
-        if found.shape != memory.shape:
-            raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
-        memory.copy_(found)
+    found = [
+        (memory, _checked(layer, tensors, prefix + name, memory, name in of_experts)) for name, memory in _parts(layer, family)
+    ]
+    for memory, numbers in found:
+        memory.copy_(numbers())
+
+
+def _checked(
+    layer: MoE, tensors: Mapping[str, torch.Tensor], name: str, memory: torch.Tensor, of_expert: bool
+) -> Callable[[], torch.Tensor]:
+    """What makes the numbers for `memory` of a tensor and its scales, if there are some."""
+    scale_name = f"{name}_scale_inv"
+    found, scale = tensors.get(name), tensors.get(scale_name)
+    if found is None:
+        raise Error(f"load: there is no tensor {name!r}")
+    for each, tensor in ((name, found), (scale_name, scale)):
+        if tensor is not None and not isinstance(tensor, torch.Tensor):
+            raise Error(f"load: {each!r} is a {type(tensor).__name__}, must be a tensor")
+    scale_shape = tuple(-(-n // BLOCK) for n in found.shape)
+    if scale is None and found.dtype == E4M3:
+        raise Error(
+            f"load: {name!r} is {E4M3}, and there is no {scale_name!r} with its scales per 128x128, float32 {list(scale_shape)}. "
+            "Multiply out codes whose scales have another name or shape"
+        )
+    wanted = _NUMBERS if scale is None else (E4M3,)
+    if found.dtype not in wanted:
+        beside = "" if scale is None else f" and has scales, {scale_name!r}"
+        raise Error(f"load: {name!r} is {found.dtype}{beside}, must be {' or '.join(map(str, wanted))}")
+    if scale is not None and (scale.dtype not in _SCALES or scale.shape != scale_shape):
+        raise Error(
+            f"load: {scale_name!r} is {scale.dtype} {tuple(scale.shape)}, must be {' or '.join(map(str, _SCALES))} {scale_shape}"
+        )
+
+    def fitting(whole: torch.Tensor) -> torch.Tensor:
+        return _slice(layer, whole, memory) if of_expert and whole.dim() == 2 else whole
+
+    if fitting(found.to("meta")).shape != memory.shape:
+        raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
+    return lambda: fitting(found if scale is None else dequantise_weights(found, scale))
 
 
 def _parts(layer: MoE, family: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,6 +15,7 @@ from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.routed import Extras, Options, Pass, compute
 from pplx_comm.moe.sharding import local, own
+from pplx_comm.moe.stranded import telling
 from pplx_comm.moe.swiglu import swiglu
 
 
@@ -62,9 +63,12 @@ class Experts(nn.Module):
     def forward(self, ticket: torch.Tensor, one: Pass, options: Options, whole: bool = False) -> torch.Tensor:
         """The middle of a pass that `routed.send` began. Takes and returns its ticket, which wrappers of modules may replace."""
         one.ticket = ticket
-        gate_up, down = local(self.gate_up), local(self.down)
-        main = [None if m is None else m.flatten(1, -2) for m in (getattr(w, "main_grad", None) for w in (self.gate_up, self.down))]
-        codes = self._codes(gate_up, down) if self.constant and options.quantised else None
+        with telling(one.sent, "compute"):
+            gate_up, down = local(self.gate_up), local(self.down)
+            main = [
+                None if m is None else m.flatten(1, -2) for m in (getattr(w, "main_grad", None) for w in (self.gate_up, self.down))
+            ]
+            codes = self._codes(gate_up, down) if self.constant and options.quantised else None
         compute(one, gate_up, down, options, Extras(main[0], main[1], self.subnormal_codes, codes), whole=whole)
         return one.ticket
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from pplx_comm.all_to_all import AllToAll
+from pplx_comm.all_to_all import AllToAll, tell
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
+from pplx_comm.handles import Combining
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
@@ -22,15 +28,42 @@ from pplx_comm.moe.routed import Options, Pass, finish, send
 from pplx_comm.moe.router import Router, RouterOptions, Routing
 from pplx_comm.moe.sharding import shard
 from pplx_comm.moe.shared_all_to_all import shared_all_to_all
+from pplx_comm.moe.stranded import telling
 from pplx_comm.wire import Wire
+from pplx_comm.wiring.compare import Attempts, agree, compare, plain, raised_by_all
+from pplx_comm.wiring.config import integer
 
+T = TypeVar("T")
 WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
+
+
+_OF_A_RANK = {
+    "self", "__class__", "comm", "mesh", "all_to_all", "of_step", "gemm", "scaled_gemm",
+    "device", "nics", "num_sms", "placement", "symmetric_memory",
+}  # fmt: skip
+"""Arguments of the layer and of its AllToAll in which ranks may differ, and names that are none."""
+
+
+class Opened:
+    """Held by each Begun of a call. Where all are dropped before finish(), the other ranks hear of it."""
+
+    def __init__(self, one: Pass) -> None:
+        self.one = one
+
+    def __del__(self) -> None:
+        one = self.one
+        d = one.returning.dispatched if isinstance(one.returning, Combining) and not one.returning.done else one.sent
+        if d is not None and not sys.is_finalizing():
+            del one.ticket  # its graph holds the pass
+            # In a thread of its own: the garbage collector comes at any moment, when this one may hold locks.
+            threading.Thread(target=d.owner.strand, args=(d, "finish", "its call was begun and dropped"), daemon=True).start()
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A call between its parts."""
+    """A call between its parts. Call finish() with it, or the step that it has open fails on all ranks."""
 
+    opened: Opened
     one: Pass
     ticket: torch.Tensor
     """What ties its parts together for autograd."""
@@ -112,23 +145,33 @@ class MoE(nn.Module):
         seed: int = 0,
         all_to_all: dict[str, Any] | None = None,
     ) -> None:
+        router, of_step = router or RouterOptions(), dict(all_to_all or {})
+        compared = {name: value for name, value in locals().items() if name not in _OF_A_RANK}
+        compared |= {f"all_to_all[{name!r}]": value for name, value in of_step.items() if name not in _OF_A_RANK}
         super().__init__()
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
-        quantised = _quantised(precision, compute)
-        self.options = Options(quantised, gemm, scaled_gemm, recompute, overlap, expert_groups)
+
+        def check() -> tuple[Options, Placement, int, int | None]:
+            for name, least in (("hidden", 1), ("intermediate", 1), ("num_experts", 1), ("top_k", 1), ("shared_intermediate", 0)):
+                integer(name, compared[name], least, 1 << 20)
+            if shared_gate and not shared_intermediate:
+                raise Error("shared_gate=True is for a layer with a shared expert: give shared_intermediate= too, or leave it out")
+            if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
+                raise Error(
+                    f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
+                )
+            options = Options(_quantised(precision, compute), gemm, scaled_gemm, recompute, overlap, expert_groups)
+            placement = Placement(num_experts, comm.world_size, comm.rank, expert_tp)
+            sms = None if overlap == NONE else sms_of_step(torch.device(of_step.get("device") or "cpu"))
+            return options, placement, placement.top_k(top_k), sms
+
+        self.options, self.placement, choices, sms = _agreed(comm, check, compared)
+        quantised, targets = self.options.quantised, self.placement.num_targets
         align = 128 if quantised or precision != "bf16" or overlap == SIGNALS else 16
-        of_step = dict(all_to_all or {})
         if overlap != NONE:
             of_step["hooks"] = True
-            if (sms := sms_of_step(torch.device(of_step.get("device") or "cpu"))) is not None:
+            if sms is not None:
                 of_step.setdefault("num_sms", sms)
-        if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
-            raise Error(
-                f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
-            )
-
-        self.placement = Placement(num_experts, comm.world_size, comm.rank, expert_tp)
-        targets, choices = self.placement.num_targets, self.placement.top_k(top_k)
 
         def over(tokens: int, layout: Ragged | Padded) -> AllToAll:
             return shared_all_to_all(
@@ -144,7 +187,7 @@ class MoE(nn.Module):
         )
         check_overlap(overlap, self.a2a, quantised)
         device, kept = self.a2a.device, param_dtype or dtype
-        self.router = Router(hidden, num_experts, top_k, router or RouterOptions(), device=device, dtype=kept)
+        self.router = Router(hidden, num_experts, top_k, router, device=device, dtype=kept)
         self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
         self.shared = SharedExpert(hidden, shared_intermediate, shared_gate, device, kept) if shared_intermediate else None
         self._ran: dict[int, Ran] = {}
@@ -191,14 +234,18 @@ class MoE(nn.Module):
                 "main_grad=True, but the weights that had main_grad were replaced, as fully_shard() does: it reduces gradients in "
                 "float32 itself with MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
-        tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype)
+        tokens = x.reshape(-1, x.shape[-1]).to(self.a2a.dtype).contiguous()
         a2a = self._path(len(tokens), most_tokens)
         to = self.router(tokens)
         self._note(to)
-        one = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
+        one, opened = _send(a2a, tokens, *self.placement.targets(to.ids, to.weights), self.options, whole, most_tokens)
         _keep(self._ran, len(tokens), one)
-        shared = None if self.shared is None else self.shared(tokens)
-        return Begun(one, one.ticket, False, shared, x.shape, x.dtype)
+        shared = None
+        if self.shared is not None:
+            # What is compiled has no place for it: there the end of `opened` tells.
+            with contextlib.nullcontext() if torch.compiler.is_compiling() else telling(one.sent, "begin"):
+                shared = self.shared(tokens)
+        return Begun(opened, one, one.ticket, False, shared, x.shape, x.dtype)
 
     def compute(self, begun: Begun) -> Begun:
         """The second part: the experts, and the send half of combine."""
@@ -213,6 +260,16 @@ class MoE(nn.Module):
             begun = self._compute(begun, whole=True)
         y = _finish(begun)
         return (y if begun.shared is None else y + begun.shared).reshape(begun.shape).to(begun.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoE:
+        """A layer with weights of its own, on the same AllToAlls: what AveragedModel makes, for example."""
+        memo |= {id(one): one for one in (self.comm, self.a2a, self.decode_a2a)}
+        memo[id(self.aux_loss)] = self.aux_loss.detach().clone()  # torch copies nothing that has a graph
+        new = memo[id(self)] = type(self).__new__(type(self))
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        if self.main_grad:
+            new.experts.add_main_grad()
+        return new
 
     def _path(self, tokens: int, most_tokens: int | None) -> AllToAll:
         if most_tokens is None or self.decode_a2a is None:
@@ -256,9 +313,10 @@ class MoE(nn.Module):
 @torch.compiler.disable
 def _send(
     a2a: AllToAll, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: Options, whole: bool, most: int | None
-) -> Pass:
+) -> tuple[Pass, Opened]:
     """Steps are calls of other ranks too: a compiler leaves them as they are, and compiles what is around them."""
-    return send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+    one = send(a2a, tokens, ids, weights, options, whole=whole, most_tokens=most)
+    return one, Opened(one)
 
 
 @torch.compiler.disable
@@ -270,6 +328,21 @@ def _keep(ran: dict[int, Ran], tokens: int, one: Pass) -> None:
 def _finish(begun: Begun) -> torch.Tensor:
     begun.one.ticket = begun.ticket
     return finish(begun.one)
+
+
+def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]) -> T:
+    """Collective: what check() returns. What it raises on any rank, or a difference between ranks, raises on all."""
+    attempts = Attempts()
+    checked = attempts.run(check)
+    try:
+        answers = agree(comm.control, "MoE: arguments", {"error": attempts.error, "compared": plain(compared)}, making="MoE")
+    except BaseException as problem:
+        if not raised_by_all(problem):
+            tell(comm.control, problem, "MoE()")
+        raise
+    compare(answers, "MoE")
+    assert checked is not None
+    return checked
 
 
 def _quantised(precision: str, compute: str | None) -> bool:

@@ -39,6 +39,7 @@ from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
+from pplx_comm.moe.stranded import telling
 from pplx_comm.moe.swiglu import swiglu_backward
 
 RECOMPUTE = ("nothing", "activations", "dispatch")
@@ -229,7 +230,7 @@ class _Compute(torch.autograd.Function):
         sent, one.sent = one.sent, None
         if sent is None:
             raise Error("compute: this pass is past it already")
-        with one.ran.noted():
+        with one.ran.noted(), telling(sent, "compute"):
             rows, h = _computed(one, sent, gate_up, down, extras)
         ctx.one, ctx.extras, ctx.sender, ctx.expected = one, extras, sender, rows.where.expected
         ctx.save_for_backward(gate_up, down, rows.where.where, *_kept(rows, h, one.options.recompute))
@@ -238,7 +239,7 @@ class _Compute(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        with ctx.one.ran.noted():
+        with ctx.one.ran.noted(), telling(ctx.one.sent, "backward of compute"):
             d_up, d_down = _computed_backwards(ctx)
         return _ticket(ctx.one.a2a.device), d_up, d_down, None, None, None
 

@@ -223,15 +223,19 @@ def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
     ctx.set_materialize_grads(False)
 
 
-def _combine_backward(ctx: Any, dy: Optional, _: Any) -> tuple[Any, ...]:
-    """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x."""
+def _combine_backward(ctx: Any, dy: Optional, d_back: Optional) -> tuple[Any, ...]:
+    """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x.
+
+    A tail's gradients travel as weights do. Only the combine of dispatch's backward has them, and that one has no weights.
+    """
     expert_out, row_weights, plan, weights = ctx.saved_tensors
     s = Spec.of(ctx.spec)
     wants_weights, wants_ticket = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+    wants_tail = ctx.needs_input_grad[8] and d_back is not None
     if dy is None:
         dy = torch.zeros(ctx.y_shape, dtype=_dtype(s.dtype), device=plan.device)
     rows, _, late_weights, ticket, _ = torch.ops.pplx_comm.dispatch(
-        ctx.spec, dy.contiguous(), None, weights, None, plan, True, not wants_ticket
+        ctx.spec, dy.contiguous(), None, d_back if wants_tail else weights, None, plan, True, not wants_ticket
     )
     rows = rows[: expert_out.shape[0]]  # the caller may leave out unused rows at the end
     d_out, d_weights = rows, None
@@ -241,7 +245,8 @@ def _combine_backward(ctx: Any, dy: Optional, _: Any) -> tuple[Any, ...]:
         if wants_weights:
             d_weights = torch.zeros_like(row_weights)
             d_weights[: rows.shape[0]] = (rows.float() * expert_out.float()).sum(-1)
-    return None, d_out, d_weights, ticket if wants_ticket else None, None, None, None, None, None, None
+    d_tail = late_weights if wants_tail else None
+    return None, d_out, d_weights, ticket if wants_ticket else None, None, None, None, None, d_tail, None
 
 
 for _name, _run, _shapes in (

@@ -30,21 +30,23 @@ class Attempts:
             return None
 
 
-def agree(control: ControlPlane, tag: str, payload: dict[str, Any], timeout: float) -> Answers:
-    """Exchanges payloads; if any rank reports an error, all raise it."""
+def agree(
+    control: ControlPlane, tag: str, payload: dict[str, Any], timeout: float | None = None, making: str = "AllToAll"
+) -> Answers:
+    """Exchanges payloads; if any rank reports an error, all raise it. timeout: None is the Communicator's."""
     answers = control.all_gather(payload, tag, timeout)
-    raise_first(control, answers)
+    raise_first(control, answers, making)
     return answers
 
 
-def raise_first(control: ControlPlane, answers: Answers) -> None:
+def raise_first(control: ControlPlane, answers: Answers, making: str = "AllToAll") -> None:
     """The error of the first rank that reports one, on all ranks."""
     for rank, answer in enumerate(answers):
         if answer is not None and answer.get("error"):
             text = answer["error"]
             if rank == control.rank:
                 raise Error(text)
-            raise PeerError(f"rank {rank} could not make its AllToAll: {text}", peer=rank, phase="AllToAll()")
+            raise PeerError(f"rank {rank} could not make its {making}: {text}", peer=rank, phase=f"{making}()")
 
 
 def raised_by_all(problem: BaseException) -> bool:
@@ -52,7 +54,12 @@ def raised_by_all(problem: BaseException) -> bool:
     return isinstance(problem, Error) and not isinstance(problem, StepTimeout)
 
 
-def compare(answers: Answers) -> None:
+def plain(arguments: dict[str, Any]) -> dict[str, Any]:
+    """As JSON carries them."""
+    return {name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in arguments.items()}
+
+
+def compare(answers: Answers, making: str = "AllToAll") -> None:
     """Raises, alike on all ranks, where `compared` differs."""
     alive = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
     fields = dict.fromkeys(key for _, answer in alive for key in answer["compared"])
@@ -64,7 +71,7 @@ def compare(answers: Answers) -> None:
         if len(by_value) > 1:
             differing.append(f"{name} is " + ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in by_value.items()))
     if differing:
-        raise Error("AllToAll() must be called alike on all ranks, but " + "; ".join(differing))
+        raise Error(f"{making}() must be called alike on all ranks, but " + "; ".join(differing))
 
 
 def name_ranks(ranks: list[int]) -> str:

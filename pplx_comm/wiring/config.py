@@ -17,6 +17,7 @@ from pplx_comm.settings import Settings, read
 from pplx_comm.wire import Wire
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.carriers import named_nics
+from pplx_comm.wiring.compare import plain
 from pplx_comm.wiring.placement import PLACEMENTS
 from pplx_comm.wiring.request import Request
 
@@ -64,7 +65,7 @@ def make_config(
 ) -> _core.Config:
     """The plain struct that the C++ side works from; says what is wrong with the arguments."""
     c = _core.Config()
-    c.world, c.rank, c.on_gpu = world_size, rank, on_gpu
+    c.world, c.rank, c.on_gpu = integer("world_size", world_size, 1, 1024), rank, on_gpu
     c.num_experts = integer("num_experts", num_experts, 1, 1 << 20)
     c.top_k = integer("top_k", top_k, 1, 16)
     c.hidden = integer("hidden", hidden, 1, 1 << 20)
@@ -233,7 +234,7 @@ class Arguments:
     def _compared(self, config: _core.Config, where: torch.device, settings: Settings, error: str | None) -> dict[str, Any]:
         """What must be equal on all ranks, as JSON carries it."""
         wire = repr(self.wire) if error and not isinstance(self.wire, Wire) else Wire.of(self.wire).value
-        compared = {
+        return plain({
             "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden,
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
@@ -242,7 +243,4 @@ class Arguments:
             "lent_outputs": self.lent_outputs, "timeout": self.timeout,
             "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
             "PPLX_COMM_PART_BYTES": settings.part_bytes,
-        }  # fmt: skip
-        return {
-            name: value if isinstance(value, (int, float, str, type(None))) else repr(value) for name, value in compared.items()
-        }
+        })  # fmt: skip

@@ -53,6 +53,9 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.dispatch(x), "topk_ids"),
             (lambda: a2a.dispatch(x, ids.float()), "int32 or int64"),
             (lambda: a2a.dispatch(x, ids.to(torch.int16)), "int32 or int64"),
+            (lambda: a2a.dispatch(x.to_sparse(), ids), "x is torch.sparse_coo.*dense"),
+            (lambda: a2a.dispatch(x, ids.to_sparse()), "topk_ids is torch.sparse_coo.*dense"),
+            (lambda: a2a.dispatch(x, ids, w.to_sparse_csr()), "topk_weights is torch.sparse_csr.*dense"),
             (lambda: a2a.dispatch(x, ids[:1]), "topk_ids"),
             (lambda: a2a.dispatch(x, ids[0]), "topk_ids"),
             (lambda: a2a.dispatch(x, torch.zeros(2, k + 1, dtype=torch.int32)), "topk_ids"),
@@ -82,6 +85,7 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
                 (lambda: a2a.dispatch(fp8, ids, x_scale=scale[0]), "x_scale.*shape"),
                 (lambda: a2a.dispatch(fp8, ids, x_scale=scale.to("meta")), "meta"),
                 (lambda: a2a.dispatch(fp8, ids, x_scale=1.0), "x_scale"),
+                (lambda: a2a.dispatch(fp8, ids, x_scale=scale.to_sparse()), "x_scale is torch.sparse_coo.*dense"),
             ]
             if not mx:
                 mistakes.append((lambda: a2a.dispatch(fp8, ids, x_scale=scale.to(torch.float16)), "x_scale.*float32"))
@@ -145,6 +149,8 @@ def bad_combines(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.combine(out, d.plan), "dispatch"),
             (lambda: a2a.combine(out.double(), d), "float64"),
             (lambda: a2a.combine(out.to("meta"), d), "meta"),
+            (lambda: a2a.combine(out.to_sparse(), d), "expert_out is torch.sparse_coo.*dense"),
+            (lambda: a2a.combine(out, d, tail=torch.zeros(tail_shape).to_sparse()), "tail is torch.sparse_coo.*dense"),
             (lambda: a2a.combine(out[..., :-1], d), "shape"),
             (lambda: a2a.combine(out[None], d), "shape"),
             (lambda: a2a.combine(torch.zeros(*rows[:-1], 2 * case.hidden, dtype=dtype)[..., ::2], d), "contiguous"),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from moe_reference import MoECase, World, error, expected, make_world
+from outcomes import raised
 from torch.utils.checkpoint import checkpoint
 
 import pplx_comm as pc
-from pplx_comm.moe import MoE, RouterOptions
+from pplx_comm.moe import MoE, RouterOptions, routed
+from pplx_comm.moe.arithmetic import Precise
 from pplx_comm.moe.routed import Pass
 from pplx_comm.moe.schedule import one_forward_one_backward
 from pplx_comm.moe.sharding import local as part_of
@@ -284,3 +288,60 @@ def subnormal_codes(me: Any, case: MoECase) -> int:
     with torch.no_grad():
         layer(x)
     return int(layer.experts.subnormal_codes)
+
+
+def fails_inside(me: Any, case: MoECase, where: str, clumsy: int) -> dict[str, Any]:
+    """One rank fails, or drops a call, while a step is open: what each rank's call raised; and after a reset, the error of a whole step."""
+    world = make_world(case)
+    layer = make_layer(me, case, world)
+    x = taken(layer, world.x[me.rank]).requires_grad_()
+    layer(x).sum().backward()  # a first step may come late
+
+    def call() -> None:
+        if me.rank == clumsy and where == "begun":
+            layer.begin(x)
+            return
+        layer(x).sum().backward()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise {"begin": KeyboardInterrupt, "compute": torch.OutOfMemoryError, "backward": pc.Error}[where]("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if me.rank == clumsy and where != "begun":
+            owner, name = {
+                "begin": (layer.shared, "forward"), "compute": (Precise, "down"), "backward": (routed, "swiglu_backward"),
+            }[where]  # fmt: skip
+            patch.setattr(owner, name, fail)
+        found = raised(call)
+    survivors = layer.a2a.reset()
+    layer.zero_grad()
+    x.grad = None
+    y = layer(x)
+    ((y * taken(layer, world.dy[me.rank])).sum() + layer.aux_loss).backward()
+    return {**found, "survivors": survivors, "error": max(errors(layer, expected(case, world, me.rank), x, y).values())}
+
+
+def differing(me: Any, wrong: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What MoE() raises where the last rank passes something else, for each of `wrong`; then a layer, which all make alike."""
+    alike = {"hidden": 64, "intermediate": 32, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 16, "comm": me.comm}
+    last = me.rank == me.world_size - 1
+    found = [raised(lambda each=each: MoE(**{**alike, **(each if last else {})})) for each in wrong]
+    MoE(**alike)(torch.ones(3, 64)).sum().backward()
+    return found
+
+
+def copied(me: Any, case: MoECase) -> dict[str, Any]:
+    """A deep copy of a layer that has run: it has weights of its own, the same results, and the same AllToAll."""
+    world = make_world(case)
+    layer = make_layer(me, case, world, main_grad=True)
+    layer(taken(layer, world.x[me.rank])).sum().backward()
+    other = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.experts.down.zero_()
+    x = taken(other, world.x[me.rank]).t().contiguous().t().requires_grad_()  # not contiguous
+    other.experts.gate_up.main_grad.fill_(1)
+    other.experts.down.main_grad.fill_(1)
+    other.zero_grad()
+    y = other(x)
+    ((y * taken(layer, world.dy[me.rank])).sum() + other.aux_loss).backward()
+    return {"shared": other.a2a is layer.a2a, "error": max(errors(other, expected(case, world, me.rank), x, y).values())}

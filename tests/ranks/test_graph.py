@@ -89,7 +89,7 @@ def test_a_compiler_keeps_the_order_of_layers_without_tokens(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("crew", [2, 4], indirect=True, ids=["2 ranks", "4 ranks"])
-@pytest.mark.parametrize("through", ["all", "experts"])
+@pytest.mark.parametrize("through", ["all", "all twice", "experts"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_autograd_as_in_one_process(crew: Crews, layout: str, through: str) -> None:
     for replicas in (1, 2):

@@ -37,7 +37,8 @@ def test_a_kernel_that_writes_whole_tiles(crew: Crew) -> None:
     assert max(crew.run("layout_cases:whole_tiles", 1, TILE)) > 1e3
 
 
-@pytest.mark.parametrize("align", [0, -64, 1.5, True])
-def test_what_is_no_alignment(align: int) -> None:
-    with pytest.raises(pc.Error, match=r"Padded\(align=\)"):
-        pc.Padded(align=align)
+@pytest.mark.parametrize("align", [0, -64, 1.5, True, 2**33])
+@pytest.mark.parametrize("layout", [pc.Padded, pc.Ragged])
+def test_what_is_no_alignment(align: int, layout: type[pc.Padded] | type[pc.Ragged]) -> None:
+    with pytest.raises(pc.Error, match=rf"{layout.__name__}\(align=\) must be an integer from 1 to 1048576"):
+        layout(align=align)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from harness import Crew, Crews, run_ranks, seed
 from moe_reference import MoECase, make_world, run
+
+from pplx_comm.moe import RouterOptions
 
 BF16, FP8_WIRE, FP8 = 0.006, 0.045, 0.08
 """Relative errors that formats explain: of a layer in bfloat16, with dispatch in FP8, and all in FP8."""
@@ -141,6 +145,56 @@ def test_one_forward_one_backward(in_flight: int, recompute: str) -> None:
     case = MoECase(seed(), 2, "zipf", "fp8", dtype="bfloat16", hidden=128, in_flight=in_flight, recompute=recompute)
     for found in run_ranks(2, "moe_cases:scheduled", case):
         assert found == {"same": True, "losses": True, "most_open": 2, "open": 0}
+
+
+def test_a_rank_that_fails_inside_a_layer() -> None:
+    """The others hear of it, and do not wait for its answers until they give up. A reset goes on."""
+    case = MoECase(seed(), 2, "zipf", all_to_all={"timeout": 10.0})
+    with Crew(2) as crew:
+        for where, own, phase in (
+            ("begin", "KeyboardInterrupt", "begin"), ("compute", "OutOfMemoryError", "compute"),
+            ("backward", "Error", "backward of compute"), ("begun", "", "finish"),
+        ):  # fmt: skip
+            other, mine = crew.run("moe_cases:fails_inside", case, where, 1)
+            assert mine["type"] == own, mine
+            assert other["type"] == "PeerError" and other["peer"] == 1, other
+            assert f"rank 1 left a step open in {phase} (" in other["message"], other
+            assert all(found["survivors"] == [0, 1] and found["error"] < 1e-5 for found in (mine, other)), (mine, other)
+
+
+WRONG: list[tuple[dict[str, object], str]] = [
+    ({"intermediate": 0}, "intermediate=0 must be 1 to 1048576"),
+    ({"intermediate": -8}, "intermediate=-8 must be 1 to 1048576"),
+    ({"shared_intermediate": -1}, "shared_intermediate=-1 must be 0 to 1048576"),
+    ({"shared_gate": True}, "shared_gate=True .* shared_intermediate"),
+    ({"precision": "fp4"}, "precision='fp4'"),
+]
+"""Arguments of one rank, and the words for them."""
+DIFFERENT: list[dict[str, object]] = [
+    {"seed": 1}, {"hidden": 128}, {"router": RouterOptions("sigmoid")}, {"shared_intermediate": 32}, {"intermediate": 48},
+    {"param_dtype": torch.float32}, {"recompute": "dispatch"}, {"overlap": "groups"}, {"expert_groups": 2}, {"inference": True},
+    {"main_grad": True}, {"precision": "fp8"}, {"compute": "fp8"}, {"all_to_all": {"timeout": 7.0}},
+]  # fmt: skip
+
+
+def test_ranks_that_differ() -> None:
+    """What one rank passes that is wrong, or not as the others do, raises on all ranks, and names it."""
+    with Crew(2) as crew:
+        zero, one = crew.run("moe_cases:differing", [*(each for each, _ in WRONG), *DIFFERENT])
+    for there, here, (_, says) in zip(zero, one, WRONG, strict=False):
+        assert here["type"] == "Error" and re.match(says, here["message"]), here
+        assert there["type"] == "PeerError" and there["peer"] == 1 and re.search(f"rank 1 .* MoE: {says}", there["message"]), there
+    for there, here, each in zip(zero[len(WRONG) :], one[len(WRONG) :], DIFFERENT, strict=True):
+        (name,) = each
+        assert here["message"] == there["message"] and here["type"] == there["type"] == "Error", (here, there)
+        says = rf"MoE\(\) must be called alike on all ranks, but {name}.* is .* on rank 0, .* on rank 1"
+        assert re.fullmatch(says, here["message"]), here
+
+
+@two_ranks
+def test_a_deep_copy(crew: Crews) -> None:
+    for found in crew.run("moe_cases:copied", MoECase(seed(), crew.world_size, "zipf")):
+        assert found["shared"] and found["error"] < 1e-5, found
 
 
 @two_ranks

@@ -90,7 +90,7 @@ def test_what_has_no_name() -> None:
 
 
 def test_codes_with_scales(comm: pc.Communicator) -> None:
-    """As DeepSeek-V3 is published: e4m3 with a scale per 128 x 128. What is missing, or of another shape, is named."""
+    """As DeepSeek-V3 is published: e4m3 with a scale per 128 x 128."""
     one, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
     saved = checkpoint.save(one, "deepseek")
     name = "experts.1.up_proj.weight"
@@ -101,7 +101,31 @@ def test_codes_with_scales(comm: pc.Communicator) -> None:
     for each, tensor in loaded.items():
         error = (tensor.float() - checkpoint.save(one, "deepseek")[each].float()).norm() / tensor.float().norm()
         assert (0.01 < error < 0.04) if each == name else error == 0, (each, error)
-    with pytest.raises(pc.Error, match=r"experts\.2\.down_proj\.weight"):
-        checkpoint.load(other, {k: t for k, t in saved.items() if k != "experts.2.down_proj.weight"}, "deepseek")
-    with pytest.raises(pc.Error, match=r"gate\.weight.*\(3, 64\)"):
-        checkpoint.load(other, {**saved, "gate.weight": torch.zeros(3, 64)}, "deepseek")
+
+
+def test_what_is_not_loaded(comm: pc.Communicator) -> None:
+    """What is missing, or of another type or shape, is named, and the layer is as it was."""
+    layer, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
+    before = [w.detach().clone() for w in layer.parameters()]
+    saved = checkpoint.save(other, "deepseek")
+    name = "experts.2.down_proj.weight"  # the last but the router's, of which all others would have been copied
+    codes, scale = (t[0] for t in functional.quantise_weights(saved[name][None]))
+    wrong: list[tuple[str, dict[str, object], str]] = [
+        (name, {}, f"no tensor '{name}'"),
+        (name, {"": torch.zeros(128, 64)}, rf"'{name}' is \(128, 64\).*\(128, 128\)"),
+        (name, {"": torch.zeros(128)}, rf"'{name}' is \(128,\)"),
+        (name, {"": torch.zeros(128, 128, dtype=torch.int32)}, f"'{name}' is torch.int32"),
+        (name, {"": torch.zeros(128, 128, dtype=torch.bool)}, f"'{name}' is torch.bool"),
+        (name, {"": [[0.0]]}, f"'{name}' is a list"),
+        (name, {"": codes}, rf"'{name}' is torch.float8_e4m3fn.* no '{name}_scale_inv' .*float32 \[1, 1\]"),
+        (name, {"": codes, ".weight_scale": scale}, f"'{name}' is torch.float8_e4m3fn.* no '{name}_scale_inv'"),
+        (name, {"": codes.view(torch.float8_e5m2)}, f"'{name}' is torch.float8_e5m2"),
+        (name, {"": codes, "_scale_inv": scale.view(torch.int32)}, f"'{name}_scale_inv' is torch.int32"),
+        (name, {"": codes, "_scale_inv": scale[0]}, rf"'{name}_scale_inv' is torch.float32 \(1,\)"),
+        (name, {"": saved[name], "_scale_inv": scale}, f"'{name}' is torch.bfloat16.*'{name}_scale_inv'.*float8_e4m3fn"),
+    ]
+    for name, given, says in wrong:
+        tensors = {k: t for k, t in saved.items() if k != name} | {name + end: t for end, t in given.items()}
+        with pytest.raises(pc.Error, match=says):
+            checkpoint.load(layer, tensors, "deepseek")  # type: ignore[arg-type]
+        assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)), says

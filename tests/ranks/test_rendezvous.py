@@ -41,6 +41,7 @@ from pplx_comm.control.frames import (
 )
 from pplx_comm.control.handshake import ClientSide, Identity, WrongKey, derive_key
 from pplx_comm.control.launch import detect
+from pplx_comm.control.rendezvous import meet
 from pplx_comm.control.sockets import Address, listen_unix, local_addresses
 from pplx_comm.errors import Error
 from pplx_comm.settings import HOW_TO_SET_SECRET
@@ -329,6 +330,13 @@ def test_no_address() -> None:
     for told in _fail(2, {"LOCAL_WORLD_SIZE": None}):
         assert "export PPLX_COMM_ADDR=" in told["message"]
         assert HOW_TO_SET_SECRET in told["message"]
+
+
+@pytest.mark.parametrize(("name", "host"), [("PPLX_COMM_ADDR", "a..b"), ("MASTER_ADDR", "h" * 64)])
+def test_an_address_that_is_no_name(name: str, host: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", name: host}
+    with pytest.raises(Error, match=rf"cannot resolve '{host}' \({name}\): .* Set PPLX_COMM_ADDR=<host of rank 0>:<port>"):
+        meet(detect(environ), 1.0, environ)
 
 
 @pytest.mark.parametrize("name", ["PPLX_COMM_ADDR", "MASTER_ADDR"])

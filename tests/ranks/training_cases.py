@@ -44,7 +44,14 @@ def _expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
     return torch.tanh(x @ up) @ down
 
 
-def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
+def _slope(case: Case, dx: torch.Tensor, dw: torch.Tensor, rank: int) -> torch.Tensor:
+    """Of a rank's first derivatives, in directions that are not those of the output: what second derivatives are taken of."""
+    g = torch.Generator().manual_seed(case.seed + 1 + rank // case.replicas)
+    along = [torch.randn(t.shape, generator=g).to(t.dtype) for t in (dx, dw)]
+    return (dx * along[0]).sum() + (dw * along[1]).sum()
+
+
+def _by_autograd(case: Case, twice: bool = False) -> tuple[list[torch.Tensor], ...]:
     x, ids, weights, dy, up, down = ([t.double() if t.is_floating_point() else t for t in part] for part in _layer(case))
     x, ids, weights, dy = (part[:: case.replicas] for part in (x, ids, weights, dy))  # what replicas hold counts once
     for part in (x, weights, up, down):
@@ -54,10 +61,12 @@ def _by_autograd(case: Case) -> tuple[list[torch.Tensor], ...]:
     for mine, to, w, d in zip(x, ids, weights, dy, strict=True):
         for e in range(case.num_experts):
             loss = loss + (((to == e) * w).sum(1) * (_expert(mine, up[e], down[e]) * d).sum(1)).sum()
-    leaves = [*x, *weights, *up, *down]
+    leaves, n, e = [*x, *weights, *up, *down], len(x), case.num_experts
+    if twice:
+        first = torch.autograd.grad(loss, leaves[: 2 * n], create_graph=True)
+        loss = torch.stack([_slope(case, first[i], first[n + i], i * case.replicas) for i in range(n)]).sum()
     gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
     filled = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
-    n, e = len(x), case.num_experts
     return filled[:n], filled[n : 2 * n], filled[2 * n : 2 * n + e], filled[2 * n + e :]
 
 
@@ -135,12 +144,14 @@ def _through_the_library(me: Any, case: Case, through: str) -> Gradients:
     mine, compact = case.shape.experts_of(me.rank), case.layout == "compact"
     with open_all_to_all(me, case) as a2a:
         x, w = all_x[me.rank].clone(), all_weights[me.rank].clone()
-        if through == "all":
+        if through != "experts":
             x.requires_grad_(), w.requires_grad_()
         d = a2a.dispatch(x, all_ids[me.rank], w)
         ups, downs = ([part[e].clone().requires_grad_() for e in mine] for part in (up, down))
         answer = torch.zeros(d.x.shape, requires_grad=True)  # a rank without experts has a backward pass, too
         weights = d.topk_weights if compact else d.weights
+        if through == "all twice":
+            answer = answer + 0 * d.x * weights.sum()  # and a second one
         for e, rows, numbers in _choices(case, d):
             out = _expert(d.x[rows], ups[e], downs[e])
             if compact:
@@ -149,7 +160,10 @@ def _through_the_library(me: Any, case: Case, through: str) -> Gradients:
                 answer = answer.index_put((torch.arange(answer.shape[0])[rows],) if case.layout == "ragged" else (
                     torch.full((len(out),), e), torch.arange(len(out))), out)  # fmt: skip
         y = a2a.combine(answer, d)
-        y.backward(all_dy[me.rank])
+        if through == "all twice":
+            _slope(case, *torch.autograd.grad(y, (x, w), all_dy[me.rank], create_graph=True), me.rank).backward()
+        else:
+            y.backward(all_dy[me.rank])
         assert a2a.stats()["open_steps"] == 0
         assert (x.grad is None and w.grad is None) == (through == "experts")
         of = [[t.grad if t.grad is not None else torch.zeros_like(t) for t in part] for part in ([x, w], ups, downs)]
@@ -162,9 +176,10 @@ def gradients(me: Any, case: Case) -> dict[str, float]:
 
 
 def gradients_of_autograd(me: Any, case: Case, through: str) -> dict[str, float]:
-    """The same with autograd through the library. through: "all", or "experts": tokens and weights need no gradient."""
-    errors = _errors(me, case, _through_the_library(me, case, through))
-    return {name: error for name, error in errors.items() if through == "all" or name not in ("dx", "dw")}
+    """The same with autograd through the library. through: "all"; "all twice", second derivatives; or "experts": tokens and weights need
+    no gradient."""
+    errors = _errors(me, case, _through_the_library(me, case, through), through == "all twice")
+    return {name: error for name, error in errors.items() if through != "experts" or name not in ("dx", "dw")}
 
 
 def gradients_in_pieces(me: Any, case: Case, through: str) -> dict[str, float]:
@@ -181,10 +196,10 @@ def gradients_in_pieces(me: Any, case: Case, through: str) -> dict[str, float]:
     return _errors(me, case, found)
 
 
-def _errors(me: Any, case: Case, of: Gradients) -> dict[str, float]:
+def _errors(me: Any, case: Case, of: Gradients, twice: bool = False) -> dict[str, float]:
     """How far this rank's gradients are from those of one process, relative to their length."""
     mine = case.shape.experts_of(me.rank)
-    wanted_dx, wanted_dw, wanted_up, wanted_down = _by_autograd(case)
+    wanted_dx, wanted_dw, wanted_up, wanted_down = _by_autograd(case, twice)
 
     def error(seen: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
         a, b = (torch.cat([t.double().reshape(-1) for t in part]) if part else torch.zeros(0) for part in (seen, wanted))

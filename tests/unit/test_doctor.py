@@ -67,6 +67,12 @@ def test_a_configuration_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> N
     assert "hidden=7" in row["error"]
 
 
+@pytest.mark.parametrize("ranks", ["0", "-3", "1025"])
+def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], ranks: str) -> None:
+    (row,) = report(capsys, "--tokens", "8", "--ranks", ranks)["memory_per_rank"]
+    assert f"world_size={ranks} must be 1 to 1024" in row["error"]
+
+
 def test_text_shows_every_finding_and_how_to_turn_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--tokens", "8"]) == 0
     text = capsys.readouterr().out

@@ -34,12 +34,20 @@ def test_values() -> None:
         (Start, "PPLX_COMM_ADDR", "h:port", "host:port"),
         (Start, "PPLX_COMM_ADDR", "h:0", "between 1 and 65535"),
         (Start, "PPLX_COMM_PORT", "65536", "1 to 65535"),
-        (Settings, "PPLX_COMM_THREADS", "0", "a positive integer"),
-        (Settings, "PPLX_COMM_THREADS", "-1", "a positive integer"),
-        (Settings, "PPLX_COMM_ENDPOINTS", "two", "a positive integer"),
-        (Settings, "PPLX_COMM_BULK_TOKENS", "0", "a positive integer"),
+        (Start, "PPLX_COMM_JOB", "\udcff", "in UTF-8"),
+        (Settings, "PPLX_COMM_IFACE", "eth\udcff", "in UTF-8"),
+        (Settings, "PPLX_COMM_THREADS", "0", "1 to 1024"),
+        (Settings, "PPLX_COMM_THREADS", "-1", "1 to 1024"),
+        (Settings, "PPLX_COMM_THREADS", "100000", "1 to 1024"),
+        (Settings, "PPLX_COMM_ENDPOINTS", "two", "1 to 16"),
+        (Settings, "PPLX_COMM_ENDPOINTS", str(2**40), "1 to 16"),
+        (Settings, "PPLX_COMM_BULK_TOKENS", "0", "1 to"),
+        (Settings, "PPLX_COMM_BULK_TOKENS", str(2**64), "1 to"),
+        (Settings, "PPLX_COMM_CUDA_FUZZ", "9" * 5000, "an integer"),
         (Settings, "PPLX_COMM_SENDING_SHARE", "101", "1 to 100"),
-        (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "a positive integer"),
+        (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "1 to"),
+        (Settings, "PPLX_COMM_SHARD_BYTES", str(2**64), "1 to"),
+        (Settings, "PPLX_COMM_PART_BYTES", "9" * 5000, "1 to"),
         (Settings, "PPLX_COMM_PLACEMENT", "gpu", "'auto', 'host' or 'device'"),
         (Settings, "PPLX_COMM_GDRCOPY", "no", "0 or 1"),
         (Settings, "PPLX_LIBFABRIC", "libfabric.so.1", "an absolute path"),
@@ -52,8 +60,8 @@ def test_what_is_wrong(kind: type, name: str, value: str, must: str) -> None:
 
 
 def test_a_secret_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    for secret in ("", "hunter2"):
-        with pytest.raises(Error, match=f"PPLX_COMM_SECRET has {len(secret)} characters") as raised:
+    for secret, must in (("", "at least 16"), ("hunter2", "at least 16"), ("hunter2" * 3 + "\udcff", "in UTF-8")):
+        with pytest.raises(Error, match=f"PPLX_COMM_SECRET has {len(secret)} characters: it must be .*{must}") as raised:
             read(Start, {"PPLX_COMM_SECRET": secret})
         assert "hunter2" not in str(raised.value)
     monkeypatch.setenv("PPLX_COMM_SECRET", "hunter2")
