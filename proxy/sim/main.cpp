@@ -22,17 +22,17 @@ using namespace pplx::sim;
 
 namespace {
 
-constexpr unsigned kSecondsPerSeed = 60;   // of processor time; more is a hang. Not wall time, so that a stopped run may go on
-
 constexpr const char* kUsage =
     "sim --seeds N [--first S] [--jobs J] [--at-least K]   N seeds from S (1) on, in J processes; fails if a kind of fault "
     "happened less than K times\n"
+    "    --limit S                                         seconds of processor time that a seed may take (60): more is a hang\n"
     "sim --seed S [--log]                                  one seed, with every event\n"
     "sim --long N [--resume FILE] [--jobs J]               up to seed N, going on where FILE says\n";
 
 struct Options {
   std::uint64_t first = 1, seeds = 200, at_least = 0;
   unsigned jobs = 1;
+  unsigned limit = 60;          // not wall time, so that a stopped run may go on
   std::optional<std::uint64_t> one;
   bool log = false;
   std::uint64_t until = 0;      // --long
@@ -68,6 +68,7 @@ Options parse(int argc, char** argv) {
     else if (name == "--first") o.first = number();
     else if (name == "--jobs") o.jobs = static_cast<unsigned>(number());
     else if (name == "--at-least") o.at_least = number();
+    else if (name == "--limit") o.limit = static_cast<unsigned>(number());
     else if (name == "--seed") o.one = number();
     else if (name == "--long") o.until = number();
     else if (name == "--resume") o.state = value;
@@ -108,7 +109,8 @@ pid_t await_child(int& status, std::uint64_t& waited, const Shared& shared, std:
 }
 
 // After a failure of any kind, a crash included, prints the seed and the command that replays it.
-bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsigned jobs, Totals& totals) {
+bool run_seeds(const char* program, const Options& o, std::uint64_t first, std::uint64_t end, Totals& totals) {
+  const unsigned jobs = o.jobs;
   void* memory = mmap(nullptr, sizeof(Shared), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
     std::perror("mmap");
@@ -128,7 +130,7 @@ bool run_seeds(const char* program, std::uint64_t first, std::uint64_t end, unsi
     prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for orphans
     for (std::uint64_t seed = shared.next++; seed < end; seed = shared.next++) {
       shared.jobs[j].seed = seed;
-      const itimerval limit = {{0, 0}, {kSecondsPerSeed, 0}};
+      const itimerval limit = {{0, 0}, {o.limit, 0}};
       setitimer(ITIMER_PROF, &limit, nullptr);
       try {
         World(seed, false, shared.jobs[j].totals).run();
@@ -219,7 +221,7 @@ int run_long(const char* program, const Options& o) {
   std::printf("from seed %llu to %llu\n", static_cast<unsigned long long>(next), static_cast<unsigned long long>(o.until));
   while (next <= o.until) {
     const std::uint64_t end = std::min(o.until + 1, next + kChunk * o.jobs);
-    if (!run_seeds(program, next, end, o.jobs, totals)) return 1;
+    if (!run_seeds(program, o, next, end, totals)) return 1;
     next = end;
     if (!o.state.empty()) write_state(o.state, next, totals);
   }
@@ -246,6 +248,6 @@ int main(int argc, char** argv) {
   std::printf("seeds %llu to %llu\n", static_cast<unsigned long long>(o.first),
               static_cast<unsigned long long>(o.first + o.seeds - 1));
   Totals totals;
-  const bool good = run_seeds(argv[0], o.first, o.first + o.seeds, o.jobs, totals);
+  const bool good = run_seeds(argv[0], o, o.first, o.first + o.seeds, totals);
   return report(totals, good ? o.at_least : 0) && good ? 0 : 1;
 }

@@ -32,7 +32,7 @@ def pairs(provider: str, contacts: int, *faults: str) -> Catcher:
 
 
 CATCHERS = {
-    "sim": Catcher("pplx_sim", ("--seeds", "400")),
+    "sim": Catcher("pplx_sim", ("--seeds", "400", "--limit", "5")),
     "test_proxy": Catcher("test_proxy"),
     "test_proxy_pieces": Catcher("test_proxy_pieces"),
     "test_headers": Catcher("test_headers"),
