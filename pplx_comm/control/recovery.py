@@ -159,6 +159,6 @@ class Recovery:
             if len(there) < len(by_rank):
                 without = sorted(by_rank.keys() - there)
                 raise Error(
-                    f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close AllToAlls alike. "
+                    f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close them alike. "
                     f"Close it on ranks {there}, then call reset() again on all ranks"
                 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import contextlib
+from typing import Any
 
 import outcomes
 import torch
