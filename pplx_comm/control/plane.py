@@ -77,8 +77,8 @@ class ControlPlane:
         return self._mesh.generation
 
     def members(self) -> list[int]:
-        """The ranks that collectives wait for: all, until `agree_survivors` leaves some out."""
-        self._mesh.check_owner()
+        """The ranks that collectives wait for: all, until `agree_survivors` leaves some out. Raises after close()."""
+        self._mesh.check_usable()
         return sorted(self._mesh.members)
 
     def alive(self) -> list[bool]:
