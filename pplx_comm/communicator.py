@@ -129,9 +129,10 @@ class Communicator:
         experts of the other ranks answer nothing. Handles and plans from before are invalid; CUDA graphs must be captured again.
         If no rank died, as after a timeout, and all ranks come, they all go on.
 
-        With no failure since the last reset, it changes nothing. So each thread that caught the failure may call it: one of them
-        resets, the others wait, and all get the same ranks. Meanwhile calls of other threads raise the failure. With device="cuda"
-        it waits until the work on the streams of earlier calls has ended.
+        Each thread that caught the failure may call it: one of them resets, the others wait, and all get the same ranks. Meanwhile
+        calls of other threads raise the failure. With no failure since the last reset, it changes nothing; but if this rank has
+        begun steps that it cannot end, since its own code raised, it gives them up: that is a failure on all ranks. With
+        device="cuda" it waits until the work on the streams of earlier calls has ended.
 
         timeout: seconds for the other living ranks to come here too. A rank that is stopped or stuck elsewhere is then left out
             like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout, at least 30 s.

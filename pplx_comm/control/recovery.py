@@ -36,6 +36,13 @@ class Resettable(Protocol):
     def patience(self) -> float:
         """Seconds to wait for other ranks, where reset() names none."""
 
+    @property
+    def open_steps(self) -> int:
+        """Steps that this rank has begun and not ended."""
+
+    def late(self) -> bool:
+        """True if a call of this thread raised a failure, and another thread's reset() has ended it since. Forgets it."""
+
     def notice(self) -> None:
         """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
 
@@ -101,7 +108,7 @@ class Recovery:
         """See Communicator.reset."""
         with self.alone("reset"):
             everything = self.open()
-            failure = self._failure(everything)
+            failure = self._failure(everything, late=any([one.late() for one in everything]))
             if failure is None:
                 return self._control.members()
             patience = max((one.patience for one in everything), default=float(CONSTRUCTOR_SECONDS)) if timeout is None else timeout
@@ -118,8 +125,11 @@ class Recovery:
                 for one in everything:
                     one.go_on()
 
-    def _failure(self, everything: Sequence[Resettable]) -> Failure | None:
-        """What to recover from. None: nothing, or another thread of this rank has done it."""
+    def _failure(self, everything: Sequence[Resettable], late: bool) -> Failure | None:
+        """What to recover from. None: nothing, or another thread of this rank has done it.
+
+        Steps that are open here are a failure: this rank's own code raised. If the caller is `late`, another thread has begun them.
+        """
         control = self._control
         if control.failure is None and control.generation == self._generation:
             for one in everything:
@@ -128,6 +138,11 @@ class Recovery:
             for rank in control.members():
                 if not alive[rank]:
                     control.abort(f"rank {control.rank} called reset() to go on without rank {rank}, which has left", peer=rank)
+            left_open = [one.what for one in everything if one.open_steps]
+            if left_open and not late:
+                control.abort(
+                    f"rank {control.rank} called reset(), and gave up its open steps of {', '.join(left_open)}", phase="reset"
+                )
         if control.generation != self._generation:
             return Failure("abort", control.rank, phase="reset", message="the other ranks have agreed on the survivors")
         return control.failure

@@ -23,6 +23,7 @@ class Failing:
         if error is None or (isinstance(error, Error) and not isinstance(error, PeerError)):
             return
         control = self._session.control
+        self._session.life.told()
         if control.failure is None:  # else all ranks know
             self._explain(error)
             self._tell(error)

@@ -38,6 +38,8 @@ class Life:
         self.lock = threading.Condition()
         """For failures and reset(). Notified when a call ends that found the AllToAll not usable."""
         self._stopped_by: Failure | None = None
+        self._told = threading.local()
+        """Its `generation`: of the last failure that calls of this thread raised. None once the thread has called reset()."""
         self._calls: deque[None] = deque()
         """An element for each call under way; append() and pop() are atomic."""
         self._pid = os.getpid()
@@ -55,6 +57,7 @@ class Life:
         self.check_open(call)
         failure = self._stopped_by
         if failure is not None:
+            self.told()
             raise failure.error()
 
     def check_open(self, call: str) -> None:
@@ -91,6 +94,16 @@ class Life:
                 raise Error(
                     f"reset: {count} calls of other threads have not ended within {seconds:g} s; let them end, then try again"
                 )
+
+    def told(self) -> None:
+        """This thread's call raises a failure of this generation."""
+        self._told.generation = self.generation
+
+    def late(self) -> bool:
+        """See control.recovery.Resettable."""
+        told: int | None = getattr(self._told, "generation", None)
+        self._told.generation = None
+        return told is not None and told < self.generation
 
     def go_on(self) -> None:
         with self.lock:

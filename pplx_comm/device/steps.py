@@ -180,6 +180,13 @@ class Steps:
         """`renewed`, a bound method held weakly, is called when reset() has changed this rank's generation."""
         self._renewed = weakref.WeakMethod(renewed)
 
+    @property
+    def open_steps(self) -> int:
+        return int(self.device.core.open_steps)
+
+    def late(self) -> bool:
+        return self._life.late()
+
     def notice(self) -> None:
         with contextlib.suppress(PeerError):
             self.check("reset")
@@ -218,7 +225,7 @@ class Steps:
         """See AllToAll.stats."""
         self._life.check("stats")
         stats = self.device.stats()
-        stats["open_steps"] = self.device.core.open_steps
+        stats["open_steps"] = self.open_steps
         carrier = self.session.wiring.carrier
         if carrier is not None:
             stats["proxy"] = carrier.stats()

@@ -182,16 +182,59 @@ def open_on_some(me: Any, case: Case) -> list[Any]:
 
 
 def nothing_failed(me: Any, case: Case) -> None:
-    """reset() changes nothing: a step that is open goes on."""
+    """reset() changes nothing, on one rank or on all."""
     with several(me, case, 2) as both:
-        survivors = [Survivor(me, _of(case, number), a2a, [True] * me.world_size) for number, a2a in enumerate(both)]
-        d = survivors[0].send()
+        _good_steps(me, case, both, [True] * me.world_size, 1)
         everyone, generation = list(range(me.world_size)), me.comm.control.generation
-        must(me.comm.reset() == both[1].reset() == everyone, "the survivors")
+        if me.rank != 1:
+            must(me.comm.reset() == both[1].reset() == everyone, "the survivors")
+        _good_steps(me, case, both, [True] * me.world_size, 1)
+        me.comm.barrier()
+        must(me.comm.control.generation == generation, "no new generation")
+
+
+def late_thread(me: Any, case: Case) -> None:
+    """A thread that was told of the failure calls reset() when another one has reset, and begun a step, which goes on."""
+    with several(me, case, 2) as (one, other):
+        with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+            me.comm.barrier()
+        _fail(me)
+        told, begun = threading.Event(), threading.Event()
+        found: list[Any] = []
+
+        def come_late() -> None:
+            found.append(raised(other.check).get("is_peer"))
+            told.set()
+            begun.wait()
+            found.append(me.comm.reset())
+
+        thread = threading.Thread(target=come_late)
+        thread.start()
+        told.wait()
+        everyone = me.comm.reset()
+        generation = me.comm.control.generation
+        d = Survivor(me, _of(case, 0), one, [True] * me.world_size).send()
+        begun.set()
+        thread.join()
+        must(found == [True, everyone], "the late thread hears the same:", found)
         d.wait()
         d.release()
         me.comm.barrier()
         must(me.comm.control.generation == generation, "no new generation")
+
+
+def own_error(me: Any, case: Case) -> dict[str, Any]:
+    """Rank 1's own code raises between dispatch and combine, and it calls reset(). The others wait for its combine."""
+    with several(me, case, 2) as both:
+        survivor = Survivor(me, _of(case, 0), both[0], [True] * me.world_size)
+        if me.rank == 1:
+            survivor.send().wait()
+            told = {}
+        else:
+            told = raised(survivor.step)
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        _good_steps(me, case, both, [True] * me.world_size)
+        return told
 
 
 def one_more_dies(me: Any, case: Case, dying: int, place: str, path: str) -> dict[str, Any]:

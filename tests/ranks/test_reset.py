@@ -68,6 +68,16 @@ def test_nothing_failed(crew: Crews) -> None:
     crew.run("reset_cases:nothing_failed", case_of("mapped"))
 
 
+def test_a_thread_that_comes_late(crew: Crews) -> None:
+    crew.run("reset_cases:late_thread", case_of("mapped"))
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_open_steps_of_a_rank_whose_own_code_raised(crew: Crews, transport: str) -> None:
+    for told in crew.run("reset_cases:own_error", case_of(transport))[::2]:
+        assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
+
+
 @pytest.mark.parametrize(("transport", "place"), [("mapped", "second"), ("proxy:tcp", "second"), ("proxy:tcp", "reset: AllToAlls")])
 def test_another_death(transport: str, place: str, tmp_path: Path) -> None:
     with Crew(4) as crew:
