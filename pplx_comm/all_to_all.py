@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from pplx_comm.layouts import Compact, Padded, Ragged
 from pplx_comm.torch_ops.graph import Graph, GraphDispatched, GraphPlan
 from pplx_comm.wire import Wire
 from pplx_comm.wiring.compare import raised_by_all
-from pplx_comm.wiring.config import Arguments, integer, make_config, seconds
+from pplx_comm.wiring.config import Arguments, integer, make_config
 from pplx_comm.wiring.wire_up import wire_up
 
 log = logging.getLogger("pplx_comm")
@@ -115,7 +114,7 @@ class AllToAll:
             placement=placement, first_step=self._first_step, symmetric_memory=symmetric_memory,
         )  # fmt: skip
         begun = time.monotonic()
-        self._steps = _open(comm.control, arguments)
+        self._steps = _open(comm, arguments)
         self._graph = Graph(self._steps)
         session = self._steps.session
         self.dtype, self.wire, self.layout, self.device = session.dtype, session.wire, session.layout, session.device
@@ -313,20 +312,9 @@ class AllToAll:
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype, device=self.device), d)
 
     def reset(self, timeout: float | None = None) -> list[int]:
-        """After a failure: the survivors agree on who is left, and go on from a fresh first step. Returns the ranks that are left.
-
-        Collective over the survivors. The experts of the others answer nothing. Handles and plans from before are invalid. If
-        nobody died, as after a timeout, and all ranks come, they all go on. With device="cuda" it waits until the work on the
-        streams of earlier calls has ended; graphs must be captured again.
-
-        timeout: seconds for the other living ranks to come here too. A rank that is stopped or stuck elsewhere is then left out
-            like a dead one, and hears of it at its next call. None: three times this AllToAll's timeout, at least 30 s.
-
-        To take a rank back, all ranks make a new Communicator and a new AllToAll on it: see `Communicator.from_env`.
-        """
-        if timeout is not None:
-            seconds("reset: timeout", timeout)
-        return self._steps.reset(timeout, self._graph.renew)
+        """The same as `Communicator.reset`, which resets all AllToAlls of this one's Communicator."""
+        self._steps.check_open("reset")
+        return self._comm.reset(timeout)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction.
@@ -386,48 +374,38 @@ class AllToAll:
         self.close()
 
 
-def _open(control: ControlPlane, arguments: Arguments) -> Steps:
+def _open(comm: Communicator, arguments: Arguments) -> Steps:
+    with comm.recovery.alone("AllToAll()"):
+        steps = _wired(comm.control, arguments, {one.number for one in comm.recovery.open()})
+        comm.recovery.add(steps)
+        return steps
+
+
+def _wired(control: ControlPlane, arguments: Arguments, used_numbers: set[int]) -> Steps:
     """Collective. Where it is cut short on this rank alone, the others are told, for they would wait."""
-    request = arguments.request(control.world_size, control.rank)
+    request, generation = arguments.request(control.world_size, control.rank), control.generation
     wiring = None
     try:
-        wiring = wire_up(control, request, {steps.session.config.object for steps in _live(control)})
+        wiring = wire_up(control, request, used_numbers)
         gpu = request.gpu
         device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         wire = Wire.of(arguments.wire)
         session = Session(request.config, arguments.dtype, wire, arguments.layout, device, request, control, wiring)
-        steps = Steps(session, Cpu(session) if gpu is None else Cuda(session))
-        _live(control).add(steps)
-        return steps
+        return Steps(session, Cpu(session) if gpu is None else Cuda(session))
     except BaseException as problem:
         if wiring is not None:
             wiring.close(deadlines.CLOSE_FAILED)
         if wiring is not None or not raised_by_all(problem):
-            tell(control, problem, "AllToAll()")
+            tell(control, problem, "AllToAll()", generation)
         raise
 
 
-def tell(control: ControlPlane, problem: BaseException, call: str) -> None:
+def tell(control: ControlPlane, problem: BaseException, call: str, generation: int) -> None:
     """Ends the other ranks' constructors, which wait for this one's."""
     what = str(problem) if isinstance(problem, PeerError) else f"rank {control.rank} was interrupted in {call}: {problem!r}"
     peer = problem.peer if isinstance(problem, PeerError) else control.rank
     kind = "timeout" if isinstance(problem, TimeoutError) else "abort"
-    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase=call)
+    control.abort(f"{what}. {_GO_ON}", kind=kind, peer=peer, phase=call, generation=generation)
 
 
-_GO_ON = "To make it after all, call reset() of another AllToAll of this Communicator on all ranks, or make a new Communicator"
-
-_live_of: weakref.WeakKeyDictionary[ControlPlane, weakref.WeakSet[Steps]] = weakref.WeakKeyDictionary()
-
-
-def _live(control: ControlPlane) -> weakref.WeakSet[Steps]:
-    if control not in _live_of:
-        live: weakref.WeakSet[Steps] = weakref.WeakSet()
-
-        def close_all() -> None:
-            for steps in list(live):
-                steps.close()
-
-        control.on_close(close_all)
-        _live_of[control] = live
-    return _live_of[control]
+_GO_ON = "To make it after all, call reset() of this Communicator on all ranks, then AllToAll() again"

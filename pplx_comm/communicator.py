@@ -14,6 +14,7 @@ from pplx_comm.control.deadlines import DEFAULT_TIMEOUT, checked_timeout
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.launch import detect
 from pplx_comm.control.plane import ControlPlane
+from pplx_comm.control.recovery import Recovery
 from pplx_comm.control.rendezvous import Alone, Bootstrap, Gathered, meet
 from pplx_comm.errors import Error
 
@@ -28,7 +29,7 @@ class Communicator:
     node_rank, node_size, local_rank: this rank's node, how many ranks it has, and this rank's place among them. Ranks share a
         node when they can map each other's memory, or as the argument `node_size` says.
     host_rank: this rank's place among the ranks of its machine, whatever `node_size` says: the GPU to take.
-    control: the connections to the other ranks, for the library's own use.
+    control, recovery: the connections to the other ranks, and the AllToAlls with their reset, for the library's own use.
 
     Usable from several threads. Close it, or use it as a context manager; the end of the process closes it too.
     """
@@ -38,6 +39,7 @@ class Communicator:
         assembly = assemble(bootstrap, node_size, timeout)
         node_of = assembly.node_of
         self.control = ControlPlane(assembly.mesh, node_of, timeout, one_network=assembly.one_network)
+        self.recovery = Recovery(self.control)
         self.rank = bootstrap.rank
         self.world_size = bootstrap.world_size
         self.host_rank = assembly.host_rank
@@ -118,6 +120,28 @@ class Communicator:
         """
         with self.control.busy(what):
             yield
+
+    def reset(self, timeout: float | None = None) -> list[int]:
+        """After a failure: the survivors agree on who is left, and all open AllToAlls go on from a fresh first step. Returns the
+        ranks that are left.
+
+        Collective over the survivors: call it where a PeerError is caught. All survivors must have the same AllToAlls open. The
+        experts of the other ranks answer nothing. Handles and plans from before are invalid; CUDA graphs must be captured again.
+        If no rank died, as after a timeout, and all ranks come, they all go on.
+
+        Each thread that caught the failure may call it: one of them resets, the others wait, and all get the same ranks. Meanwhile
+        calls of other threads raise the failure. With no failure since the last reset, it changes nothing; but if this rank has
+        begun steps that it cannot end, since its own code raised, it gives them up: that is a failure on all ranks. With
+        device="cuda" it waits until the work on the streams of earlier calls has ended.
+
+        timeout: seconds for the other living ranks to come here too. A rank that is stopped or stuck elsewhere is then left out
+            like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout, at least 30 s.
+
+        To take a rank back, all ranks make a new Communicator and new AllToAlls on it: see `from_env`.
+        """
+        if timeout is not None and not checked_timeout(timeout, "reset: timeout"):
+            raise Error(f"reset: timeout={timeout!r} must be a positive number of seconds")
+        return self.recovery.reset(timeout)
 
     @property
     def failure(self) -> Failure | None:

@@ -29,10 +29,10 @@ class Agreement:
         self._began = False
         self._proposals: dict[int, frozenset[int]] = {}
 
-    def begin(self) -> None:
-        """This rank takes part from here on; what came before is counted now."""
+    def begin(self) -> bool:
+        """This rank takes part from here on; what came before is counted now. False if it does already."""
         if self._began:
-            return
+            return False
         self._began = True
         view = self.view
         for rank in sorted(self._proposals):
@@ -41,6 +41,7 @@ class Agreement:
         if self.view == view:
             self._send("propose", self.view)
         self._decide_if_unanimous()
+        return True
 
     def lost(self, rank: int) -> None:
         self._shrink(self.view - {rank}, by=self.rank)

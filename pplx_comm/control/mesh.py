@@ -129,10 +129,10 @@ class Mesh:
         if failure is not None:
             raise failure.error()
 
-    def abort(self, failure: Failure) -> None:
-        """Only the first one counts, here and at every peer."""
+    def abort(self, failure: Failure, generation: int | None = None) -> None:
+        """Only the first one counts, here and at every peer; and none of a generation that is over."""
         with self.condition:
-            if self._latch(failure):
+            if generation in (None, self.generation) and self._latch(failure):
                 self._spread(failure)
         self._callbacks.tell()
 
@@ -205,8 +205,8 @@ class Mesh:
 
     # Generations
 
-    def agree_survivors(self, timeout: float, leave_out: bool = False) -> list[int]:
-        agreed = self._survivors.agree(timeout, leave_out)
+    def agree_survivors(self, after: int | None, timeout: float, leave_out: bool = False) -> list[int]:
+        agreed = self._survivors.agree(self.generation if after is None else after, timeout, leave_out)
         self._callbacks.tell()
         return agreed
 

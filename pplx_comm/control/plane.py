@@ -54,12 +54,14 @@ class ControlPlane:
         peers = [rank for rank in range(self.world_size) if rank != self.rank and self.same_node(rank)]
         return share_fds(self._mesh, fds, tag, peers, self._seconds(timeout))
 
-    def agree_survivors(self, timeout: float | None = None, *, leave_out: bool = False) -> list[int]:
+    def agree_survivors(self, timeout: float | None = None, *, after: int | None = None, leave_out: bool = False) -> list[int]:
         """Collective over the survivors: the same list on each. Clears the failure and opens the next generation.
 
+        after: the generation to end; None takes the present one. If it has ended, the ranks that are left now are returned at once:
+            all threads of a rank that name one generation share one agreement.
         leave_out: a rank that lives and does not come within `timeout` is out, too; else that is a StepTimeout.
         """
-        return self._mesh.agree_survivors(self._seconds(timeout), leave_out)
+        return self._mesh.agree_survivors(after, self._seconds(timeout), leave_out)
 
     # ---- failures --------------------------------------------------------------------------------------------------------
 
@@ -73,6 +75,11 @@ class ControlPlane:
     def generation(self) -> int:
         """How often the survivors have agreed."""
         return self._mesh.generation
+
+    def members(self) -> list[int]:
+        """The ranks that collectives wait for: all, until `agree_survivors` leaves some out. Raises after close()."""
+        self._mesh.check_usable()
+        return sorted(self._mesh.members)
 
     def alive(self) -> list[bool]:
         """By rank: neither dead nor gone, as far as this rank knows now."""
@@ -92,14 +99,17 @@ class ControlPlane:
         peer: int | None = None,
         phase: str | None = None,
         step: int | None = None,
+        generation: int | None = None,
     ) -> None:
         """Latches the first failure here and at every peer. Never blocks. See Failure; `rank` is this one by default. A
         `peer` that is no rank counts as none.
+
+        generation: the one that failed. If it is over, nothing happens. None: the present one.
         """
         self._mesh.check_owner()
         rank = rank if rank is not None and is_rank(rank, self.world_size) else self.rank
         message = message or f"rank {rank} aborted{f' in {phase}' if phase else ''}"
-        self._mesh.abort(Failure(kind, rank, peer, phase, step, message).checked(self.world_size))
+        self._mesh.abort(Failure(kind, rank, peer, phase, step, message).checked(self.world_size), generation)
 
     def on_failure(self, callback: Callback) -> Callable[[], None]:
         """Calls back once for the first failure of each generation, and once for each rank that leaves cleanly (kind

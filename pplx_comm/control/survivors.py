@@ -35,25 +35,17 @@ class Survivors:
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._agreed: list[int] | None = None
         self._agreement = self._new_agreement()
 
-    def agree(self, timeout: float, leave_out: bool) -> list[int]:
-        """Collective over the ranks that live: one list of them, the same on each. Clears the failure, opens a new
-        generation. A rank that lives and does not come in time fails the call, or is left out.
+    def agree(self, after: int, timeout: float, leave_out: bool) -> list[int]:
+        """Collective over the ranks that live: who is left of generation `after`, the same list on each. Clears the failure, opens
+        a new generation. A rank that lives and does not come in time fails the call, or is left out.
         """
         group = self._group
         deadline = time.monotonic() + timeout
         with group.condition:
-            group.check_usable()
-            if self._agreed is None:  # else a call that timed out here was completed by the others
-                self._agreement.begin()
-                self._moved()
-            while self._agreed is None:
-                group.check_usable()
-                by = self._agreement.excluded_by
-                if by is not None:
-                    raise PeerError(_excluded(by, group.rank), peer=by, phase="reset")
+            self.begin(after)
+            while (agreed := self.agreed(after)) is None:
                 if not remaining(deadline) and leave_out and self._agreement.missing():
                     for rank in self._agreement.missing():
                         self._agreement.lost(rank)
@@ -70,8 +62,25 @@ class Survivors:
                         expected=sorted(self._agreement.view),
                     )
                 group.condition.wait(remaining(deadline))
-            agreed, self._agreed = self._agreed, None
         return agreed
+
+    def begin(self, after: int) -> None:
+        """This rank takes part in the agreement that ends generation `after`, if that has not ended: a call that timed out here, or
+        another thread's, may have been completed by the other ranks.
+        """
+        self._group.check_usable()
+        if self._group.generation == after and self._agreement.begin():
+            self._moved()
+
+    def agreed(self, after: int) -> list[int] | None:
+        """None until it is decided. The same for all threads that ask."""
+        self._group.check_usable()
+        if self._group.generation > after:
+            return sorted(self._group.members)
+        by = self._agreement.excluded_by
+        if by is not None:
+            raise PeerError(_excluded(by, self._group.rank), peer=by, phase="reset")
+        return None
 
     def lost(self, rank: int) -> None:
         self._agreement.lost(rank)
@@ -109,7 +118,6 @@ class Survivors:
         for rank in group.connections.keys() & (group.members - decided):
             group.connections[rank].send(json_frame(Kind.GOODBYE, {"reason": _excluded(group.rank, rank), "excluded": True}))
             group.connections[rank].finish_sending()
-        self._agreed = sorted(decided)
         group.begin_generation(decided)
 
 

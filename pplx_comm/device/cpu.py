@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -21,6 +23,20 @@ from pplx_comm.hooks import HOOK_ROWS, RAISED, Hooks
 from pplx_comm.wiring.record import CLOSED
 
 _BETWEEN_LOOKS = 50e-6  # seconds: threads that raise words wake nobody
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _awaited(phase: Callable[Concatenate[Cpu, P], T]) -> Callable[Concatenate[Cpu, P], T]:
+    """reset() waits until it returns."""
+
+    @functools.wraps(phase)
+    def call(self: Cpu, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.life:
+            return phase(self, *args, **kwargs)
+
+    return call
 
 
 class CpuPlan(Plan):
@@ -73,6 +89,7 @@ class Cpu:
 
     def __init__(self, session: Session) -> None:
         self.core: _core.Exchange = session.wiring.exchange
+        self.life = session.life
         self.checks = Checks(session)
         self._config, self._wire, self._dtype = session.config, session.wire, session.dtype
         self._hidden, self._top_k = session.hidden, session.top_k
@@ -106,6 +123,7 @@ class Cpu:
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
+    @_awaited
     def dispatch(
         self,
         owner: Owner,
@@ -155,6 +173,7 @@ class Cpu:
         core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
         return CpuPlan(owner, core, weights, self.core.generation)
 
+    @_awaited
     def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, CpuDispatched)
         assert d.memory is not None
@@ -202,6 +221,7 @@ class Cpu:
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
+    @_awaited
     def combine(
         self,
         halves: int,
@@ -254,6 +274,7 @@ class Cpu:
             )
         return c
 
+    @_awaited
     def combine_recv(self, c: Combining) -> None:
         with self._failing["combine_recv"]:
             self.core.combine_recv(
@@ -269,6 +290,7 @@ class Cpu:
         if isinstance(c, CpuCombining):
             c.inputs = ()
 
+    @_awaited
     def release(self, d: Dispatched) -> None:
         with self._failing["release"]:
             self.core.release(d.step)

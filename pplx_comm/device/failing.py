@@ -22,14 +22,13 @@ class Failing:
     def __exit__(self, kind: Any, error: BaseException | None, _: Any) -> None:
         if error is None or (isinstance(error, Error) and not isinstance(error, PeerError)):
             return
-        life, control = self._session.life, self._session.control
-        if life.failed is None:
-            life.failed = error
-            if control.failure is None:  # else everybody knows
-                self._explain(error)
-                self._tell(error)
+        control = self._session.control
+        self._session.life.told()
+        if control.failure is None:  # else all ranks know
+            self._explain(error)
+            self._tell(error)
         first = control.failure
-        if first is None or not isinstance(error, PeerError) or self._call == "reset":
+        if first is None or not isinstance(error, PeerError):
             return
         # If two ranks die at once, neighbours may blame one and the control connections the other. All calls name one cause.
         said = first.error()
@@ -47,9 +46,10 @@ class Failing:
             error.args = (f"{error} {but}",)
 
     def _tell(self, error: BaseException) -> None:
-        control = self._session.control
+        control, generation = self._session.control, self._session.life.generation
         if isinstance(error, PeerError):
             kind = "timeout" if isinstance(error, TimeoutError) else "abort"
-            control.abort(str(error), kind=kind, peer=error.peer, phase=error.phase, step=error.step)
+            control.abort(str(error), kind=kind, peer=error.peer, phase=error.phase, step=error.step, generation=generation)
         else:
-            control.abort(f"rank {control.rank} was interrupted: {error!r}", peer=control.rank, phase=self._call)
+            what = f"rank {control.rank} was interrupted: {error!r}"
+            control.abort(what, peer=control.rank, phase=self._call, generation=generation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,11 @@ from pplx_comm.control.failure import Failure
 from pplx_comm.device.device import Device
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
-from pplx_comm.errors import Error
+from pplx_comm.errors import Error, PeerError
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.wiring.carriers import Carriers
-from pplx_comm.wiring.record import Wiring
-from pplx_comm.wiring.wire_up import rewire
+from pplx_comm.wiring.record import CLOSED, Wiring
+from pplx_comm.wiring.wire_up import core_generation, rewire
 
 
 class Steps:
@@ -29,8 +30,10 @@ class Steps:
         self.session = session
         self.device = device
         self._life = session.life
+        self._life.generation = session.control.generation
         self._checks = device.checks
-        self._checking, self._resetting = Failing(session, "check"), Failing(session, "reset")
+        self._checking = Failing(session, "check")
+        self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
         self._forget_failures = session.control.on_failure(self._hear)
@@ -135,60 +138,102 @@ class Steps:
         control = self.session.control
         if self._life.usable and d.plan.generation == self.device.core.generation:
             said = f"rank {control.rank} left a step open in {phase} ({why}; after reset() on every rank it can go on)"
-            control.abort(said, peer=control.rank, phase=phase, step=None if d.step < 0 else d.step)
+            step = None if d.step < 0 else d.step
+            control.abort(said, peer=control.rank, phase=phase, step=step, generation=self._life.generation)
 
     def _hear(self, failure: Failure) -> None:
         """From the control thread: somebody died, aborted or left."""
         core = self.device.core
-        if not self._life.usable:
+        if self._life.closed:
             return
         if failure.kind == "closed":
             core.peer_left(failure.rank)
             return
-        peer = failure.rank if failure.peer is None else failure.peer
         with self._life.lock:
-            if self.session.control.failure is not None:  # else a reset has ended it before this thread came here
-                core.fail(failure.kind, failure.rank, peer, failure.step or 0, failure.message)
+            if self.session.control.failure is failure:  # else a reset has ended it before this thread came here
+                self._fail(failure)
+
+    def _fail(self, failure: Failure) -> None:
+        peer = failure.rank if failure.peer is None else failure.peer
+        self.device.core.fail(failure.kind, failure.rank, peer, failure.step or 0, failure.message)
 
     def _hear_busy(self, said: Busy) -> None:
         """From the control thread."""
-        if self._life.usable:
+        if not self._life.closed:
             self.device.core.peer_busy(said.rank, said.busy)
 
-    def reset(self, timeout: float | None, renewed: Callable[[], None]) -> list[int]:
-        """The survivors of a failure agree, take fresh endpoints, and start over. Returns who they are. renewed: called when this
-        rank's generation has changed."""
-        session, device = self.session, self.device
-        control, request, wiring, life = session.control, session.request, session.wiring, session.life
-        patience = request.patience if timeout is None else timeout
-        life.check("reset")
-        with self._resetting:
-            device.drain(patience)
-            survivors = control.agree_survivors(patience, leave_out=True)
-            wiring.detach(deadlines.CLOSE_FAILED)
-            Carriers.of(control).close_unused(control.generation)
-            alive = [rank in survivors for rank in range(control.world_size)]
-            core = device.core
-            with life.lock:
-                # No survivor runs a phase now, so nobody stores into this rank's memory.
-                core.reset(core.generation + 1, alive)
-                device.renew(alive)
+    # ---- reset(): see control.recovery.Resettable ------------------------------------------------------------------------
+
+    @property
+    def open(self) -> bool:
+        return self.session.wiring.exchange is not CLOSED
+
+    @property
+    def number(self) -> int:
+        return int(self.session.config.object)
+
+    @property
+    def what(self) -> str:
+        c = self.session.config
+        return f"AllToAll {c.object} (num_experts={c.num_experts}, hidden={c.hidden}, max_tokens_per_rank={c.max_tokens})"
+
+    @property
+    def patience(self) -> float:
+        return self.session.request.patience
+
+    def check_open(self, call: str) -> None:
+        self._life.check_open(call)
+
+    def on_renew(self, renewed: Callable[[], None]) -> None:
+        """`renewed`, a bound method held weakly, is called when reset() has changed this rank's generation."""
+        self._renewed = weakref.WeakMethod(renewed)
+
+    @property
+    def open_steps(self) -> int:
+        return int(self.device.core.open_steps)
+
+    def late(self) -> bool:
+        return self._life.late()
+
+    def notice(self) -> None:
+        with contextlib.suppress(PeerError):
+            self.check("reset")
+
+    def stop(self, failure: Failure) -> None:
+        self._life.stop(failure)
+        self._fail(failure)
+
+    def drain(self, seconds: float) -> None:
+        self._life.await_calls(seconds)
+        self.device.drain(seconds)
+
+    def renew(self, generation: int, alive: list[bool]) -> None:
+        session, device, life = self.session, self.device, self._life
+        session.wiring.detach(deadlines.CLOSE_FAILED)
+        Carriers.of(session.control).close_unused(generation)
+        with life.lock:
+            # No survivor runs a phase now, so none stores into this rank's memory.
+            device.core.reset(core_generation(generation), alive)
+            device.renew(alive)
+            if self._renewed is not None and (renewed := self._renewed()) is not None:
                 renewed()
-                life.failed = None
-            try:
-                rewire(control, request, wiring, survivors)
-            except BaseException as problem:
-                # The first cause may have come before the core was reset, and a core that nothing carries for must take no steps.
-                peer = getattr(problem, "peer", None)
-                core.fail("abort", control.rank, control.rank if peer is None else peer, 0, f"reset() failed: {problem}")
-                raise
-            return survivors
+            life.generation = generation
+
+    def rewire(self, survivors: list[int]) -> None:
+        rewire(self.session.control, self.session.request, self.session.wiring, survivors)
+
+    def fail(self, problem: BaseException) -> None:
+        peer = problem.peer if isinstance(problem, PeerError) else None
+        self._fail(Failure("abort", self.session.control.rank, peer, message=f"reset() failed: {problem}"))
+
+    def go_on(self) -> None:
+        self._life.go_on()
 
     def stats(self) -> dict[str, Any]:
         """See AllToAll.stats."""
         self._life.check("stats")
         stats = self.device.stats()
-        stats["open_steps"] = self.device.core.open_steps
+        stats["open_steps"] = self.open_steps
         carrier = self.session.wiring.carrier
         if carrier is not None:
             stats["proxy"] = carrier.stats()
@@ -204,7 +249,7 @@ class Steps:
         self.device.end_calls()
         self._forget_failures()
         self._forget_busy()
-        failed = life.failed is not None or self.session.control.failure is not None
+        failed = self.session.control.failure is not None
         self.session.wiring.close(deadlines.CLOSE_FAILED if failed else deadlines.CLOSE_STEPS, failed)
         self.device.close()
 

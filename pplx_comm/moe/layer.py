@@ -332,13 +332,13 @@ def _finish(begun: Begun) -> torch.Tensor:
 
 def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]) -> T:
     """Collective: what check() returns. What it raises on any rank, or a difference between ranks, raises on all."""
-    attempts = Attempts()
+    attempts, generation = Attempts(), comm.control.generation
     checked = attempts.run(check)
     try:
         answers = agree(comm.control, "MoE: arguments", {"error": attempts.error, "compared": plain(compared)}, making="MoE")
     except BaseException as problem:
         if not raised_by_all(problem):
-            tell(comm.control, problem, "MoE()")
+            tell(comm.control, problem, "MoE()", generation)
         raise
     compare(answers, "MoE")
     assert checked is not None

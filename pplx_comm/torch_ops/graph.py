@@ -76,6 +76,7 @@ class Graph:
             weights_shape=list(tickets.weights_shape), ticket_words=tickets.words, plan=(_name(tickets.plan[0]), tickets.plan[1]),
         )  # fmt: skip
         self.spec = spec.text()
+        steps.on_renew(self.renew)
         self._compact = isinstance(session.layout, Compact)
         self._weights = "topk_weights" if self._compact else "weights"
         self._parts = [

@@ -53,8 +53,8 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     proxied = any(answer is not None and answer["remote"] for answer in answers)
     wiring, proxied = _lay_memory(control, request, peers, answers, proxied)
     alive = [rank for rank, answer in enumerate(answers) if answer is not None]
-    if len(alive) < control.world_size:  # made after a reset, by those that are left
-        wiring.exchange.reset(wiring.exchange.generation, [rank in alive for rank in range(control.world_size)])
+    if control.generation > 0:  # made after a reset, by those that are left
+        wiring.exchange.reset(core_generation(control.generation), [rank in alive for rank in range(control.world_size)])
     try:
         if proxied:
             connect(control, request, wiring, alive)
@@ -64,6 +64,11 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
         wiring.close(deadlines.CLOSE_FAILED)
         raise
     return wiring
+
+
+def core_generation(generation: int) -> int:
+    """An exchange's generation in that of its Communicator: the same on all ranks, whatever reset() failed on some. 0 is none."""
+    return generation + 1
 
 
 def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: list[int]) -> None:

@@ -440,7 +440,7 @@ def agree_late(me: Member) -> dict[str, Any]:
             me.say("gave up")
         else:
             me.hear()
-        agreed = comm.control.agree_survivors(10)
+        agreed = comm.control.agree_survivors(10, after=0)
         comm.barrier(10)
         return {"agreed": agreed, "first": first}
 

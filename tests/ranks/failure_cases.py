@@ -294,10 +294,7 @@ def interrupted_in_the_constructor(me: Any, case: Case, who: int, with_another: 
         until_failure(me)
     result = raised(lambda: open_all_to_all(me, case))
     result["again"] = raised(lambda: open_all_to_all(me, case))
-    if other is not None:
-        other.reset()
-    else:
-        me.close()
+    me.comm.reset()
     with open_all_to_all(me, case) as a2a:
         Good(me, case, a2a).step()
         me.comm.barrier()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -254,6 +256,29 @@ def decoding(me: Any, case: MoECase, decode_tokens: int) -> dict[str, Any]:
     assert layer.decode_a2a is not None
     steps = [a2a.stats()["steps"] for a2a in (layer.decode_a2a, layer.a2a)]
     return {"errors": found, "steps": steps}
+
+
+def recovery(me: Any, case: MoECase, decode_tokens: int, victim: int) -> list[int]:
+    """A rank dies. comm.reset() follows each call that fails, on either path of the layer. Returns how many were left, each time."""
+    world = make_world(case)
+    layer = make_layer(me, case, world, inference=True, decode_tokens=decode_tokens)
+    x, left, good = taken(layer, world.x[me.rank]), [], 0
+    with torch.no_grad():
+        layer(x)
+        layer(x, most_tokens=max(case.tokens))
+        if me.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while good < 4:
+            try:
+                y = layer(x, most_tokens=(64, max(case.tokens))[good % 2])
+                good += 1
+            except pc.PeerError:
+                left.append(len(me.comm.reset()))
+                assert len(left) < 5, "the layer never recovers"
+                good = 0
+    assert y.isfinite().all()
+    me.comm.barrier()
+    return left
 
 
 def too_few_rows(me: Any, case: MoECase) -> str:

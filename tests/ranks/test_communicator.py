@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ from networks import Networks, enter
 
 from pplx_comm.control.agreement import Agreement
 from pplx_comm.control.failure import Failure
-from pplx_comm.control.frames import FrameError, Kind, json_frame
+from pplx_comm.control.frames import FrameError, FrameReader, Kind, decode_object, json_frame
 from pplx_comm.control.inbox import Call, Descriptors, Inbox
+from pplx_comm.control.mesh import Mesh
 from pplx_comm.control.probe import Locality, candidates, partition
 from pplx_comm.errors import Error, PeerError, StepTimeout
 
@@ -445,6 +446,114 @@ def test_agreement_drops_a_rank_that_only_some_lost() -> None:
     assert not {0, 1} <= decided
     for rank in {0, 1} - decided:
         assert agreements[rank].decided is None
+
+
+class _Wire:
+    """One end of a connection between two meshes: frames wait in a queue until the test delivers them."""
+
+    def __init__(self, rank: int, frames: list[bytes]) -> None:
+        self.rank, self._frames = rank, frames
+
+    def send(self, message: bytes, fds: Any = ()) -> None:
+        self._frames.append(message)
+
+    def finish_sending(self) -> None: ...
+
+
+class _Generations:
+    """Meshes of all ranks without threads or sockets, each with several callers that recover from failure after failure.
+
+    A caller knows the generation in which it works, and ends it when a failure has come. Rank by rank it hears of the agreement early or
+    late, and once more reports the failure that it has recovered from.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.size = self.rng.randrange(2, 6)
+        self.queues: dict[tuple[int, int], list[bytes]] = {}
+        self.meshes = [Mesh(rank, self.size) for rank in range(self.size)]
+        for rank, peer in permutations(range(self.size), 2):
+            frames = self.queues[rank, peer] = []
+            self.meshes[rank].connections[peer] = _Wire(peer, frames)  # type: ignore[assignment]
+        self.dead: set[int] = set()
+        self.mortal = set(self.rng.sample(range(self.size), self.rng.randrange(self.size)))
+        self.noticed: set[tuple[int, int]] = set()
+        self.callers = [(rank, caller) for rank in range(self.size) for caller in range(self.rng.randrange(1, 4))]
+        self.works_in = dict.fromkeys(self.callers, 0)
+        self.asking: set[tuple[int, int]] = set()
+        self.answers: dict[int, set[tuple[int, ...]]] = {}
+        self.failures = self.rng.randrange(1, 6)
+
+    def run(self) -> None:
+        for _ in range(20000):
+            moves: list[Any] = [(self._deliver, pair) for pair, queue in self.queues.items() if queue and pair[1] not in self.dead]
+            moves += [
+                (self._notice, pair)
+                for pair, queue in self.queues.items()
+                if pair[0] in self.dead and pair[1] not in self.dead and not queue and pair not in self.noticed
+            ]
+            moves += [(self._call, caller) for caller in self.callers if caller[0] not in self.dead and self._has_work(caller)]
+            if self.failures:
+                moves += [(self._fail, rank) for rank in range(self.size) if rank not in self.dead]
+            if self.mortal - self.dead and self.rng.random() < 0.03:
+                moves.append((self._die, self.rng.choice(sorted(self.mortal - self.dead))))
+            if not moves:
+                return
+            move, where = self.rng.choice(moves)
+            move(where)
+        raise AssertionError("it never ends")
+
+    def _has_work(self, caller: tuple[int, int]) -> bool:
+        mesh = self.meshes[caller[0]]
+        return mesh.generation > self.works_in[caller] or (mesh.failure is not None and caller not in self.asking)
+
+    def _call(self, caller: tuple[int, int]) -> None:
+        """As control.recovery does, but that threads may overtake each other."""
+        mesh, after = self.meshes[caller[0]], self.works_in[caller]
+        with mesh.condition:
+            mesh._survivors.begin(after)
+            agreed = mesh._survivors.agreed(after)
+        self.asking.add(caller)
+        if agreed is not None:
+            self.answers.setdefault(mesh.generation, set()).add(tuple(agreed))
+            self.asking.discard(caller)
+            self.works_in[caller] = mesh.generation
+            before = mesh.failure
+            mesh.abort(Failure("abort", caller[0], message="of a generation that is over"), after)
+            assert mesh.failure is before
+
+    def _deliver(self, pair: tuple[int, int]) -> None:
+        mesh, reader = self.meshes[pair[1]], FrameReader(frozenset(Kind))
+        for kind, payload in reader.feed(self.queues[pair].pop(0)):
+            with mesh.condition:
+                mesh._handle(pair[0], kind, decode_object(payload))
+
+    def _fail(self, rank: int) -> None:
+        self.failures -= 1
+        self.meshes[rank].abort(Failure("abort", rank, message="it failed"))
+
+    def _die(self, rank: int) -> None:
+        self.dead.add(rank)
+
+    def _notice(self, pair: tuple[int, int]) -> None:
+        self.noticed.add(pair)
+        mesh = self.meshes[pair[1]]
+        with mesh.condition:
+            mesh._lose(Failure("death", pair[0], message=f"rank {pair[0]} died"))
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_generations_of_several_callers(part: int) -> None:
+    """All callers of all ranks hear one list for a generation. In the end all that live are in the same one, and it has not failed."""
+    for seed in range(part * 400, (part + 1) * 400):
+        world = _Generations(seed)
+        world.run()
+        assert all(len(lists) == 1 for lists in world.answers.values()), f"seed {seed}: {world.answers}"
+        living = [mesh for mesh in world.meshes if mesh.rank not in world.dead]
+        members = frozenset(mesh.rank for mesh in living)
+        assert len({mesh.generation for mesh in living}) == 1 and living[0].generation > 0, f"seed {seed}"
+        assert all(mesh.failure is None and mesh.members == members for mesh in living), f"seed {seed}"
+        assert {world.works_in[rank, 0] for rank in members} == {living[0].generation}, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(3))

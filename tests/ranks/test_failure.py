@@ -222,7 +222,7 @@ def test_interrupt_in_the_constructor(with_another: bool) -> None:
             assert r.get("is_peer") and r["peer"] == 0 and r["seconds"] < 1.0 + r["starved"], r
             assert "rank 0 was interrupted in AllToAll()" in r["message"], r
         for r in results:
-            assert r["again"].get("is_peer") and "reset() of another AllToAll" in r["again"]["message"], r
+            assert r["again"].get("is_peer") and "call reset() of this Communicator" in r["again"]["message"], r
 
 
 @pytest.mark.parametrize("transport", CARRIERS)

@@ -203,6 +203,16 @@ def test_gradients_of_experts_alone(crew: Crews) -> None:
         assert found == {"same": True, "open": 0}
 
 
+@pytest.mark.parametrize("transport", ["mapped", "proxy"])
+def test_recovery_of_both_paths(transport: str) -> None:
+    """A layer with decode_tokens= has two AllToAlls. One comm.reset() recovers both."""
+    where = {"transport": transport, **({"provider": "tcp"} if transport == "proxy" else {})}
+    case = MoECase(seed(), 3, tokens=(8, 8, 8), all_to_all=where)
+    with Crew(3) as crew:
+        crew.start("moe_cases:recovery", case, 8, 2)
+        assert crew.collect(60, [0, 1]) == [[2], [2]]
+
+
 @pytest.mark.parametrize(
     ("precision", "decode_tokens", "limit"), [("bf16", 24, BF16), ("bf16", 64, BF16), ("fp8", 24, FP8), ("mxfp8", 24, FP8)]
 )

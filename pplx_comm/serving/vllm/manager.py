@@ -137,8 +137,7 @@ class All2AllManager(All2AllManagerBase):
 
     def clean_buffers(self) -> None:
         """After a failure: collective over the ranks that are left, which go on without the others."""
-        for a2a in self._all_to_alls.values():
-            a2a.reset()
+        self.comm.reset()
         self._seen = self.query_active_mask()
 
     # ---- the end ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,179 @@
+"""reset(): the survivors of a failure agree once, then all AllToAlls of a Communicator begin the next generation together.
+
+A failure is the Communicator's, so its end is too: an AllToAll left behind would report the old failure to those that went on.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS
+from pplx_comm.control.failure import Failure
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.errors import Error, PeerError
+
+
+class Resettable(Protocol):
+    """An AllToAll, as reset() sees it. The calls come in this order; `stop` to `renew` for all AllToAlls before the next one."""
+
+    @property
+    def open(self) -> bool:
+        """False once close() has given everything back."""
+
+    @property
+    def number(self) -> int:
+        """The same on all ranks, and no other open AllToAll's."""
+
+    @property
+    def what(self) -> str:
+        """Names it in errors."""
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for other ranks, where reset() names none."""
+
+    @property
+    def open_steps(self) -> int:
+        """Steps that this rank has begun and not ended."""
+
+    def late(self) -> bool:
+        """True if a call of this thread raised a failure, and another thread's reset() has ended it since. Forgets it."""
+
+    def notice(self) -> None:
+        """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
+
+    def stop(self, failure: Failure) -> None:
+        """Calls under way end, and later ones raise `failure`, until go_on()."""
+
+    def drain(self, seconds: float) -> None:
+        """Waits until nothing of this rank stores into other ranks' memory."""
+
+    def renew(self, generation: int, alive: list[bool]) -> None:
+        """Forgets all steps and failures. Nothing is carried until rewire()."""
+
+    def rewire(self, survivors: list[int]) -> None:
+        """Collective over the survivors."""
+
+    def fail(self, problem: BaseException) -> None:
+        """Its calls raise: reset() has failed."""
+
+    def go_on(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Recovery:
+    """The AllToAlls of one Communicator, and their reset."""
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._control = control
+        self._generation = control.generation
+        """In which the AllToAlls work. The control plane is ahead of it between the agreement and the end of reset()."""
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        """The thread that holds the lock."""
+        live: weakref.WeakSet[Resettable] = weakref.WeakSet()
+        self._live = live
+
+        def close_all() -> None:
+            for each in list(live):
+                each.close()
+
+        control.on_close(close_all)
+
+    def add(self, one: Resettable) -> None:
+        self._live.add(one)
+
+    def open(self) -> list[Resettable]:
+        """In the order of their numbers."""
+        return sorted((one for one in list(self._live) if one.open), key=lambda one: one.number)
+
+    @contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """One thread of this rank at a time: reset() and the constructors exchange messages under the same tags."""
+        if self._owner == threading.get_ident():
+            raise Error(f"{call}: this thread is inside AllToAll() or reset() of this Communicator: call it after that returns")
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def reset(self, timeout: float | None) -> list[int]:
+        """See Communicator.reset."""
+        with self.alone("reset"):
+            everything = self.open()
+            failure = self._failure(everything, late=any([one.late() for one in everything]))
+            if failure is None:
+                return self._control.members()
+            patience = max((one.patience for one in everything), default=float(CONSTRUCTOR_SECONDS)) if timeout is None else timeout
+            try:
+                for one in everything:
+                    one.stop(failure)
+                for one in everything:
+                    one.drain(patience)
+                survivors = self._control.agree_survivors(patience, after=self._generation, leave_out=True)
+                self._generation = self._control.generation
+                self._begin(everything, survivors, patience)
+                return survivors
+            finally:
+                for one in everything:
+                    one.go_on()
+
+    def _failure(self, everything: Sequence[Resettable], late: bool) -> Failure | None:
+        """What to recover from. None: nothing, or another thread of this rank has done it.
+
+        Steps that are open here are a failure: this rank's own code raised. If the caller is `late`, another thread has begun them.
+        """
+        control = self._control
+        if control.failure is None and control.generation == self._generation:
+            for one in everything:
+                one.notice()
+            alive = control.alive()
+            for rank in control.members():
+                if not alive[rank]:
+                    control.abort(f"rank {control.rank} called reset() to go on without rank {rank}, which has left", peer=rank)
+            left_open = [one.what for one in everything if one.open_steps]
+            if left_open and not late:
+                control.abort(
+                    f"rank {control.rank} called reset(), and gave up its open steps of {', '.join(left_open)}", phase="reset"
+                )
+        if control.generation != self._generation:
+            return Failure("abort", control.rank, phase="reset", message="the other ranks have agreed on the survivors")
+        return control.failure
+
+    def _begin(self, everything: Sequence[Resettable], survivors: list[int], patience: float) -> None:
+        control = self._control
+        try:
+            alive = [rank in survivors for rank in range(control.world_size)]
+            for one in everything:
+                one.renew(self._generation, alive)
+            self._compare(everything, patience)
+            for one in everything:
+                one.rewire(survivors)
+            control.raise_if_failed()  # a failure that came before renew() was forgotten there
+        except BaseException as problem:
+            peer = problem.peer if isinstance(problem, PeerError) else None
+            said = f"reset() failed on rank {control.rank}: {problem if isinstance(problem, Error) else repr(problem)}"
+            control.abort(said, peer=peer, phase="reset", generation=self._generation)
+            for one in everything:
+                one.fail(problem)
+            raise
+
+    def _compare(self, everything: Sequence[Resettable], patience: float) -> None:
+        """Raises, alike on all survivors, where they have different AllToAlls open."""
+        answers = self._control.all_gather({"open": [[one.number, one.what] for one in everything]}, "reset: AllToAlls", patience)
+        by_rank = {rank: dict(answer["open"]) for rank, answer in enumerate(answers) if answer is not None}
+        for number, what in sorted({each for opened in by_rank.values() for each in opened.items()}):
+            there = [rank for rank, opened in by_rank.items() if number in opened]
+            if len(there) < len(by_rank):
+                without = sorted(by_rank.keys() - there)
+                raise Error(
+                    f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close them alike. "
+                    f"Close it on ranks {there}, then call reset() again on all ranks"
+                )
