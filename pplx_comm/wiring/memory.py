@@ -40,7 +40,7 @@ def _map(control: ControlPlane, request: Request, fd: int, mapped: list[int], ra
         own = _core.Mapping(fd, config.heap_bytes)
         for rank in mapped:
             memfd.check_of_peer(received[rank][0], config.shared_bytes, rank)
-        heaps = {rank: _core.Mapping(received[rank][0], config.shared_bytes) for rank in mapped}
+        heaps = {rank: _core.Mapping(received[rank][0], config.shared_bytes, touched=False) for rank in mapped}
     return _core.Exchange(config, own, heaps, threads_of_a_rank(ranks_here, request.settings), request.timeout)
 
 
