@@ -10,15 +10,13 @@
 namespace pplx {
 
 Mapping::Mapping(int fd, std::size_t bytes, bool touched) : bytes_(bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | (touched ? MAP_POPULATE : 0), fd, 0);
   if (at == MAP_FAILED)
     throw std::runtime_error("mmap of " + std::to_string(bytes) + " bytes that ranks of this node share: " + std::strerror(errno));
   data_ = static_cast<char*>(at);
   madvise(at, bytes, MADV_DONTFORK);   // a forked child has no business here, and must not keep the pages alive
-  if (touched) touch(0, bytes);
 }
 
-// Reading lets the kernel map sixteen pages at a time; MAP_POPULATE took a fault for each.
 void Mapping::touch(std::size_t at, std::size_t bytes) const {
   constexpr std::size_t page = 4096;
   for (std::size_t i = at / page * page; i < at + bytes; i += page) static_cast<void>(*const_cast<const volatile char*>(data_ + i));
