@@ -442,7 +442,7 @@ class Result:
     def __init__(self, *, y: int, stride: int, accumulate: bool, tail: int = 0) -> None:
         ...
 class Mapping:
-    def __init__(self, fd: int, nbytes: int) -> None:
+    def __init__(self, fd: int, nbytes: int, touched: bool = True) -> None:
         ...
     @property
     def address(self) -> int:

@@ -14,15 +14,18 @@ _ADD_SEALS, _GET_SEALS = 1033, 1034
 _SEAL, _SHRINK, _GROW = 1, 2, 4
 
 
-def allocate(nbytes: int, what: str) -> int:
+def allocate(nbytes: int, what: str, share: int | None = None) -> int:
     """A memfd of `nbytes` bytes, every page of it reserved: nobody meets SIGBUS later. The caller closes it.
 
     Sealed against resizing: no peer that maps it can cut it short under the others.
+    share: the most bytes for this rank, where several ranks allocate at once under one limit.
     """
     if nbytes <= 0:
         raise Error(f"{what} asks for {nbytes} bytes of shared memory: it must be more than 0")
     # Asked first, since the kernel would grant page after page until it starts to kill processes.
     free, limit = available_bytes()
+    if share is not None and share < free:
+        free, limit = share, f"this rank's share; {limit}"
     if nbytes > free:
         raise Error(f"{what} needs {nbytes} bytes of shared memory, {free} are available ({limit}): {_ADVICE}")
     fd = os.memfd_create(f"pplx_comm {what}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -14,12 +14,13 @@ from pplx_comm.wiring.peers import Peers
 from pplx_comm.wiring.request import Request
 
 
-def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_here: int) -> _core.Exchange:
-    """Collective. ranks_here: how many ranks take their threads from this host's cores."""
+def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_here: int, share: int) -> _core.Exchange:
+    """Collective. ranks_here: how many ranks take their threads from this host's cores. share: bytes that this rank may take."""
     config, timeout = request.config, request.patience
     attempts = Attempts()
     with contextlib.ExitStack() as held:
-        fd = attempts.run(lambda: memfd.allocate(config.heap_bytes, f"the blocks of an AllToAll on rank {control.rank}"))
+        what = f"the blocks of an AllToAll on rank {control.rank}"
+        fd = attempts.run(lambda: memfd.allocate(config.heap_bytes, what, share))
         if fd is not None:
             held.callback(os.close, fd)
         agree(control, "AllToAll: memory", {"error": attempts.error}, timeout)
@@ -40,7 +41,7 @@ def _map(control: ControlPlane, request: Request, fd: int, mapped: list[int], ra
         own = _core.Mapping(fd, config.heap_bytes)
         for rank in mapped:
             memfd.check_of_peer(received[rank][0], config.shared_bytes, rank)
-        heaps = {rank: _core.Mapping(received[rank][0], config.shared_bytes) for rank in mapped}
+        heaps = {rank: _core.Mapping(received[rank][0], config.shared_bytes, touched=False) for rank in mapped}
     return _core.Exchange(config, own, heaps, threads_of_a_rank(ranks_here, request.settings), request.timeout)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pplx_comm._version import __version__
-from pplx_comm.control import deadlines
+from pplx_comm.control import deadlines, memfd
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
@@ -40,6 +40,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
             "compared": {"version": __version__, **request.compared},
             "used": sorted(used_numbers),
             "host": host_key(),
+            "memory": memfd.available_bytes(),  # before any rank takes some
             "locality": asdict(locality) if locality else None,
             "remote": len(peers.remote) if peers else 0,
         },
@@ -118,7 +119,9 @@ def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: 
         r: Locality(**answer["locality"]) for r, answer in enumerate(answers) if answer is not None and answer["host"] == here
     }
     if request.gpu is None:
-        exchange: Any = make_exchange(control, request, peers, len(localities))
+        free, limit = answers[control.rank]["memory"]  # type: ignore[index]
+        sharing = [r for r in localities if answers[r]["memory"][1] == limit]  # type: ignore[index]
+        exchange: Any = make_exchange(control, request, peers, len(localities), free // len(sharing))
         return Wiring(exchange, peers, hosts, localities, blocks_on_gpu=False), proxied
     made = make_gpu_exchange(control, request, peers, proxied, localities)
     wiring = Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu, made.kernels, made.symmetric)

@@ -6,6 +6,7 @@
 #include <rdma/fi_errno.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "shm_files.h"
 
@@ -61,10 +62,12 @@ void open_endpoint(Endpoint& endpoint, const Provider& provider, int index, bool
   provider.check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open", object);
   endpoint.av.reset(av);
 
+  std::optional<ShmTurn> turn;
+  if (provider.name == "shm") turn.emplace();
   fid_ep* ep = nullptr;
   provider.check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint", object);
   endpoint.ep.reset(ep);
-  if (provider.name == "shm") name_shm_endpoint(endpoint, provider, index);
+  if (turn) name_shm_endpoint(endpoint, provider, index);
   if (provider.is_efa()) {
     bool permitted = false;   // a library without this option has read the environment variable that the loader set
     fi_setopt(&ep->fid, FI_OPT_ENDPOINT, kOptSharedMemoryPermitted, &permitted, sizeof(permitted));
@@ -78,6 +81,7 @@ void open_endpoint(Endpoint& endpoint, const Provider& provider, int index, bool
   provider.check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind(av)", object);
   provider.check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind(cq)", object);
   provider.check(fi_enable(ep), "fi_enable", object);
+  if (turn) turn->reserve(endpoint.shm_name);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
   // Not on provider efa: up to 2.6 it queues a write to a peer whose handshake is not over, and posts it later with FI_MORE still set. If
   // the batch's last write, which rings, went out before that, no doorbell rings for the queued ones, and they hang.

@@ -15,6 +15,7 @@
 
 #include "../fabric.h"
 #include "interfaces.h"
+#include "shm_files.h"
 
 namespace pplx::libfabric {
 namespace {
@@ -108,6 +109,8 @@ std::string why_not(const Library& library, const std::string& provider, const A
     const std::string devices = sysfs_root() + "/class/infiniband";
     if (access(devices.c_str(), F_OK) != 0) why = "no RDMA device on this machine (" + devices + " does not exist)";
     else why += ": libfabric sees no device of this kind that it can use";
+  } else if (const std::string no_room = no_room_for_shm(); provider == "shm" && !no_room.empty()) {
+    why = no_room;
   } else if (answer.error == FI_ENODATA) {
     why += ": not in this library, or without one-sided writes";
   }

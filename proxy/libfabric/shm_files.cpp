@@ -1,23 +1,31 @@
 #include "shm_files.h"
 
 #include <dirent.h>
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cctype>
+#include <cerrno>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <random>
 #include <sstream>
+
+#include "../fabric.h"
 
 namespace pplx::libfabric {
 namespace {
 
 constexpr const char* kFolder = "/dev/shm";
 constexpr const char* kPrefix = "pplx-fi.";
+constexpr std::uint64_t kRoom = 32ull << 20;   // an endpoint's file has 16 MiB with 1.17, which asks for nearly as much again
 
 struct Owner {
   unsigned long long pid_namespace = 0;
@@ -103,6 +111,33 @@ std::string new_shm_name(int endpoint) {
                 static_cast<unsigned>(getpid()), static_cast<unsigned long long>(process_start_time(static_cast<std::uint32_t>(getpid()))), random(),
                 random(), endpoint);
   return name;
+}
+
+std::string no_room_for_shm() {
+  struct statvfs status {};
+  const bool there = statvfs(kFolder, &status) == 0;
+  const std::uint64_t left = std::uint64_t{status.f_bavail} * status.f_frsize;
+  if (there && (left >= kRoom || status.f_blocks == 0)) return "";   // no blocks: a tmpfs without a limit
+  return std::string(kFolder) + " has " + std::to_string(left >> 20) + " MiB left, an endpoint of shm needs " + std::to_string(kRoom >> 20) +
+         ": free some, mount a larger one (docker run --shm-size=1g), or take provider='tcp'";
+}
+
+ShmTurn::ShmTurn() : folder_(open(kFolder, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  for (int tries = 0; tries < 500 && flock(folder_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; ++tries) usleep(10000);
+  const std::string problem = no_room_for_shm();
+  if (problem.empty()) return;
+  close(folder_);
+  throw FabricError("provider shm: " + problem);
+}
+
+ShmTurn::~ShmTurn() { close(folder_); }
+
+void ShmTurn::reserve(const std::string& name) const {
+  const int file = openat(folder_, name.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+  struct stat status {};
+  const int problem = file < 0 || fstat(file, &status) != 0 ? errno : posix_fallocate(file, 0, status.st_size);
+  if (file >= 0) close(file);
+  if (problem != 0) throw FabricError("provider shm: cannot reserve " + std::string(kFolder) + "/" + name + ": " + std::strerror(problem));
 }
 
 int cleanup_dead_peer(const Blob& blob) {

@@ -39,7 +39,8 @@ void raise_peer_failure(const PeerFailure& f) {
 
 void bind_memory(py::module_& m) {
   py::class_<Mapping, std::shared_ptr<Mapping>>(m, "Mapping")
-      .def(py::init<int, std::size_t>(), py::arg("fd"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>())
+      .def(py::init<int, std::size_t, bool>(), py::arg("fd"), py::arg("nbytes"), py::arg("touched") = true,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("address", [](const Mapping& mapping) { return reinterpret_cast<Address>(mapping.data()); })
       .def_property_readonly("nbytes", &Mapping::bytes);
   py::class_<OutputPool::Buffer>(m, "OutputBuffer", py::buffer_protocol()).def_buffer([](OutputPool::Buffer& buffer) {
@@ -49,6 +50,16 @@ void bind_memory(py::module_& m) {
       .def(py::init<>())
       .def("take", &OutputPool::take, py::arg("nbytes"))
       .def("close", &OutputPool::close);
+}
+
+// The pages of a peer's heap that this rank writes. With the others, page tables and start-up would grow with the cube of the ranks.
+void touch_written(const Mapping& theirs, const Config& c, std::uint32_t peer) {
+  const Heap heap = heap_of(c);
+  theirs.touch(0, heap.slots[0]);
+  for (std::uint32_t set = 0; set < c.in_flight; ++set) {
+    for (std::uint32_t op = 0; op < kOps; ++op) theirs.touch(heap.slot_at(c, set, Op(op), c.rank), heap.slot_bytes[op]);
+    if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank)) theirs.touch(heap.slice_at(c, set, c.rank), heap.slice_bytes);
+  }
 }
 
 std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared_ptr<Mapping> own,
@@ -62,6 +73,7 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
   memory.peers[config.rank] = memory.own;
   for (const auto& [rank, mapping] : peers) {
     memory.peers.at(rank) = mapping->data();
+    touch_written(*mapping, config, rank);
     mappings.push_back(mapping);
   }
   if (mappings.front()->bytes() < bytes) throw Misuse("the mapped memory is smaller than the heap");
@@ -208,7 +220,8 @@ void bind_exchange(py::module_& m) {
       .def("rows", &cpu::Received::rows, py::arg("source"));
   py::class_<Carried, std::shared_ptr<Carried>>(m, "Carried", "An AllToAll as its proxy sees it.");
   py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExchange>> cls(m, "Exchange");
-  cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("threads"), py::arg("timeout"));
+  cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("threads"), py::arg("timeout"),
+          py::call_guard<py::gil_scoped_release>());
   bind_phases(cls);
   bind_life(cls);
 }

@@ -9,11 +9,14 @@ namespace pplx {
 
 class Mapping {
  public:
-  // Maps `bytes` of `fd`, shared, and touches every page, so that no step pays for first use. Does not own `fd`.
-  Mapping(int fd, std::size_t bytes);
+  // Maps `bytes` of `fd`, shared. Does not own `fd`. touched: all pages are, so that no step pays for first use.
+  Mapping(int fd, std::size_t bytes, bool touched = true);
   ~Mapping();
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;
+
+  // Touches the pages of a part.
+  void touch(std::size_t at, std::size_t bytes) const;
 
   char* data() const { return data_; }
   std::size_t bytes() const { return bytes_; }

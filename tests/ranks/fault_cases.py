@@ -17,7 +17,7 @@ from outcomes import Starved, raised
 from rank_cases import Good, open_all_to_all
 
 import pplx_comm as pc
-from pplx_comm.control import memfd
+from pplx_comm.control import assemble, memfd
 from pplx_comm.device import steps
 
 HOW = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -137,10 +137,20 @@ def reset_refused(me: Any) -> dict[str, Any]:
 
 
 def switch_over(me: Any, before: Case, case: Case, left: list[int]) -> dict[str, Any]:
-    """The others come back while the survivors go on: a thread waits for all, and steps go on until everybody has the new one."""
+    """The others come back while the survivors go on: a thread waits for all, as often as it takes, and steps go on until everybody
+    has the new one."""
     old_comm, alive = me._comm, [rank in left for rank in range(me.world_size)]
     new: list[pc.Communicator] = []
-    waiting = threading.Thread(target=lambda: new.append(pc.Communicator.from_env(timeout=30)))
+    failed: list[str] = []
+
+    def wait() -> None:
+        while not new:
+            try:
+                new.append(pc.Communicator.from_env(timeout=30))
+            except pc.PeerError as problem:
+                failed.append(str(problem))
+
+    waiting = threading.Thread(target=wait)
     waiting.start()
     me.say("waiting")
     old, count = me.kept.pop("a2a"), 0
@@ -155,7 +165,13 @@ def switch_over(me: Any, before: Case, case: Case, left: list[int]) -> dict[str,
     _steps(me, a2a, case, [True] * me.world_size, 3)
     me.comm.barrier()
     me.kept["a2a"] = a2a
-    return {"steps": count}
+    return {"steps": count, "failed": failed}
+
+
+def die_in_the_start(me: Any) -> None:
+    """Once all ranks have met."""
+    setattr(assemble, "probe", lambda *_: os.kill(os.getpid(), signal.SIGKILL))  # noqa: B010
+    me.communicator()
 
 
 def move_to(me: Any, network: str) -> None:
@@ -207,9 +223,9 @@ def hand_over_bad_memory(me: Any, bad: int, how: str) -> dict[str, Any]:
     """One rank hands over memory that its peers must not rely on. A good one works afterwards."""
     good = memfd.allocate
 
-    def allocate(nbytes: int, what: str) -> int:
+    def allocate(nbytes: int, what: str, share: int) -> int:
         if how == "too small":
-            return good(4096, what)
+            return good(4096, what, share)
         fd = os.memfd_create("unsealed")
         os.ftruncate(fd, nbytes)
         return fd
@@ -224,6 +240,14 @@ def hand_over_bad_memory(me: Any, bad: int, how: str) -> dict[str, Any]:
     with open_all_to_all(me, case) as a2a:
         _steps(me, a2a, case, [True] * me.world_size, 1)
     return result
+
+
+def open_under_a_limit(me: Any, of_a_heap: float) -> dict[str, Any]:
+    """All ranks together may take so much, and each of them so much at any time, since no rank sees what the others are about to take."""
+    shape = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens_per_rank": 64}
+    limit = int(of_a_heap * pc.AllToAll.required_bytes(world_size=me.world_size, **shape))
+    setattr(memfd, "available_bytes", lambda: (limit, "a test's limit"))  # noqa: B010
+    return raised(lambda: pc.AllToAll(me.comm, device="cpu", **shape).close())
 
 
 def no_memory_for_outputs(me: Any, call: str) -> dict[str, Any]:

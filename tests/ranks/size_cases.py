@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -126,6 +127,20 @@ def far_rows(me: Any, case: Case) -> dict[str, int]:
     grown = resident() - before
     must(grown < MOST_RESIDENT, f"{grown >> 20} MiB were touched")
     return where
+
+
+def shared_resident() -> int:
+    """The bytes of memory between ranks whose pages this process has mapped."""
+    smaps = open("/proc/self/smaps").read()
+    kib = re.findall(r"^[0-9a-f]+-.* /memfd:pplx_comm .*\n(?:[A-Za-z_]+:.*\n)*?Rss: +(\d+) kB", smaps, re.MULTILINE)
+    return 1024 * sum(map(int, kib))
+
+
+def mapped_pages(me: Any, case: Case) -> dict[str, int]:
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        opened = shared_resident()
+        rank_cases.Good(me, case, a2a).step()
+        return {"opened": opened, "stepped": shared_resident(), "heap": a2a._steps.session.config.heap_bytes}
 
 
 def agreed(me: Any, case: Case, tuned: list[int]) -> dict[str, int]:

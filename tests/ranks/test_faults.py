@@ -251,6 +251,15 @@ def test_no_memory_for_outputs(call: str) -> None:
         assert told["type"] == "MemoryError", told
 
 
+def test_no_room_for_all_at_once() -> None:
+    """The kernel would grant each of them what is there, and then kill one."""
+    with Crew(3) as crew:
+        for told in crew.run("fault_cases:open_under_a_limit", 2.9):
+            assert told.get("is_error"), told
+            assert "bytes of shared memory" in told["message"] and "this rank's share; a test's limit" in told["message"], told
+        assert [told["type"] for told in crew.run("fault_cases:open_under_a_limit", 3.1)] == [""] * 3
+
+
 def test_no_room_to_map() -> None:
     with Crew(2) as crew:
         for rank, told in enumerate(crew.run("fault_cases:out_of_address_space", 1)):
@@ -259,9 +268,9 @@ def test_no_room_to_map() -> None:
             assert rank == 1 or "rank 1" in told["message"], told
 
 
-@pytest.mark.parametrize("transport", [pytest.param("mapped", marks=slow), "proxy:tcp"])
-def test_back_without_a_pause(transport: str, tmp_path: Path) -> None:
-    """The survivors take steps until the restarted rank is there, and change over together."""
+@pytest.mark.parametrize(("transport", "deaths"), [pytest.param("mapped", 0, marks=slow), ("mapped", 2), ("proxy:tcp", 0)])
+def test_back_without_a_pause(transport: str, deaths: int, tmp_path: Path) -> None:
+    """The survivors take steps until the restarted rank is there, and change over together. deaths: of its processes in their start."""
     story = Story(transport, tmp_path)
     with story.crew as crew:
         story.join()
@@ -276,8 +285,12 @@ def test_back_without_a_pause(transport: str, tmp_path: Path) -> None:
         for rank in story.others:
             crew.heard(rank, "waiting")
         time.sleep(0.3)  # the survivors take steps meanwhile; that they do is checked below
+        for _ in range(deaths):
+            crew.restart(0)
+            crew.start("fault_cases:die_in_the_start", ranks=[0])
         crew.restart(0)
         crew.start("fault_cases:join", story.case, 10.0, ranks=[0])
         results: list[Any] = crew.collect(60)
+        assert all(len(results[rank]["failed"]) == deaths for rank in story.others), results
         assert all(results[rank]["steps"] > 0 for rank in story.others), results
         story.end()
