@@ -52,9 +52,9 @@ def test_growth_is_told_from_steps() -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_open_and_close(crew: Crews, transport: str) -> None:
-    """Two hundred times on mapped memory, where 41 KiB a cycle show, of the others 82 KiB."""
+    """So often that 82 KiB a cycle show on mapped memory, of the others 137 KiB."""
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)
-    times = {"mapped": 200}.get(transport, 100)
+    times = {"mapped": 100}.get(transport, 60)
     check_no_growth(crew.run("life_cases:cycles", case, times, "all_to_all", timeout=280))
 
 
