@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import pplx_comm as pc
+
+# The other half of the tests runs beside this one: threads of torch would wait for cores more than they compute. Ranks do the same.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_fork(crew: Crews, transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", EFA)
-@pytest.mark.parametrize("how", ["kept", "step_open", "cycle", "dropped"])
+@pytest.mark.parametrize("how", ["step_open", "dropped"])
 def test_the_interpreter_ends_without_close(transport: str, how: str) -> None:
     with crew_on(2) as (_, crew):
         crew.run("life_cases:leave_open", Case(3, 2, transport=transport), how)

@@ -3,6 +3,8 @@
     python tests/mutants/run_cuda.py                    all
     python tests/mutants/run_cuda.py release            those whose names have one of these words
 
+All have a verdict, see tests/README.md. Mutants of hooks and of blocks in pieces are run_emulation.py's.
+
 Works on copies of the sources in build/gpu-mutants, built side by side (each wants about 4 cores and 3 GiB), run one after the other.
 Exit code 1 if one survives, or no longer applies, or if the tests fail without.
 """
@@ -39,17 +41,9 @@ CLOSED = "src/cuda/closed.cuh"
 REMOTE = "src/cuda/remote.cuh"
 COMBINE = "src/cuda/combine_kernel.cuh"
 EXCHANGE = "src/cuda/exchange.cpp"
-HOOKS = "src/cuda/hooks.cuh"
-READY = "src/cuda/ready.cuh"
-MANY_RECV = "src/cuda/many_recv.cuh"
 MANY_SEND = "src/cuda/many_send.cuh"
 MANY_COMBINE = "src/cuda/many_combine.cuh"
 DEALT_SUMS = "src/cuda/dealt_sums.cuh"
-ROUNDS = "src/cuda/rounds.cuh"
-ROUND_PLAN = "src/cuda/round_plan.cuh"
-REMOTE_ROUNDS = "src/cuda/remote_rounds.cuh"
-PASSED_ROUNDS = "src/cuda/passed_rounds.cuh"
-SEND_ROUNDS = "src/cuda/send_rounds.cuh"
 
 MUTANTS = [
     Mutant(
@@ -288,136 +282,6 @@ MUTANTS = [
   if (nth == 0) place_words(a, r);
 """,
         "a kernel that waits for a block reads rows that are not there",
-    ),
-    Mutant(
-        "a row counts twice",
-        HOOKS,
-        "hook_word_of(c, place), units);",
-        "hook_word_of(c, place), 2 * units);",
-        "a block is raised when half of its rows are there",
-    ),
-    Mutant(
-        "what is placed is counted without a release",
-        DEVICE,
-        "red.release.gpu.global.add.u32",
-        "red.relaxed.gpu.global.add.u32",
-        "the word overtakes the rows: they lie in other parts of the L2",
-    ),
-    Mutant(
-        "a bulk copy is counted while it is under way",
-        MANY_RECV,
-        """    bulk_await_stored<1>();
-    count(before_);
-    before_ = last_;
-""",
-        """    count(last_);
-""",
-        "a kernel that waits for a block of a large step reads rows that are not there",
-    ),
-    Mutant(
-        "a row is read before it is written",
-        READY,
-        "good = count >= a.ready.value;",
-        "good = true;",
-        "combine sends what expert_out had before",
-    ),
-    Mutant(
-        "rows that are written meanwhile come through the non-coherent path",
-        "src/cuda/sums.cuh",
-        "kFresh ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512)",
-        "load_input(row + begin + j * 512)",
-        "a cache that nobody invalidates answers with what expert_out had before",
-    ),
-    Mutant(
-        "nobody waits until a round is read",
-        ROUNDS,
-        "return round < kPlaces || says_round(",
-        "return true || says_round(",
-        "a round overwrites the one two before it, which a slow peer still reads",
-    ),
-    Mutant(
-        "a round without rows is told of at once",
-        ROUNDS,
-        "(round == 0 ? kRoundBefore : 0)",
-        "kRoundBefore",
-        "peers hear that a later round was read, and overwrite the earlier one in its place",
-    ),
-    Mutant(
-        "the round of a row is not looked at",
-        ROUNDS,
-        "return exactly ? rounds == round + 1 : rounds > round;",
-        "return exactly ? rounds != 0 : rounds > round;",
-        "what the round before it left in its place is taken for this one's",
-    ),
-    Mutant(
-        "a round goes to the other's place",
-        ROUND_PLAN,
-        "std::int64_t{remote ? 0 : round % kPlaces * p_.tokens}",
-        "std::int64_t{remote ? 0 : (round + 1) % kPlaces * p_.tokens}",
-        "rows are waited for where they never come",
-    ),
-    Mutant(
-        "sums are held back while a peer is waited for",
-        MANY_COMBINE,
-        "      tell();\n      if (!await_room_for_sums(",
-        "      if (!await_room_for_sums(",
-        "the peer waits for them before it can have read what this rank waits for",
-    ),
-    Mutant(
-        "a round is told of when one of its units is done",
-        ROUNDS,
-        "if (first) more += kAllParts - units + ",
-        "if (first) more += kAllParts - 1 + ",
-        "the peer's credit comes while its piece is being read, and the next one there overwrites it",
-    ),
-    Mutant(
-        "a credit does not wait for its piece",
-        ROUNDS,
-        "if (op == Op::Combine && !piece_has_come(",
-        "if (false && !piece_has_come(",
-        "the peer's proxy drops the credit for a piece that it has yet to send, and the peer waits for ever",
-    ),
-    Mutant(
-        "a piece is handed over without its last token",
-        REMOTE_ROUNDS,
-        "const std::uint32_t tokens = min(p.tokens, a.own - round * p.tokens);",
-        "const std::uint32_t tokens = max(2u, min(p.tokens, a.own - round * p.tokens)) - 1;",
-        "the network takes a row that is not written yet",
-    ),
-    Mutant(
-        "a piece is handed over without its sums",
-        SEND_ROUNDS,
-        "rows, kAllParts - of.rows() + ",
-        "rows, kAllParts + ",
-        "the network takes rows that are not written yet",
-    ),
-    Mutant(
-        "a later piece is handed over first",
-        SEND_ROUNDS,
-        "(run.round == 0 ? kRoundBefore : 0)",
-        "kRoundBefore",
-        "the mail says that the pieces before it may go, too",
-    ),
-    Mutant(
-        "nobody waits for a remote peer's credit",
-        PASSED_ROUNDS,
-        "return min(pieces_at_host(k, k.heap.consumed, step, op, peer), pieces_at_host(k, k.heap.left, step, op, peer));",
-        "return pieces_at_host(k, k.heap.left, step, op, peer);",
-        "a piece overwrites the one two before it, which a slow peer still reads",
-    ),
-    Mutant(
-        "nobody waits until a piece has left",
-        PASSED_ROUNDS,
-        "return min(pieces_at_host(k, k.heap.consumed, step, op, peer), pieces_at_host(k, k.heap.left, step, op, peer));",
-        "return pieces_at_host(k, k.heap.consumed, step, op, peer);",
-        "the network reads the piece again, or late, and finds another one",
-    ),
-    Mutant(
-        "the number of a remote peer's piece is not looked at",
-        ROUNDS,
-        "return exactly ? rounds == round + 1 : rounds > round;",
-        "return exactly ? rounds == round + 1 : rounds != 0;",
-        "what the piece two before it left in its place is taken for this one's",
     ),
 ]
 

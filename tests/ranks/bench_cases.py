@@ -1,22 +1,20 @@
-"""What a rank of test_bench.py's crew runs."""
+"""The floors of the benchmarks and the peers, on a rank: where their bytes go."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
-import composite_host
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from bench.cpu.floor import Copies
 from bench.gpu import peers, symmetric
-from bench.gpu.composite import Geometry, Places, Plan
+from bench.gpu.composite import Geometry, Places, Plan, Row
 from bench.gpu.device import Cuda, instruments
 from bench.harness.batch import Shape, Source
 from bench.harness.clock import Clock
@@ -39,17 +37,14 @@ def floor_copies(me: Any, arguments: list[str], remote: list[int]) -> dict[str, 
         copies = Copies(world, shape, frozenset(remote) - {me.rank}, "test")
         batch = source.batch(7)
         batch.run_experts()
-        clock = Clock(world)
         for _ in range(2):  # the second reads what the first one's peers wrote
             copies._y.fill_(float("nan"))
-            copies.step(batch, clock, None)
+            copies.step(batch, Clock(world), None)
             world.barrier()
 
         p = batch.placement
         rows = copies._out[torch.from_numpy(p.place)]
-        for rank in range(shape.world):
-            if rank in remote and rank != shape.rank:
-                continue  # what the proxy would bring did not come
+        for rank in {*range(shape.world)} - ({*remote} - {shape.rank}):  # what the proxy would bring did not come
             mine = p.source == rank
             sent = batch.x_of(rank)[torch.from_numpy(p.token[mine])].view(torch.uint8)[:, : shape.payload_bytes]
             assert torch.equal(rows[torch.from_numpy(mine)], sent)
@@ -166,20 +161,23 @@ def gpu_peers(me: Any, arguments: list[str]) -> None:
         world.close()
 
 
-class OnHost:
-    """What Cuda does for the composite floor, by composite_host.py."""
+CHUNK = 512
 
-    device = torch.device("cpu")
 
-    @contextlib.contextmanager
-    def sharing(self, world: World, nbytes: int, what: str) -> Iterator[list[int]]:
-        memory = world.share(nbytes, what)
-        yield [memory.address(rank) for rank in range(world.size)]
-
-    def composite(self, phase: str, work: Any, geometry: Geometry) -> Any:
-        return lambda num_sms: composite_host.run(phase, work, geometry)
-
-    def synchronize(self) -> None: ...
+def folded(source: torch.Tensor, row: Row, fold: int) -> torch.Tensor:
+    """A row's bytes. Of each chunk of a part, sixteen bytes of a lane are `fold` times sixteen that were read, a chunk apart; what
+    would lie beyond the part's share is read at its end."""
+    pieces, parts = source.view(-1, 16), []
+    for begin in range(0, row.bytes, row.part_bytes):
+        end = min(row.bytes, begin + row.part_bytes)
+        last = min(row.source_bytes, end * fold) - 16
+        within = torch.arange(0, end - begin, 16)
+        first = (begin + within // CHUNK * CHUNK) * fold + within % CHUNK
+        made = torch.zeros(len(within), 16, dtype=torch.uint8)
+        for f in range(fold):
+            made ^= pieces[(first + f * CHUNK).clamp(max=last) // 16]
+        parts.append(made.ravel())
+    return torch.cat(parts)
 
 
 class Emulated(Cuda):
@@ -196,11 +194,7 @@ class Emulated(Cuda):
         ctypes.CDLL(instruments().__file__).pplx_emulation_synchronize(None)
 
 
-COMPOSITE_DEVICES: dict[str, Callable[[int], Any]] = {
-    "host": lambda rank: OnHost(),
-    "emulated": lambda rank: Emulated(),
-    "gpu": Cuda,
-}
+COMPOSITE_DEVICES: dict[str, Callable[[int], Any]] = {"emulated": lambda rank: Emulated(), "gpu": Cuda}
 
 
 def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> dict[str, dict[str, int]]:
@@ -239,7 +233,7 @@ def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> 
         answers, out, y = (tensor.cpu() for tensor in (answers, out, y))
 
         tokens = everybody[torch.from_numpy(p.source), torch.from_numpy(p.token)]
-        rows = torch.stack([composite_host.folded(token, g.sent, g.fold)[: g.placed.bytes] for token in tokens])
+        rows = torch.stack([folded(token, g.sent, g.fold)[: g.placed.bytes] for token in tokens])
         assert torch.equal(out[torch.from_numpy(p.place)], rows)
         untouched = torch.ones(len(out), dtype=torch.bool)
         untouched[torch.from_numpy(p.place)] = False

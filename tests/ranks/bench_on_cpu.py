@@ -1,27 +1,31 @@
-"""One rank of `bench/latency.py --device cuda` without a GPU: a device that runs what it would capture, and an AllToAll on the CPU.
+"""One rank of a benchmark of GPUs without one: bench_on_cpu.py PROGRAM PLANT and the program's arguments.
 
-What is measured means nothing. That every step is taken, what is checked, and what is written, does.
+The device runs what it would capture, over an AllToAll on the CPU. What is measured means nothing. That every step is taken, what is
+checked, and what is written, does. PLANT is an error on rank 1, or none: see PLANTS.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import importlib
+import os
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import composite_host
 import torch
 
-from bench.cpu import ours
 from bench.gpu import measure as gpu
+from bench.gpu.peers import AllToAllSingle
 from bench.harness.rank import leave
-from bench.latency import main
+from pplx_comm import AllToAll
+from pplx_comm.errors import Error
+
+RIGHT_ONES = 20
+"""Steps before the planted error, where it comes late."""
 
 
 class Cpu:
@@ -39,37 +43,29 @@ class Cpu:
 
     def synchronize(self) -> None: ...
 
-    def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
-        """As kernels of 3 and 5 us, one after the other, would stamp."""
-        return torch.arange(steps)[:, None] * 8000 + torch.tensor([1000, 4000])
+    def stamps(self, a2a: AllToAll, steps: int) -> torch.Tensor:
+        """As a dispatch and a combine, one after the other, would stamp."""
+        dispatch, combine = took(*opened[id(a2a)])
+        return torch.arange(steps)[:, None] * (dispatch + combine) + torch.tensor([1000, 1000 + dispatch])
 
-    def no_stamps(self, a2a: Any) -> None: ...
+    def no_stamps(self, a2a: AllToAll) -> None: ...
+
+    def bulk_launches(self, a2a: AllToAll) -> int:
+        return int(opened[id(a2a)][0]) * 7
 
     def ping(self, rounds: int) -> list[float]:
         return [2.0] * rounds
 
     @contextlib.contextmanager
     def using(self, address: int, nbytes: int) -> Iterator[Any]:
-        used = []
-
-        def use() -> None:
-            used.append(ctypes.memset(address + nbytes, 1, nbytes))
-
-        yield use
-        assert len(used) == 2 * (gpu.BARE_TURNS + gpu.WARMING)
+        yield lambda: None
 
     @contextlib.contextmanager
     def pushing(self, world: Any, area_bytes: int) -> Iterator[Any]:
-        assert len(set(world.gather(area_bytes, "test"))) == 1
-
         def push(bytes_to: list[int], num_sms: int | None) -> None:
             assert bytes_to[world.rank] == 0 and all(n % 16 == 0 and n <= area_bytes for n in bytes_to) and sum(bytes_to) > 0
-            pushed.append(num_sms)
 
-        pushed: list[int | None] = []
         yield push
-        assert pushed and len(pushed) % (2 * gpu.PUSHES) == 0
-        assert len(set(Counter(pushed).values())) == 1  # all settings alike
 
     @contextlib.contextmanager
     def sharing(self, world: Any, nbytes: int, what: str) -> Iterator[list[int]]:
@@ -79,15 +75,7 @@ class Cpu:
         world.barrier()
 
     def composite(self, phase: str, work: Any, geometry: Any) -> Any:
-        """Runs once, which finds addresses that are nobody's; later launches are as good."""
-        done = []
-
-        def launch(num_sms: int | None) -> None:
-            if not done:
-                composite_host.run(phase, work, geometry)
-            done.append(num_sms)
-
-        return launch
+        return lambda num_sms: None
 
     # A stream is a name. What is launched on it runs at once.
 
@@ -104,40 +92,110 @@ class Cpu:
         return SimpleNamespace(hold=lambda stream: None)
 
     def stopwatch(self, stream: str) -> Any:
-        begun = time.perf_counter()
-        ended = []
-        return SimpleNamespace(
-            stop=lambda: ended.append(time.perf_counter()), microseconds=lambda: (ended[0] - begun) * 1e6
-        )  # fmt: skip
+        begun, ended = time.perf_counter(), list[float]()
+        return SimpleNamespace(stop=lambda: ended.append(time.perf_counter()), microseconds=lambda: (ended[0] - begun) * 1e6)
 
     def leaving(self, num_sms: int) -> Any:
         return contextlib.nullcontext()
 
 
-def slots_seen(make: Any) -> Any:
-    """Makes AllToAlls, and insists on the slots that the command line asks for."""
-    given = sys.argv.index("--slot-bytes") if "--slot-bytes" in sys.argv else None
-
-    def made(*arguments: Any, **options: Any) -> Any:
-        assert given is None or options.get("slot_bytes") == int(sys.argv[given + 1]), options
-        return make(*arguments, **options)
-
-    return made
+def took(by_bulk: bool, tokens: int, num_sms: int | None) -> tuple[int, int]:
+    """Nanoseconds of a dispatch and of a combine. crossover.py: by bulk copies, both take 4 and 3 us whatever there is to carry; else
+    a dispatch takes 1 us a token, and a combine half, on 8 multiprocessors twice as long."""
+    if program != "crossover":
+        return 3000, 5000
+    scale = tokens * (2 if num_sms == 8 else 1)
+    return (4000, 3000) if by_bulk else (1000 * scale, 500 * scale)
 
 
-_open = gpu.Size.open
+opened: dict[int, tuple[bool, int, int | None]] = {}
+"""AllToAlls: whether by bulk copies; tokens; multiprocessors."""
+right_open = gpu.Size.open
 
 
-def opened(size: Any, comm: Any, transport: Any, *rest: Any) -> Any:
-    """Mapped memory in the place of kernels that post."""
+def noted(size: gpu.Size, comm: Any, transport: Any, num_sms: int | None, *rest: Any) -> AllToAll:
+    """Mapped memory takes the place of kernels that post."""
     if transport.transport == "nvshmem":
         transport = replace(transport, transport="mapped", node_size=None)
-    return _open(size, comm, transport, *rest)
+    a2a = right_open(size, comm, transport, num_sms, *rest)
+    by_bulk = program == "crossover" and plant != "deaf" and int(os.environ[module.VARIABLE]) <= a2a.max_tokens_per_rank
+    opened[id(a2a)] = by_bulk, a2a.max_tokens_per_rank, num_sms
+    return a2a
+
+
+steps = 0
+
+
+def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A combine, or its receive half."""
+
+    def combine(a2a: AllToAll, *arguments: Any, **options: Any) -> Any:
+        global steps
+        y = right(a2a, *arguments, **options)
+        steps += 1
+        if a2a._comm.rank == 1 and (plant == "combine" or steps > RIGHT_ONES):
+            y[0, 0] += 1
+        return y
+
+    return combine
+
+
+def wrong_dispatch(right: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch(a2a: AllToAll, d: Any) -> Any:
+        right(a2a, d)
+        if a2a._comm.rank == 1 and plant == "dispatch":
+            d.src_token.add_(1)
+        if a2a._comm.rank == 1 and plant == "dies" and d.step > 8:
+            raise RuntimeError("planted")
+        return d
+
+    return dispatch
+
+
+def late(right: Callable[..., Any]) -> Callable[..., Any]:
+    def check(a2a: AllToAll) -> None:
+        right(a2a)
+        if a2a._comm.rank == 1 and steps > RIGHT_ONES:
+            raise Error("planted: a step timed out")
+
+    return check
+
+
+def failing(right: Callable[..., Any]) -> Callable[..., Any]:
+    """A peer at three tokens, before anything is exchanged."""
+
+    def dispatch(peer: AllToAllSingle, i: int) -> None:
+        if len(peer._packed[i]) == 3 and (plant == "peer of all" or peer._world.rank == 1):
+            raise RuntimeError("planted: too many experts\nand a stack of calls")
+        right(peer, i)
+
+    return dispatch
+
+
+PLANTS: dict[str, list[tuple[type, str, Any]]] = {
+    "none": [],
+    "deaf": [],  # an AllToAll that does not heed crossover.py's setting
+    "combine": [(AllToAll, "combine", wrong), (AllToAll, "combine_recv", wrong)],
+    "later": [(AllToAll, "combine_recv", wrong)],
+    "late": [(AllToAll, "combine_recv", lambda right: lambda *given: count_step(right(*given))), (AllToAll, "check", late)],
+    "dispatch": [(AllToAll, "dispatch_recv", wrong_dispatch)],
+    "dies": [(AllToAll, "dispatch_recv", wrong_dispatch)],
+    "peer of one": [(AllToAllSingle, "dispatch", failing)],
+    "peer of all": [(AllToAllSingle, "dispatch", failing)],
+}
+
+
+def count_step(y: Any) -> Any:
+    global steps
+    steps += 1
+    return y
 
 
 if __name__ == "__main__":
+    program, plant = sys.argv.pop(1), sys.argv.pop(1)
+    module = importlib.import_module(f"bench.{program}")
     setattr(gpu, "opened", lambda rank: Cpu())  # noqa: B010
-    setattr(gpu.Size, "open", opened)  # noqa: B010
-    for module in (gpu, ours.all_to_all):
-        setattr(module, "AllToAll", slots_seen(module.AllToAll))  # noqa: B010
-    leave(main())
+    setattr(gpu.Size, "open", noted)  # noqa: B010
+    for owner, name, around in PLANTS[plant]:
+        setattr(owner, name, around(getattr(owner, name)))
+    leave(module.main())

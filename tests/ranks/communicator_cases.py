@@ -1,4 +1,4 @@
-"""What the ranks of test_communicator.py and test_rendezvous.py do."""
+"""What the ranks of test_communicator.py, test_launchers.py and test_rendezvous.py do."""
 
 from __future__ import annotations
 
@@ -650,7 +650,7 @@ def lost_cable(me: Member) -> dict[str, Any]:
 
 
 def wait_seconds(me: Member) -> dict[str, Any]:
-    return _raised(me.communicator, timeout=3 if me.rank == 1 else 30)
+    return _raised(me.communicator, timeout=2 if me.rank == 1 else 30)
 
 
 def half_way(me: Member) -> dict[str, Any]:

@@ -88,16 +88,16 @@ def _device(me: Any, gpu: bool) -> str:
     return str(gpu_of(me))
 
 
-def _model(me: Any, a2a: pc.AllToAll, case: Case) -> torch.nn.Module:
-    """Two layers that share one AllToAll."""
-    return torch.nn.Sequential(Layer(a2a, case, me.rank), Layer(a2a, case, me.rank)).to(a2a.device)
+def _model(me: Any, a2a: pc.AllToAll, case: Case, layers: int) -> torch.nn.Module:
+    """Layers that share one AllToAll."""
+    return torch.nn.Sequential(*(Layer(a2a, case, me.rank) for _ in range(layers))).to(a2a.device)
 
 
-def compiled(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
+def compiled(me: Any, case: Case, backend: str, steps: int, gpu: bool = False, layers: int = 2) -> dict[str, Any]:
     """Steps of a compiled model beside the same eagerly; the largest relative difference."""
     torch._dynamo.reset()
     with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a, torch.no_grad():
-        model = _model(me, a2a, case)
+        model = _model(me, a2a, case, layers)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
         for step in range(steps):
@@ -115,11 +115,11 @@ def _gradients(model: torch.nn.Module, run: Any, x: torch.Tensor) -> list[torch.
     return [y.detach(), leaf.grad, *(p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())]
 
 
-def compiled_training(me: Any, case: Case, backend: str, steps: int, gpu: bool = False) -> dict[str, Any]:
+def compiled_training(me: Any, case: Case, backend: str, steps: int, gpu: bool = False, layers: int = 2) -> dict[str, Any]:
     """The same with gradients."""
     torch._dynamo.reset()
     with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a:
-        model = _model(me, a2a, case)
+        model = _model(me, a2a, case, layers)
         fast = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
         worst = 0.0
         for step in range(steps):
@@ -311,24 +311,6 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
             device.dispatch = run  # type: ignore[method-assign]
         assert a2a.stats()["open_steps"] == 0
         return orders
-
-
-def without_tokens(me: Any, case: Case) -> dict[str, int]:
-    """A step forward and backward of a compiled layer. Nothing that has elements follows from it, but other ranks wait for it."""
-    torch._dynamo.reset()
-    with open_all_to_all(me, case, timeout=PATIENCE) as a2a:
-        router = torch.randn(case.hidden, case.num_experts, requires_grad=True)
-
-        def layer(x: torch.Tensor) -> torch.Tensor:
-            weights, ids = (x @ router).softmax(-1).topk(case.top_k)
-            d = a2a.dispatch(x, ids, weights)
-            y = a2a.combine(torch.tanh(d.x), d)
-            assert isinstance(y, torch.Tensor)
-            return x + y
-
-        torch.compile(layer, fullgraph=True)(torch.empty(0, case.hidden, requires_grad=True)).square().sum().backward()
-        assert router.grad is not None and not router.grad.any()
-        return {"steps": a2a.stats()["steps"], "open": a2a.stats()["open_steps"]}
 
 
 def layers_without_tokens(me: Any, case: Case) -> dict[str, Any]:

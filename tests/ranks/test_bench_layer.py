@@ -1,4 +1,4 @@
-"""bench/layer.py as its users start it, at small sizes; and that a wrong layer does not pass for a fast one."""
+"""bench/layer.py and bench/train.py at small sizes; and that a wrong layer does not pass for a fast one."""
 
 from __future__ import annotations
 
@@ -10,107 +10,46 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench import ROOT, ranks_of
+from test_bench import ROOT, ranks_of, written_by
 
 from bench.harness.clock import Figure
 from bench.harness.reference import Wrong
 from bench.harness.world import World
-from bench.moe import layers, measure, report, theirs, timeline
-from bench.moe.options import LayerOptions, from_arguments, parser_of
-from pplx_comm.moe import functional as F
-from pplx_comm.moe.grouped import products
-from pplx_comm.moe.segments import Segments
+from bench.moe import layers, measure, report, theirs
+from bench.moe.options import from_arguments, parser_of
 
 TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", "2", "--rounds", "1", "--timeout", "60"]
-STAGES = {"dispatch", "up", "activation", "down", "combine"}
 
 
 def test_all_layers(tmp_path: Path) -> None:
     """That run on CPUs, with all times, and no more error than formats explain; peers that are for GPUs say so."""
-    file, picture, capacity = tmp_path / "layer.json", tmp_path / "layer.png", tmp_path / "capacity.png"
-    arguments = [*TINY, "--tokens", "4,24", "--decode-tokens", "4", "--routings", "even,hot"]
-    arguments += ["--precisions", "bf16,fp8-dispatch,fp8", "--capacities", "1,most", "--json", str(file)]
-    try:
-        import matplotlib  # noqa: F401
-
-        arguments += ["--plot", str(picture), "--capacity-plot", str(capacity)]
-    except ImportError:
-        picture = capacity = Path(__file__)
-    statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)
-    assert statuses == [0, 0], said
+    arguments = [*TINY, "--tokens", "4,24", "--decode-tokens", "4", "--routings", "hot", "--precisions", "bf16,fp8"]
+    of, said = written_by(tmp_path, ROOT / "bench" / "layer.py", *arguments, "--capacities", "1,most")
     assert "off: mega (fp8)" in said and "off: deep_ep (fp8)" in said and "capacity most" in said
-    of = json.loads(file.read_text())
-    assert of["ranks"] == 2 and of["options"]["tokens"] == [4, 24] and picture.stat().st_size and capacity.stat().st_size
     on = [point for point in of["points"] if point["off"] is None]
     layers_of = {(point["layer"], point["precision"]) for point in on}
-    bf16 = {(name, "bf16") for name in ("ours", "nccl", "ag_rs", "capacity 1", "capacity most")}
-    assert layers_of == {*bf16, ("ours", "fp8-dispatch"), ("ours", "fp8")} and len(on) == 4 * len(layers_of)
+    assert layers_of == {*((name, "bf16") for name in ("ours", "nccl", "ag_rs", "capacity 1", "capacity most")), ("ours", "fp8")}
     for point in on:
         dropped = point["notes"].get("dropped", 0)
-        assert set(point["stages"]) == STAGES and point["forward"]["p50"] > 0, point
-        assert (point["both"] is None) == (point["layer"] == "ag_rs"), point
-        if point["layer"] == "capacity most":  # room for all that there is
-            assert point["notes"]["rows"] >= point["tokens"] * 2
+        assert set(point["stages"]) == {"dispatch", "up", "activation", "down", "combine"} and point["forward"]["p50"] > 0, point
         assert dropped == 0 or point["layer"] == "capacity 1"
         limits = measure.LIMITS if point["layer"] == "ours" else measure.LIMITS_OF_OTHERS
         assert dropped or 0 < point["error"] < limits[point["precision"]]
-        assert set(point["beside"]) == ({"nccl"} if point["layer"] == "ag_rs" else {"nccl", "nccl, training"})
-        if point["layer"] == "ours":
-            assert (point["notes"]["product"], point["notes"]["overlap"]) == ("loop", "none")
-            assert min(point["alone"][what]["p50"] for what in ("compute", "step")) > 0
-            assert point["notes"]["layout"].startswith("Padded" if point["tokens"] == 4 else "Ragged")
-    assert any(point["notes"].get("dropped", 0) > 0.1 for point in on if point["routing"] == "hot")
+    assert any(point["notes"].get("dropped", 0) > 0.1 for point in on)
 
 
-def test_overlap(tmp_path: Path) -> None:
-    """A line for each way, and a timeline of each: products of four groups beside combine's send half, in a thread of its own."""
-    file, picture = tmp_path / "layer.json", tmp_path / "timeline.png"
+def test_pictures(tmp_path: Path) -> None:
+    """Of all sizes, of capacity, and of a step's halves beside products of four groups."""
     pytest.importorskip("matplotlib")
-    arguments = [*TINY, "--tokens", "24", "--decode-tokens", "1", "--experts", "8", "--layers", "ours", "--routings", "ordered"]
-    arguments += [
-        "--overlap",
-        "none,groups,signals",
-        "--transport",
-        "proxy",
-        "--provider",
-        "tcp",
-        "--timeline",
-        str(picture),
-        "--json",
-        str(file),
-    ]
-    statuses, said = ranks_of(ROOT / "bench" / "layer.py", *arguments)
-    assert statuses == [0, 0] and picture.stat().st_size, said
-    of = json.loads(file.read_text())
-    on = {(point["layer"], point["precision"]): point for point in of["points"] if point["off"] is None}
-    assert set(on) == {(name, precision) for name in ("ours", "ours groups") for precision in ("bf16", "fp8")}
-    assert "off: ours signals (bf16): overlap=" in said
-    assert all(point["error"] == on["ours", precision]["error"] for (_, precision), point in on.items()), "not the same bits"
-    halves = ["dispatch, send", "dispatch, receive", "up", "down", "combine, send", "combine, receive"]
-    assert len(of["timelines"]) == 4
-    for one in of["timelines"]:
-        groups = 1 if one["layer"] == "ours" else 4
-        point = on[one["layer"], one["precision"]]
-        assert point["notes"]["overlap"] == ("none" if groups == 1 else "groups") and point["notes"]["product"] == "loop"
-        assert point["exposed"] is not None
-        for spans in one["spans"]:
-            assert sorted(span["what"] for span in spans) == sorted(halves + ["up", "down"] * (groups - 1)), spans
-            beside = {span["what"] for span in spans if span["lane"]}
-            assert beside == (set() if groups == 1 else {"dispatch, receive", "combine, send"})
-            assert all(span["begin"] <= span["end"] for span in spans)
-
-
-def test_kernels_of_a_timeline() -> None:
-    """What torch's profiler says of a step on two streams, as it is drawn."""
-    names = ["dispatch_kernel", "dispatch_hooks", "until_raised", "rows_by_weights_as_they_come", "swiglu_forward", "memset"]
-    names += ["rows_by_weights_with_words", "until_reached", "combine_kernel", "combine_kernel"]
-    streams = [7, 7, 3, 3, 3, 3, 3, 7, 7, 3]
-    kernels = [(name, stream, 1000 * (at + 5), 500) for at, (name, stream) in enumerate(zip(names, streams, strict=True))]
-    spans = timeline.spans_of_kernels(kernels[::-1])
-    wanted = "dispatch, send; dispatch, receive; wait; up; activation; down; wait; combine, send; combine, receive"
-    assert "; ".join(span.what for span in spans) == wanted
-    assert [span.lane for span in spans] == [1, 1, 0, 0, 0, 0, 1, 1, 0]
-    assert (spans[0].begin, spans[0].end, spans[-1].end) == (0, 0.5, 9.5)
+    pictures = {name: tmp_path / f"{name}.png" for name in ("plot", "capacity-plot", "timeline")}
+    drawn = [word for name, path in pictures.items() for word in (f"--{name}", str(path))]
+    arguments = ["--tokens", "24", "--experts", "8", "--layers", "ours,capacity", "--capacities", "most", "--precisions", "bf16"]
+    arguments += ["--overlap", "none,groups", "--transport", "proxy", "--provider", "tcp", "--no-backward"]
+    of, _ = written_by(tmp_path, ROOT / "bench" / "layer.py", *TINY, *arguments, *drawn)
+    errors = {point["error"] for point in of["points"] if point["layer"].startswith("ours")}
+    assert len(errors) == 1, "not the same bits"
+    assert [sum(span["what"] == "up" for span in one["spans"][0]) for one in of["timelines"]] == [1, 4]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
 
 
 def figure(p50: float) -> Figure:
@@ -134,65 +73,43 @@ def test_what_stands_beside_what() -> None:
     assert report.beside(others[1], points) == {}
     assert report.exposed(groups, points) == 0.5 and report.exposed(plain, points) == pytest.approx(1.1)
     assert all(report.exposed(one, points) is None for one in (nccl, mega, *others))
-    head, _, *rows = ([cell.strip() for cell in line.split("|")] for line in report.tables(points).split("\n\n")[0].splitlines())
-    [row] = (dict(zip(head, row, strict=True)) for row in rows if row[3] == "ours groups" and row[1] == "8")
-    assert (row["exposed"], row["beside mega"], row["beside nccl"]) == ("50 %", "1.50x", "5.00x")
-
-
-def test_which_backends_ran() -> None:
-    """Also where the two products have different ones."""
-    up, down = torch.ones(1, 12, 8), torch.ones(1, 8, 6)
-    where = Segments(torch.tensor([0, 4], dtype=torch.int32))
-    ran = F.Ran("ragged", "none")
-    with ran.noted():
-        products.forward(torch.ones(4, 8), up, where, backend="loop")
-        products.forward(torch.ones(4, 6), down, where, backend="loop")
-    assert layers.products_of(ran, up, down) == "loop"
-    ran.products["forward 6x8"] = "triton"
-    assert layers.products_of(ran, up, down) == "up loop, down triton"
-
-
-def one_rank(*more: str) -> tuple[LayerOptions, SimpleNamespace]:
-    options = from_arguments(parser_of(None).parse_args([*TINY, "--tokens", "4", "--layers", "ours", *more]))
-    return options, SimpleNamespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None)
 
 
 @pytest.mark.parametrize("factor", [1.008, math.nan])
 def test_a_wrong_layer(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     right = layers.Ours.forward
     monkeypatch.setattr(layers.Ours, "forward", lambda self, mark: right(self, mark) * factor)
-    options, device = one_rank("--precisions", "bf16", "--no-backward")
+    arguments = [*TINY, "--tokens", "4", "--layers", "ours", "--precisions", "bf16", "--no-backward"]
+    options = from_arguments(parser_of(None).parse_args(arguments))
     world = World(options, None)
     try:
         with pytest.raises(Wrong, match="ours, bf16, 4 tokens"):
-            measure.run(options, world, device)
+            measure.run(options, world, SimpleNamespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None))
     finally:
         world.close()
 
 
 def test_gradients_are_those_of_the_textbook() -> None:
     """Of what is measured forward and backward: ours beside the others, which autograd differentiates."""
-    options, device = one_rank("--tokens", "24", "--experts", "8")
-    world = World(options, None)
+    options = from_arguments(parser_of(None).parse_args([*TINY, "--tokens", "24", "--experts", "8"]))
+    world, cpu = World(options, None), torch.device("cpu")
     try:
-        weights = measure.make_weights(options, 0, 1, device.device)
-        problem = measure.Problem(options, 24, "zipf", 0, 1, device.device, weights)
+        weights = measure.make_weights(options, 0, 1, cpu)
+        problem = measure.Problem(options, 24, "zipf", 0, 1, cpu, weights)
         every = []
         for make in (
             layers.makers(options, "bf16")["ours"],
             lambda w, d: theirs.Nccl(w, options, d),
             lambda w, d: theirs.Capacity(w, options, d, "most"),
         ):
-            layer = make(world, device.device)
+            layer = make(world, cpu)
             layer.prepare(problem)
-            leaves = [
-                t.detach().clone().requires_grad_() for t in (problem.x, problem.choice_weights, weights.gate_up, weights.down)
-            ]
+            inputs = (problem.x, problem.choice_weights, weights.gate_up, weights.down)
+            leaves = [t.detach().clone().requires_grad_() for t in inputs]
             layer.train(*leaves).backward(problem.dy)
             every.append([leaf.grad.double() for leaf in leaves])
         for other in every[1:]:
-            for a, b in zip(every[0], other, strict=True):
-                assert (a - b).norm() < 0.012 * b.norm()
+            assert all((a - b).norm() < 0.012 * b.norm() for a, b in zip(every[0], other, strict=True))
     finally:
         torch.distributed.destroy_process_group()
         world.close()

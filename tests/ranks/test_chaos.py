@@ -28,7 +28,7 @@ def chaos(options: str, **more: str) -> dict[str, str]:
     return {"PPLX_COMM_CHAOS": f"seed={seed()},{options}", "PPLX_COMM_ENDPOINTS": "2", "PPLX_COMM_SHARD_BYTES": "300", **more}
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_random_shapes(world_size: int) -> None:
     """The cases of test_invariants.py: every row once, bit for bit, and the same bits as without chaos."""
     begin = seed() * 100_000 + 200_000
@@ -38,7 +38,7 @@ def test_random_shapes(world_size: int) -> None:
             case = random_case(begin + number, world_size, TRANSPORTS)
             for _, counts in crew.run("chaos_cases:exchange", case):
                 happened += counts
-            if number < 3:
+            if number < 2:
                 bits = {
                     tuple(crew.run("rank_cases:exchange", replace(case, transport=t))) for t in ("mapped", "proxy:shm", "proxy:tcp")
                 }
@@ -56,7 +56,7 @@ def test_many_steps(transport: str, in_flight: int) -> None:
         crowd="uneven",
     )  # fmt: skip
     with Crew(3, chaos("delay=0.1,delay_us=100,duplicate=0.3,replay=0.3")) as crew:
-        for counts in crew.run("chaos_cases:many_steps", case, 400, timeout=120):
+        for counts in crew.run("chaos_cases:many_steps", case, 300, timeout=120):
             assert all(counts[kind] >= 100 for kind in KINDS), counts
 
 
@@ -74,7 +74,7 @@ def test_several_all_to_alls() -> None:
     begin = seed() * 100_000 + 295_000
     with Crew(3, chaos(HARD)) as crew:
         for turn in range(2):
-            cases = [replace(random_case(begin + 8 * turn + i, 3, TRANSPORTS), in_flight=1, steps=4) for i in range(8)]
+            cases = [replace(random_case(begin + 8 * turn + i, 3, TRANSPORTS), in_flight=1, steps=2) for i in range(8)]
             crew.run("rank_cases:interleaved", cases)
 
 
@@ -84,7 +84,7 @@ def test_several_all_to_alls() -> None:
 )
 def test_cut_link(transport: str, how: str) -> None:
     """A link fails, or goes silent, while the control connections live: every rank names an end of it, in time."""
-    timeout = 3.0
+    timeout = 2.0
     case = Case(301, 4, transport=transport, max_tokens=16, hidden=256, crowd="uneven", in_flight=1)
     with Crew(4, chaos(f"delay=0.1,{how}=1-3@40")) as crew:
         results = crew.run("chaos_cases:until_failure", case, timeout, again=False)

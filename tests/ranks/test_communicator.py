@@ -227,7 +227,7 @@ def test_leave(how: str, words: str) -> None:
         crew.ended(1, {"raise": 1, "os._exit": 3}.get(how, 0))
 
 
-@pytest.mark.parametrize("seconds", [1.2, pytest.param(8.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1.2, pytest.param(6.0, marks=pytest.mark.slow)])
 def test_stopped_is_not_dead(seconds: float) -> None:
     with started(2, CASES + "stopped", seconds=seconds) as crew:
         crew.all_heard("ready")

@@ -10,7 +10,7 @@ from cases import Case, in_pieces, random_case
 from harness import Crew, Crews, seed
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda n: f"ep{n}")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param)
     yield crews
@@ -23,17 +23,17 @@ def case_of(number: int, world: int, *transports: str) -> Case:
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:shm"])
 def test_random_shapes(crew: Crews, transport: str) -> None:
-    for number in range(12):
+    for number in range(5):
         crew.run("hook_cases:hooked", case_of(number, crew.world_size, transport))
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_the_same_bits(crew: Crews, layout: str) -> None:
-    case = replace(case_of(100, crew.world_size, "mapped"), layout=layout, threads=2, max_tokens=60)
+    case = replace(case_of(100, crew.world_size, "mapped"), layout=layout, threads=2, max_tokens=60, in_flight=1)
     assert crew.run("hook_cases:hooked", case) == crew.run("hook_cases:plain", case)
 
 
-@pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (256, True), (384, False)])
+@pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (384, False)])
 def test_alignments(crew: Crews, align: int, zero_pad: bool) -> None:
     """Blocks of several experts, of a part of one, and of nothing but padding."""
     case = Case(
@@ -56,18 +56,17 @@ def test_blocks_in_pieces(transport: str) -> None:
     with Crew(2) as crew:
         for number, layout in enumerate(("ragged", "padded", "compact")):
             case = Case(
-                seed() + number, 2, num_experts=6, top_k=2, hidden=64, max_tokens=1500, layout=layout, transport=transport, steps=4,
+                seed() + number, 2, num_experts=6, top_k=2, hidden=64, max_tokens=1500, layout=layout, transport=transport, steps=2,
                 in_flight=1 + number % 2, threads=2,
             )  # fmt: skip
             crew.run("hook_cases:hooked", in_pieces(case), timeout=120)
 
 
-@pytest.mark.parametrize("how", ["whole", "beside", "receives first", "alone"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_groups(crew: Crews, layout: str, how: str) -> None:
+def test_groups(crew: Crews, layout: str) -> None:
     case = replace(case_of(200, crew.world_size, "mapped", "proxy:tcp"), layout=layout, in_flight=1, max_tokens=100, hidden=64)
     plain = crew.run("hook_cases:plain", case)
-    for parts in (1, 2, 5):
+    for parts, how in ((1, "whole"), (2, "beside"), (5, "receives first"), (5, "alone")):
         assert crew.run("hook_cases:groups", case, parts, how) == plain
 
 
@@ -75,7 +74,7 @@ def test_groups(crew: Crews, layout: str, how: str) -> None:
 def test_a_kernel_that_never_comes(layout: str) -> None:
     case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
     with Crew(3) as crew:
-        results = crew.run("hook_cases:never_ready", case, 1, 4.0)
+        results = crew.run("hook_cases:never_ready", case, 1, 2.0)
     what = "local expert 0" if layout == "padded" else "block 0"
     for rank, said in enumerate(results):
         assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)

@@ -53,6 +53,7 @@ def test_random_shapes_have_everything() -> None:
         assert all(had[value] for value in values), (name, had)
 
 
+@few(1, 3, 8)
 def test_ranks_may_be_of_one_mind(crew: Crews) -> None:
     """The edges, each for itself: nobody has tokens, everything goes to one expert, most ranks own none, one token of 16 bytes."""
     edges = [
@@ -74,15 +75,14 @@ def test_ranks_may_be_of_one_mind(crew: Crews) -> None:
             crew.run("rank_cases:exchange", replace(case, transport=transport))
 
 
-@few(2, 4)
+@few(4)
 def test_same_bits_everywhere(crew: Crews) -> None:
     """On every transport and number of threads, and a second time."""
     begin = seed() * 100_000 + 90_000
     for number in range(3):
         case = replace(random_case(begin + number, crew.world_size), transport="mapped", threads=1, crowd="uneven", max_tokens=24)
         digests = {}
-        transports = TRANSPORTS if crew.world_size > 1 else ("mapped",)
-        for variant in [case, *variants(case, transport=list(transports), threads=[2, 3])]:
+        for variant in [case, *variants(case, transport=list(TRANSPORTS), threads=[2, 3])]:
             digests[str(variant)] = crew.run("rank_cases:exchange", variant)
         assert len({tuple(d) for d in digests.values()}) == 1, digests
 
@@ -99,7 +99,7 @@ def test_replicas(crew: Crews, transport: str) -> None:
     for replicas in (2, 3, 4, 8):
         if world_size % replicas or (transport != "mapped" and replicas != 2) or (world_size == 8 and replicas < 8):
             continue
-        for number, max_tokens in enumerate([1, 5, 8]):
+        for number, max_tokens in enumerate([1, 5, 8] if transport == "mapped" else [1, 5]):
             case = Case(
                 seed() * 100 + number, world_size, replicas=replicas, transport=transport, max_tokens=max_tokens, crowd="uneven",
                 layout=LAYOUTS[(number + TRANSPORTS.index(transport)) % 3], in_flight=(1, 4, 2)[number], steps=6, top_k=3,
@@ -111,7 +111,7 @@ def test_replicas(crew: Crews, transport: str) -> None:
 
 @few(1, 2, 3)
 def test_many_steps(crew: Crews) -> None:
-    for transport, steps in [("mapped", 800), ("proxy:shm", 400), ("proxy:tcp", 400)]:
+    for transport, steps in [("mapped", 400), ("proxy:shm", 200), ("proxy:tcp", 200)]:
         if crew.world_size == 1 and transport != "mapped":
             continue
         steps = steps * 2 // max(2, crew.world_size)
@@ -123,7 +123,7 @@ def test_many_steps(crew: Crews) -> None:
             crew.run("rank_cases:many_steps", case, steps, timeout=120)
 
 
-@few(2, 3)
+@few(3)
 def test_around_the_largest_step_number(crew: Crews) -> None:
     for transport in TRANSPORTS:
         for first in (2**32 - 5, 2**31 - 5):
@@ -139,13 +139,12 @@ def test_several_all_to_alls(crew: Crews) -> None:
     crew.run("rank_cases:interleaved", cases)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_shards(world_size: int) -> None:
+def test_shards() -> None:
     """Blocks that travel in pieces over several endpoints."""
     begin = seed() * 100_000 + 97_000
-    with Crew(world_size, {"PPLX_COMM_ENDPOINTS": "3", "PPLX_COMM_SHARD_BYTES": "300"}) as crew:
+    with Crew(3, {"PPLX_COMM_ENDPOINTS": "3", "PPLX_COMM_SHARD_BYTES": "300"}) as crew:
         for number in range(10):
-            case = random_case(begin + number, world_size, ("proxy:shm", "proxy:tcp", "mixed:tcp"))
+            case = random_case(begin + number, 3, ("proxy:shm", "proxy:tcp", "mixed:tcp"))
             crew.run("rank_cases:exchange", case)
         for stats in crew.run("rank_cases:shard_statistics"):
             assert stats["writes"] > 2 * stats["blocks"], stats
@@ -158,10 +157,10 @@ def test_too_small_a_buffer(layout: str, transport: str) -> None:
     begin = seed() * 100_000 + 98_000
     with Crew(3) as crew:
         overflowed = 0
-        for number in range(6):
+        for number in range(4):
             case = replace(
                 random_case(begin + number, 3, (transport,)), layout=layout, rows=1 + 2 * number, in_flight=1, max_tokens=8,
                 routing=("uniform", "to_one", "zipf")[number % 3], crowd="full",
             )  # fmt: skip
             overflowed += crew.run("rank_cases:overflow", case)[0]
-        assert overflowed >= 3
+        assert overflowed >= 2

@@ -30,12 +30,6 @@ def test_an_example(tmp_path: Path) -> None:
     assert "64 tokens came back" in run(tmp_path, "examples/hello.py")
 
 
-def test_the_latency_benchmark(tmp_path: Path) -> None:
-    """Two ranks, which it starts by the same command."""
-    tiny = ["--hidden", "256", "--experts", "8", "--top-k", "2", "--tokens", "2", "--iters", "4", "--peers", "none"]
-    assert "ours/floor" in run(tmp_path, "bench/latency.py", "-n", "2", *tiny)
-
-
 SCRIPTS = [path.name for path in sorted((ROOT / "bench").glob("*.py")) if IS_SCRIPT in path.read_text()]
 
 

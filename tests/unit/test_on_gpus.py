@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -20,41 +22,51 @@ from gpu_runs import RUNS, Run  # noqa: E402
 TWO = on_gpus.Machine(gpus=2, ranks=2)
 
 
-def options_of(script: str) -> set[str]:
-    shown = subprocess.run([sys.executable, script, "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    # Where an option is explained, not where a line of the docstring has one of mpirun's.
-    lines = [line.split("  ")[0] for line in re.findall(r"^  +(-.*)$", shown.stdout, re.MULTILINE)]
-    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(lines)))
-
-
 def test_names_are_unique() -> None:
     assert len({run.name for run in RUNS}) == len(RUNS)
 
 
-@pytest.mark.slow
-def test_scripts_have_their_options(tmp_path: Path) -> None:
-    known: dict[str, set[str]] = {}
+def options_of(script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [script, "--help"])
+        patch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    shown = capsys.readouterr()
+    assert not ended.value.code, shown.err
+    # Where an option is explained, not where a line of the docstring has one of mpirun's.
+    lines = [line.split("  ")[0] for line in re.findall(r"^  +(-.*)$", shown.out, re.MULTILINE)]
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", " ".join(lines)))
+
+
+def test_scripts_have_their_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
     for run in RUNS:
         words = on_gpus.command_of(run, TWO, tmp_path)
-        at = next((n for n, word in enumerate(words) if (ROOT / word).is_file() and not Path(word).is_absolute()), None)
-        if "pytest" in words:
-            continue
-        assert at is not None, f"{run.name}: no script of this tree"
-        words = words[at:]
-        asked = {word for word in words[1:] if word.startswith("-")}
-        if asked and words[0] not in known:
-            known[words[0]] = options_of(words[0])
-        assert not asked or asked <= known[words[0]], f"{run.name}: {words[0]} has no {asked - known[words[0]]}"
+        if "pytest" not in words:
+            at = next((n for n, word in enumerate(words) if (ROOT / word).is_file() and not Path(word).is_absolute()), None)
+            assert at is not None, f"{run.name}: no script of this tree"
+            asked.setdefault(words[at], set()).update(word for word in words[at + 1 :] if word.startswith("-"))
+    for script, options in asked.items():
+        known = options_of(script, capsys, monkeypatch) if options else set()
+        assert options <= known, f"{script} has no {options - known}"
+
+
+COLLECTS = """
+import json, sys, pytest
+for name, words in json.loads(sys.argv[1]):
+    if code := pytest.main([*words, "--collect-only", "-q", "-p", "no:cacheprovider"]):
+        sys.exit(f"{name}: pytest ended with {code}")
+"""
 
 
 @pytest.mark.slow
 def test_there_are_tests_to_run(tmp_path: Path) -> None:
-    for run in RUNS:
-        command = on_gpus.command_of(run, TWO, tmp_path)
-        if "pytest" in command:
-            found = subprocess.run([*command, "--collect-only", "-q"], cwd=ROOT, capture_output=True, text=True)
-            assert found.returncode == 0, f"{run.name}: {found.stdout[-2000:]}"
+    """One interpreter collects for all runs."""
+    commands = [(run.name, on_gpus.command_of(run, TWO, tmp_path)) for run in RUNS]
+    wanted = [(name, words[words.index("pytest") + 1 :]) for name, words in commands if "pytest" in words]
+    found = subprocess.run([sys.executable, "-c", COLLECTS, json.dumps(wanted)], cwd=ROOT, capture_output=True, text=True)
+    assert wanted and found.returncode == 0, found.stderr + found.stdout[-2000:]
 
 
 def plan(tmp_path: Path, runs: list[Run], seconds: float = 600) -> tuple[bool, str]:
@@ -63,21 +75,19 @@ def plan(tmp_path: Path, runs: list[Run], seconds: float = 600) -> tuple[bool, s
 
 
 def test_what_succeeded_is_not_run_again(tmp_path: Path) -> None:
+    """And one that fails does not end the others."""
     program = tmp_path / "one.py"
     program.write_text("print('seen')\nopen(__file__ + '.count', 'a').write('x')\n")
-    runs = [Run("one", "", 1, f"{{python}} {program}")]
+    runs = [Run("bad", "", 1, "{python} -S -c 'raise SystemExit(3)'"), Run("one", "", 1, f"{{python}} -S {program}")]
     good, summary = plan(tmp_path, runs)
-    assert good and re.search(r"^one +ok .* seen$", summary, re.MULTILINE)
-    good, summary = plan(tmp_path, runs)
+    assert (
+        not good
+        and re.search(r"^bad +failed \(3\)", summary, re.MULTILINE)
+        and re.search(r"^one +ok .* seen$", summary, re.MULTILINE)
+    )
+    good, summary = plan(tmp_path, runs[1:])
     assert good and summary.endswith("ok before\n")
-    assert (tmp_path / "one.py.count").read_text() == "x"
-
-
-def test_one_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
-    runs = [Run("bad", "", 1, "{python} -c 'raise SystemExit(3)'"), Run("next", "", 1, "{python} -c 'print(1)'")]
-    good, summary = plan(tmp_path, runs)
-    assert not good and re.search(r"^bad +failed \(3\)", summary, re.MULTILINE) and re.search(r"^next +ok", summary, re.MULTILINE)
-    assert not (tmp_path / "bad.ok").exists()
+    assert (tmp_path / "one.py.count").read_text() == "x" and not (tmp_path / "bad.ok").exists()
 
 
 def test_a_hang_is_ended_with_its_children(tmp_path: Path) -> None:
@@ -107,7 +117,7 @@ def test_proofs_run_beside_each_other_and_figures_alone(tmp_path: Path, monkeypa
     def attempt(run: Run, *_: object) -> tuple[bool, str]:
         """Two proofs meet, a figure waits for another in vain."""
         try:
-            met[run.figure].wait(1 if run.figure else 60)
+            met[run.figure].wait(0.1 if run.figure else 60)
         except threading.BrokenBarrierError:
             met[run.figure].reset()
             alone.append(run.figure)
@@ -127,13 +137,10 @@ def test_none_is_begun_without_its_time_or_its_gpus(tmp_path: Path) -> None:
     assert re.search(r"^short +ok", summary, re.MULTILINE)
 
 
-def test_ranks_under_mps_prove_and_do_not_measure() -> None:
+def test_ranks_under_mps_prove_and_do_not_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = on_gpus.Machine(gpus=1, ranks=2)
     assert shared.lacks(Run("proof", "", 1, "", gpus=2)) == ""
     assert shared.lacks(Run("figure", "", 1, "", gpus=2, figure=True)) == "needs 2 GPUs"
-
-
-def test_of_gpus_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = tmp_path / "nvidia-smi"
     listed.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: two'\n")
     listed.chmod(0o755)
