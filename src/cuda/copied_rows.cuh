@@ -67,8 +67,8 @@ class CopyLoader {
     const std::uint32_t shares = min(gridDim.x, runs.all());
     for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) load_share(runs, share);
     others_.end();
-    await_place();
     if (threadIdx.x % 32 != 0) return;
+    await_place();
     rings_.parts[place_.at] = {};
     turns_arrive(rings_.loaded + place_.at);
   }
@@ -114,9 +114,9 @@ class CopyLoader {
   }
 
   __device__ void ask(const char* from, const CopiedPart& part) {
-    await_place();
     linger(k_, std::uint64_t{step_} << 32 | place_.at);
     if (threadIdx.x % 32 == 0) {
+      await_place();
       rings_.parts[place_.at] = part;
       turns_expect(rings_.loaded + place_.at, part.bytes);
       bulk_load(ring_ + place_.at * kCopyBytes, from, part.bytes, rings_.loaded + place_.at);
@@ -126,7 +126,7 @@ class CopyLoader {
   }
   __device__ void await_place() const {
     const Spends waits(k_, Span::AwaitingPlaceOfSum);
-    if (place_.turn != 0) await_free(rings_.read + place_.at, place_.turn - 1);
+    if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
   }
 
   const CombineArguments& a_;

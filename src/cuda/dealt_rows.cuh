@@ -103,9 +103,9 @@ class RowDealer {
 
   // The lane `by` puts what it has into the next place of the ring.
   __device__ void add(std::uint32_t by, const DealtRow& dealt, const char* from, std::uint32_t bytes) {
-    if (place_.turn != 0) await_free(ring_.used + place_.at, place_.turn - 1);
     linger(k_, std::uint64_t{step_} << 32 | dealt.token);
     if (lane() == by) {
+      if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
       ring_.rows[place_.at] = dealt;
       if (bytes != 0) {
         turns_expect(ring_.loaded + place_.at, bytes);

@@ -419,15 +419,11 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
   __syncwarp();
 }
 
+// Waits for the nth turn. A lane that looks only after the next one is over waits for ever: for a place that a lane of its own warp fills
+// again, that lane alone may wait.
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   while (!turn_is_over(turns, nth & 1)) {
   }
-}
-// Waits until a place is free for a warp, of which one lane fills it. Lanes meet first: one that has not looked yet would miss the turn
-// if the place were filled and emptied meanwhile.
-__device__ inline void await_free(std::uint64_t* turns, std::uint32_t nth) {
-  await_turn(turns, nth);
-  __syncwarp();
 }
 
 // Workers of this block may wait for peers, and they for the counts of all chunks.

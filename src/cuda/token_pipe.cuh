@@ -54,7 +54,7 @@ class SendPlace {
   }
   // For who fills it: until it is free.
   __device__ void await_free(std::uint64_t* turns) const {
-    if (turn != 0) cuda::await_free(turns + at, turn - 1);
+    if (turn != 0) await_turn(turns + at, turn - 1);
   }
 
   std::uint32_t at = 0, turn = 0;
@@ -162,8 +162,10 @@ class TokenLoader {
     if constexpr (SendShape<Mode>::kQuantises) {
       if (threadIdx.x % 32 == 0) rings_.parts = asked_;
       for (std::uint32_t team = 0; team < shape_.teams; ++team) {
-        place_.await_free(rings_.used);
-        if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
+        if (threadIdx.x % 32 == 0) {
+          place_.await_free(rings_.used);
+          turns_arrive(rings_.loaded + place_.at);
+        }
         place_.next();
       }
     }
@@ -185,11 +187,11 @@ class TokenLoader {
   }
   // For the next part.
   __device__ void ask() {
-    {
-      const Spends waits(a_.common, Span::AwaitingPlaceIn);
-      place_.await_free(rings_.used);
-    }
     if (threadIdx.x % 32 == 0) {
+      {
+        const Spends waits(a_.common, Span::AwaitingPlaceIn);
+        place_.await_free(rings_.used);
+      }
       std::uint64_t* const turns = rings_.loaded + place_.at;
       const std::uint32_t bytes = shape_.bytes(a_.common, part_);
       turns_expect(turns, bytes);

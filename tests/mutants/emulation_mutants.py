@@ -274,8 +274,8 @@ MUTANTS = [
     Mutant(
         "dealt: a place of the ring is taken while adders read it",
         "src/cuda/dealt_rows.cuh",
-        "    if (place_.turn != 0) await_turn(ring_.used",
-        "    if (place_.turn > 1u << 30) await_turn(ring_.used",
+        "      if (place_.turn != 0) await_turn(ring_.used",
+        "      if (place_.turn > 1u << 30) await_turn(ring_.used",
         "rows that come are added up in place of those that were there",
         DEALT,
         "_cuda",
