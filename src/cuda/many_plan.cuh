@@ -419,8 +419,8 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
   __syncwarp();
 }
 
-// Waits for the nth turn. A lane that looks only after the next one is over waits for ever: for a place that a lane of its own warp fills
-// again, that lane alone may wait.
+// Waits for the nth turn. A lane that looks only after the next one is over waits for ever, so no lane of a warp may fill a place
+// again that another one still waits for: the one that fills it waits alone, or the lanes meet.
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   while (!turn_is_over(turns, nth & 1)) {
   }

@@ -52,9 +52,10 @@ class SendPlace {
     at = 0;
     ++turn;
   }
-  // For who fills it: until it is free.
+  // Waits until it is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
   __device__ void await_free(std::uint64_t* turns) const {
     if (turn != 0) await_turn(turns + at, turn - 1);
+    __syncwarp();
   }
 
   std::uint32_t at = 0, turn = 0;
@@ -162,10 +163,8 @@ class TokenLoader {
     if constexpr (SendShape<Mode>::kQuantises) {
       if (threadIdx.x % 32 == 0) rings_.parts = asked_;
       for (std::uint32_t team = 0; team < shape_.teams; ++team) {
-        if (threadIdx.x % 32 == 0) {
-          place_.await_free(rings_.used);
-          turns_arrive(rings_.loaded + place_.at);
-        }
+        place_.await_free(rings_.used);
+        if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
         place_.next();
       }
     }
@@ -187,11 +186,11 @@ class TokenLoader {
   }
   // For the next part.
   __device__ void ask() {
+    {
+      const Spends waits(a_.common, Span::AwaitingPlaceIn);
+      place_.await_free(rings_.used);
+    }
     if (threadIdx.x % 32 == 0) {
-      {
-        const Spends waits(a_.common, Span::AwaitingPlaceIn);
-        place_.await_free(rings_.used);
-      }
       std::uint64_t* const turns = rings_.loaded + place_.at;
       const std::uint32_t bytes = shape_.bytes(a_.common, part_);
       turns_expect(turns, bytes);
