@@ -9,7 +9,7 @@ import torch
 
 import pplx_comm as pc
 
-# The other half of the tests runs beside this one: threads of torch would wait for cores more than they compute. Ranks do the same.
+# Other tests run beside this one: threads of torch would wait for cores more than they compute. Ranks do the same.
 torch.set_num_threads(1)
 
 
