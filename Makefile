@@ -38,11 +38,8 @@ PY := $(abspath $(VENV))/bin/python
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 deps := $(VENV)/.deps
 installed := $(VENV)/.editable
-endif
-
-# A count, and the seconds that are left; an older ninja does not know them.
-ifeq ($(shell printf '1.12\n%s\n' "$$(ninja --version 2>/dev/null || echo 0)" | sort -CV && echo new),new)
-export NINJA_STATUS ?= [%f/%t, %E left] 
+# A count, and the time that is left.
+export NINJA_STATUS ?= [%f/%t, %E left] #
 endif
 
 help:  ## this list
