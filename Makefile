@@ -32,14 +32,16 @@ ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
 PY := $(shell $(PYTHON) -c 'import sys; print(sys.executable)')
 deps :=
+ninja := $(if $(shell command -v ninja),-G Ninja)
 else
 PY := $(abspath $(VENV))/bin/python
 # cmake, ninja and mpirun may be the environment's own.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 deps := $(VENV)/.deps
 installed := $(VENV)/.editable
+ninja := -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(VENV))/bin/ninja
 # A count, and the time that is left.
-export NINJA_STATUS ?= [%f/%t, %E left] #
+export NINJA_STATUS ?= [%f/%t, %W left] #
 endif
 
 help:  ## this list
@@ -59,12 +61,12 @@ $(VENV)/.editable: pyproject.toml $(deps)
 	@touch $@
 
 # Configured again when the interpreter or the options change; CMake itself notices everything else.
-configure := -DPPLX_PYTHON=ON -DPPLX_TESTS=ON -DPPLX_PYTHON_INTERPRETER=$(PY) $(CMAKE_ARGS)
+configure := -DPPLX_PYTHON=ON -DPPLX_TESTS=ON -DPPLX_PYTHON_INTERPRETER=$(PY) $(ninja) $(CMAKE_ARGS)
 ifneq ($(configure),$(shell cat $(BUILD)/.configured 2>/dev/null))
 .PHONY: $(BUILD)/.configured
 endif
 $(BUILD)/.configured: $(deps)
-	cmake -S . -B $(BUILD) $$(command -v ninja >/dev/null && echo -G Ninja) $(configure)
+	cmake -S . -B $(BUILD) $(configure)
 	@echo '$(configure)' > $@
 
 # What pytest would build by itself, when it comes to it.
@@ -138,7 +140,7 @@ sim-long: build  ## a million seeds of it, in the background's share of one core
 
 # The C++ tests again under sanitizers, in trees without Python.
 define sanitized
-	cmake -S . -B build/$(1) $$(command -v ninja >/dev/null && echo -G Ninja) \
+	cmake -S . -B build/$(1) $(ninja) \
 	    -DPPLX_PYTHON=OFF -DPPLX_TESTS=ON -DPPLX_SANITIZE=$(2)
 	cmake --build build/$(1) --target pplx_cpp_tests
 	ctest --test-dir build/$(1) --output-on-failure -j2

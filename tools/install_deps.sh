@@ -40,12 +40,11 @@ pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
 # at_least WANTED HAS: of versions.
 at_least() { [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
 
-# The host's own tools where they will do.
-tools=()
+# The host's own cmake where it will do. The host's ninja may be too old to say how long a build takes.
+tools=(ninja)
 wanted=$(sed -n 's/^cmake_minimum_required(VERSION \([0-9.]*\).*/\1/p' CMakeLists.txt)
 has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p' || true)
 { [ -n "$has" ] && at_least "$wanted" "$has"; } || tools+=("cmake>=$wanted")
-at_least 1.12 "$(ninja --version 2>/dev/null || echo 0)" || tools+=(ninja)  # an older one does not say how long it takes
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
     pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
