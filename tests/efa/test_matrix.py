@@ -101,7 +101,7 @@ def test_first_contact(transport: str) -> None:
     first_contact(4, 2, transport, seed())
 
 
-@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.by_hand)])
+@pytest.mark.parametrize("times", [pytest.param(5, marks=pytest.mark.slow), pytest.param(20, marks=pytest.mark.long)])
 @pytest.mark.parametrize("transport", EFA)
 def test_first_contact_of_eight_ranks(transport: str, times: int) -> None:
     """With FI_MORE on efa it hung in most: a write that waits for its peer's handshake kept the flag (libfabric to 2.6.0)."""

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 
 import pytest
-from emulation_cases import PARTS
+from emulation_cases import PARTS, VOLUME
 from harness import Crews
+
+SAMPLED = {"test_emulation_carrier.py", "test_emulation_hooks.py", "test_emulation_pieces.py", "test_emulation_replicas.py"}
+"""Of each of their tests one variant in three runs, unless PPLX_TEST_VOLUME asks for all: they take half an hour."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if VOLUME >= 1:
+        return
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name in SAMPLED:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set[pytest.Item]()
+    for name, of_test in variants.items():
+        first = zlib.crc32(name.encode()) % min(3, len(of_test))  # the first variant of some tests, the second of others
+        left_out.update(item for number, item in enumerate(of_test) if number % 3 != first)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")

@@ -38,7 +38,7 @@ LIBRARY = "libpplx_core.a"
 PARTS = ("pplx_core", "pplx_vector_")  # the targets whose objects are in it
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
 FASTER = "-O1"  # than what `make build` compiles with: most mutants are caught at once, and compiling them is what takes time
-AT_ONCE = (os.cpu_count() or 1) + 1  # one more than cores: some mutants are caught by waiting
+AT_ONCE = (os.cpu_count() or 1) + 2  # more than cores: some mutants are caught by waiting
 
 T = TypeVar("T")
 P = TypeVar("P", bound=Planted)

@@ -40,7 +40,7 @@ def test_a_death_is_noticed_all_the_same() -> None:
         crew.heard(0, "waits")
         crew.tell(1)
         (result,) = crew.collect(30, ranks=[0])
-    assert result["peer"] == 1 and "died" in result["message"] and result["seconds"] < 3, result
+    assert result["peer"] == 1 and "died" in result["message"] and result["seconds"] < 10, result
 
 
 def test_blamed_when_it_is_busy_no_longer() -> None:

@@ -20,7 +20,7 @@ KINDS = {"delayed", "shuffled", "split", "duplicated", "replayed", "refused"}
 TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
 # Two endpoints and small shards, so that blocks have shards of their own, which chaos splits further.
 HARD = "delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3"
-NOTICED = 1.0  # seconds from the first rank that raises until every rank has
+NOTICED = 10.0  # seconds from the first rank that raises until every rank has: one where cores are free
 ENDED = 30.0  # the end of interpreters with torch in them, on a busy machine
 
 
@@ -99,7 +99,7 @@ def test_cut_link(transport: str, how: str) -> None:
     most = (deadlines.DEATH_GRACE if how == "kill" else timeout) + NOTICED
     for rank, r in enumerate(results):
         assert r.get("is_peer") and r["peer"] in (1, 3), r
-        assert r["at"] - first < NOTICED + r["starved"] and r["closing"] < 2.0, r
+        assert r["at"] - first < NOTICED + r["starved"] and r["closing"] < NOTICED, r
         assert r["waited"] < most + r["starved"], r
         if how == "kill":
             assert not r["is_timeout"] and f"rank {r['peer']}" in r["message"], r

@@ -193,8 +193,8 @@ def test_kill(victim: int, node_size: int | None) -> None:
             assert (told["kind"], told["rank"], told["calls"], told["known"]) == ("death", victim, 1, [victim])
             assert told["barrier"]["peer"] == told["later"]["peer"] == victim
             assert f"rank {victim} died" in told["later"]["message"]
-            assert told["later"]["seconds"] < 0.5 + told["later"]["starved"]
-            assert told["close_seconds"] < 2.0
+            assert told["later"]["seconds"] < 5.0 + told["later"]["starved"]
+            assert told["close_seconds"] < 10.0
 
 
 @pytest.mark.parametrize(

@@ -317,7 +317,7 @@ def test_slow_guests_are_shown_out(house: _House) -> None:
         began = time.monotonic()
         slow.sendall(_hello()[:5])
         assert slow.recv(100) == b""
-        assert 0.2 < time.monotonic() - began < 3
+        assert 0.2 < time.monotonic() - began < 15
     assert house.door.refused == {"too slow": 1}
 
 

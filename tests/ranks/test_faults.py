@@ -225,7 +225,7 @@ def test_another_death_during_reset(transport: str, place: str, tmp_path: Path) 
                 continue
             assert told.get("is_peer") and told["peer"] == 2 and "rank 2" in told["message"], told
             assert told["at"] - float(died.read_text()) < NOTICED + told["starved"], told
-            assert told["later"].get("is_peer") and told["later"]["seconds"] < 0.5 + told["later"]["starved"], told
+            assert told["later"].get("is_peer") and told["later"]["seconds"] < 5.0 + told["later"]["starved"], told
         assert crew.leave() == [0, 0, -signal.SIGKILL, -signal.SIGKILL]
         assert left_in_shm(crew) == []
 
