@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from emulation_cases import PARTS, VOLUME
 from harness import Crews
 
-SAMPLED = {"test_emulation_carrier.py", "test_emulation_hooks.py", "test_emulation_pieces.py", "test_emulation_replicas.py"}
-"""Of each of their tests one variant in three runs, unless PPLX_TEST_VOLUME asks for all: they take half an hour."""
+FOLDER = Path(__file__).parent
+WHOLE = "test_emulation.py"
+"""Of the tests in the other files one variant in three runs, unless PPLX_TEST_VOLUME asks for all: they take half an hour."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -18,7 +20,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.path.name in SAMPLED:
+        if item.path.parent == FOLDER and item.path.name != WHOLE:
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set[pytest.Item]()
     for name, of_test in variants.items():
