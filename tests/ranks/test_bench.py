@@ -18,7 +18,7 @@ import pytest
 from harness import Crew
 
 from bench import latency
-from bench.harness import report
+from bench.harness import plot, report
 from pplx_comm.efasoft import machines
 
 HERE = Path(__file__).resolve().parent
@@ -84,7 +84,7 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     transports = ["mapped", "proxy:tcp", "nvshmem:1"]
     arguments = ["--tokens", "3,600", "--peers", "nccl,ag_rs,deep_ep", "--num-sms", "all,3", "--wire", "fp8"]
-    arguments += ["--slot-bytes", "600000", "--transport", ",".join(transports), "--plot", str(tmp_path / "bench.png")]
+    arguments += ["--slot-bytes", "600000", "--transport", ",".join(transports)]
     record, _ = written_by(tmp_path, ON_CPU, "latency", "none", *GPU, *TINY, *arguments)
     expected = [(tokens, transport, n) for tokens in (3, 600) for transport in transports for n in (3, None)]
     assert [(p["tokens"], p["transport"], p["num_sms"]) for p in record["points"]] == expected and record["in_pieces"] == [600]
@@ -100,7 +100,9 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
             assert parts["kernels"] == kernels and floor[phase] == pytest.approx(sum(parts.values()))
     assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [(name, n) for n in (3, 600) for name in ("nccl", "ag_rs")]
     assert set(record["peers_off"]) == {"deep_ep"}
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("bench.png", "bench-by-sms.png"))
+    drawn = plot.plot(record, str(tmp_path / "bench.png"))
+    assert drawn == [str(tmp_path / name) for name in ("bench.png", "bench-by-sms.png")]
+    assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in drawn)
 
 
 def test_crossover(tmp_path: Path) -> None:
