@@ -19,16 +19,6 @@ MOST_LEVEL_TICKS = 8
 """With more, their names would run into each other."""
 
 
-def pyplot() -> Any:
-    """matplotlib's, drawing into files: there is no screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def _label(value: float) -> str:
     if value < 1000:
         return f"{value:g} µs"
@@ -109,7 +99,8 @@ def _dress(axis: Any, ticks: Sequence[float], names: Sequence[str], what: str) -
 
 
 def _save(figure: Any, axes: Sequence[Any], record: dict[str, Any], what: str, path: str) -> None:
-    plt = pyplot()
+    import matplotlib.pyplot as plt
+
     # In groups: ours, floors, peers. One of a name, from whichever axis has it.
     named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = sorted(named, key=lambda label: 0 if label.startswith("pplx") else 1 if "floor of" in label else 2)
@@ -129,7 +120,10 @@ def _save(figure: Any, axes: Sequence[Any], record: dict[str, Any], what: str, p
 def plot(record: dict[str, Any], path: str) -> list[str]:
     """Against tokens, a row of the grid for each number of multiprocessors; where there are several, another picture against those.
     Returns what was written."""
-    plt = pyplot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
     settings = _settings(record)
     figure, axes = plt.subplots(
@@ -151,7 +145,8 @@ def plot(record: dict[str, Any], path: str) -> list[str]:
 
 
 def _plot_by_sms(record: dict[str, Any], settings: list[int | None], path: str) -> None:
-    plt = pyplot()
+    import matplotlib.pyplot as plt
+
     tokens, part = by_sms(record)
     # "all" at the number that this is, or where it is unknown, an octave on.
     everything = record.get("multiprocessors") or 2 * max((n for n in settings if n is not None), default=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.harness.plot import pyplot
 from bench.model import published
 from bench.model.report import Ours
 
@@ -17,7 +16,10 @@ def sums(of: Ours, fabric: str, tokens: int) -> list[tuple[int, float]]:
 
 
 def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
-    plt = pyplot()
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
     from matplotlib.ticker import NullLocator
 
     tokens = sorted({many for _, _, many in predicted})

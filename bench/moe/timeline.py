@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from bench.harness.plot import pyplot
 from bench.harness.world import World
 from bench.moe.layers import Ours
 from bench.moe.problem import Problem
@@ -182,6 +181,8 @@ COLOURS = {
 
 def plot(timelines: list[dict[str, Any]], title: str, path: str) -> None:
     """Rank 0's, of one size and precision each, the ways of overlap below each other."""
+    from bench.moe.report import pyplot
+
     plt = pyplot()
     pictures = list(dict.fromkeys((one["precision"], one["tokens"]) for one in timelines))
     figure, axes = plt.subplots(len(pictures), 1, figsize=(11, 1.2 + 2.4 * len(pictures)), squeeze=False)
