@@ -33,7 +33,7 @@ def test_random_shapes(world_size: int) -> None:
     """The cases of test_invariants.py: every row once, bit for bit, and the same bits as without chaos."""
     begin = seed() * 100_000 + 200_000
     happened: Counter[str] = Counter()
-    with Crew(world_size, chaos(HARD)) as crew:
+    with Crew(world_size, chaos(HARD, PPLX_TEST_STEP_TIMEOUT="100")) as crew:
         for number in range(32 // world_size):
             case = random_case(begin + number, world_size, TRANSPORTS)
             for _, counts in crew.run("chaos_cases:exchange", case):
@@ -72,7 +72,7 @@ def test_a_proxy_that_stands_still() -> None:
 def test_several_all_to_alls() -> None:
     """Eight on one fabric, in steps that interleave; then eight others, which take their numbers."""
     begin = seed() * 100_000 + 295_000
-    with Crew(3, chaos(HARD)) as crew:
+    with Crew(3, chaos(HARD, PPLX_TEST_STEP_TIMEOUT="100")) as crew:  # nothing waits for it
         for turn in range(2):
             cases = [replace(random_case(begin + 8 * turn + i, 3, TRANSPORTS), in_flight=1, steps=2) for i in range(8)]
             crew.run("rank_cases:interleaved", cases)
