@@ -50,7 +50,7 @@ PROOFS = (
     Run("proof-replicas", "ranks that hold the same tokens", 2, PYTEST + "test_replicas.py"),
     Run("proof-across", "nodes of one GPU, over tcp and shm, chaos and deaths among it", 4, PYTEST + "test_across_nodes.py"),
     Run("proof-placement", "blocks in GPU memory", 3, PYTEST + "test_placement.py"),
-    Run("proof-moe", "the MoE layer, its products and overlaps", 9, PYTEST + "test_moe_gpu.py"),
+    Run("proof-moe", "the MoE layer and its products", 9, PYTEST + "test_moe_gpu.py"),
     Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 4, PYTEST + "test_nvshmem.py -k 'near and not fuzz'"),
     Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 8, PYTEST + "test_nvshmem.py -k 'far and not fuzz'"),
     Run("proof-nvshmem-else", "heap, doctor", 1, PYTEST + "test_nvshmem.py -k 'heap or doctor'"),
@@ -129,20 +129,19 @@ FIGURES = (
         "layer-v3",
         "the layer of DeepSeek-V3, beside all peers",
         6,
-        f"{V3} --tokens 8,128,1024,4096 --overlap none,groups,signals --plot {{out}}.png",
+        f"{V3} --tokens 8,128,1024,4096 --plot {{out}}.png",
     ),
     layer(
         "layer-flash",
         "that of a smaller one",
         4,
-        f"{FLASH} --tokens 8,128,1024,4096 --overlap none,groups,signals --plot {{out}}.png",
+        f"{FLASH} --tokens 8,128,1024,4096 --plot {{out}}.png",
     ),
     layer(
         "layer-across",
         "nodes of one GPU: what of the network is left beside products",
         2,
-        f"{V3} --tokens 128,1024,4096 --precisions fp8 --layers ours --overlap none,groups,signals"
-        " --node-size 1 --provider tcp --no-backward --timeline {{out}}.png",
+        f"{V3} --tokens 128,1024,4096 --precisions fp8 --layers ours --node-size 1 --provider tcp --no-backward",
     ),
     layer(
         "layer-capacity",
