@@ -312,7 +312,7 @@ class AllToAll:
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype, device=self.device), d)
 
     def reset(self, timeout: float | None = None) -> list[int]:
-        """The same as `Communicator.reset`, which resets all AllToAlls of this one's Communicator."""
+        """Calls `Communicator.reset`, which resets all AllToAlls of this one's Communicator."""
         self._steps.check_open("reset")
         return self._comm.reset(timeout)
 

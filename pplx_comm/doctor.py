@@ -250,7 +250,7 @@ def _gpus() -> list[Finding]:
 
 
 def _no_cuda_module() -> Finding:
-    """What nvcc a build would find now, in the order in which cmake/cuda.cmake looks."""
+    """Finds the nvcc that a build would take now, in the order in which cmake/cuda.cmake looks."""
     build = "make build CMAKE_ARGS=-DPPLX_CUDA=ON"
     wanted = ".".join(map(str, LEAST_CUDA))
     folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]

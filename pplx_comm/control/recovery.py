@@ -26,7 +26,7 @@ class Resettable(Protocol):
 
     @property
     def number(self) -> int:
-        """The same on all ranks, and no other open AllToAll's."""
+        """Identifies it: the same on all ranks, and no other open AllToAll's."""
 
     @property
     def what(self) -> str:
@@ -126,7 +126,7 @@ class Recovery:
                     one.go_on()
 
     def _failure(self, everything: Sequence[Resettable], late: bool) -> Failure | None:
-        """What to recover from. None: nothing, or another thread of this rank has done it.
+        """Returns what to recover from; None if there is nothing, or another thread of this rank has done it.
 
         Steps that are open here are a failure: this rank's own code raised. If the caller is `late`, another thread has begun them.
         """

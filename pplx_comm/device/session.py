@@ -36,7 +36,7 @@ class Life:
         self.generation = 0
         """The Communicator's when this AllToAll was made or last reset. A failure of its calls is one of that generation."""
         self.lock = threading.Condition()
-        """For failures and reset(). Notified when a call ends that found the AllToAll not usable."""
+        """Guards failures and reset(). Notified when a call ends that found the AllToAll not usable."""
         self._stopped_by: Failure | None = None
         self._told = threading.local()
         """Its `generation`: of the last failure that calls of this thread raised. None once the thread has called reset()."""

@@ -67,7 +67,10 @@ def fill(folder: str) -> None:
 
 
 def on_a_full_disk(me: Any, folder: str, last: str, address: str) -> dict[str, Any]:
-    """All that a process may write to is full: home, temporary files, working folder, log and output. `last` is what a key falls back to."""
+    """All that a process may write to is full: home, temporary files, working folder, log and output.
+
+    `last`: what a key falls back to.
+    """
     for full in (folder, last):
         fill(full)
     os.chdir(folder)
