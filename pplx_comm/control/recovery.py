@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS
@@ -173,6 +173,9 @@ class Recovery:
             there = [rank for rank, opened in by_rank.items() if number in opened]
             if len(there) < len(by_rank):
                 without = sorted(by_rank.keys() - there)
+                # Ranks meet, so that no rank's abort overtakes another one's comparison.
+                with suppress(PeerError):
+                    self._control.all_gather(None, "reset: a difference", patience)
                 raise Error(
                     f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close them alike. "
                     f"Close it on ranks {there}, then call reset() again on all ranks"
