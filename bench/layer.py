@@ -2,11 +2,9 @@
 
 torchrun --nproc-per-node 2 bench/layer.py --device cuda --json layer.json --plot layer.png
 python bench/layer.py -n 2 --tokens 8,64 --hidden 256 --intermediate 128 --experts 8 --top-k 2
-torchrun --nproc-per-node 2 bench/layer.py --device cuda --experts 64 --overlap none,groups,signals --layers ours --timeline t.png
 torchrun --nproc-per-node 2 bench/layer.py --device cuda --routings even,zipf,hot --layers ours,capacity --capacity-plot c.png
 
-ours        dispatch, grouped products, combine; few tokens forward take Padded and masked products. --overlap none,groups,signals
-            has a line for each way in which a forward pass runs beside its step
+ours        dispatch, grouped products, combine; few tokens forward take Padded and masked products.
 nccl        NCCL's all-to-all (gloo's on CPUs) between two sorts, torch._grouped_mm
 ag_rs       all-gather, torch._grouped_mm, reduce-scatter
 capacity    a room for each expert, as GShard has it: padding is computed, tokens beyond it are dropped
@@ -15,8 +13,8 @@ deep_ep     DeepEP and DeepGEMM, where both are installed: the low-latency mode 
 mega        DeepGEMM's layer of one call for compute capability 9.0: pip install sgl-deep-gemm==0.1.4.post1 apache-tvm-ffi==0.1.11
 
 All in one run, on the same tokens, experts and weights, and held against the same loop in float64. The table says which backend
-multiplied and how the pass ran beside its step; "beside mega" and "beside nccl" are their times over the layer's; "exposed" is
-(forward pass - its products alone) / (dispatch + combine alone), both alone without overlap: docs/benchmarks.md.
+multiplied; "beside mega" and "beside nccl" are their times over the layer's; "exposed" is
+(forward pass - its products alone) / (dispatch + combine alone): docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from bench.gpu.device import local_rank
 from bench.harness.launch import launch
 from bench.harness.rank import leave, measure
 from bench.harness.world import World
-from bench.moe import report, timeline
+from bench.moe import report
 from bench.moe.measure import run
 from bench.moe.options import LayerOptions, from_arguments, parser_of
 from pplx_comm.control.launch import detect
@@ -50,21 +48,18 @@ def layer(options: LayerOptions, world: World, arguments: Sequence[str]) -> None
     else:
         torch.set_num_threads(world.threads)
         device = SimpleNamespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None)
-    points, timelines = run(options, world, device)
+    points = run(options, world, device)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     if world.rank != 0:
         return
     of = report.record(options, points, world.size, device.name, list(arguments))
-    of["timelines"] = [one.described() for one in timelines]
     print(report.tables(points), flush=True)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(of, file, indent=1)
     if options.plot:
         report.plot(of, options.plot)
-    if options.timeline and timelines:
-        timeline.plot(of["timelines"], report.heading(of), options.timeline)
     if options.capacity_plot:
         report.plot_capacity(of, options.capacity_plot)
 

@@ -407,11 +407,8 @@ class HookLayout:
     @property
     def count(self) -> int:
         """
-        Words of each of these two.
+        Words of `arrived`.
         """
-    @property
-    def ready(self) -> int:
-        ...
     @property
     def words(self) -> int:
         """
@@ -433,7 +430,7 @@ class ExpertOutputs:
     """
     What a combine sends: addresses, 0 for none, and strides in bytes.
     """
-    def __init__(self, *, expert_out: int, stride: int, weighted: bool, uses_weights: bool = False, weights: int = 0, has_tail: bool = False, tail: int = 0, ready: int = 0, ready_value: int = 0) -> None:
+    def __init__(self, *, expert_out: int, stride: int, weighted: bool, uses_weights: bool = False, weights: int = 0, has_tail: bool = False, tail: int = 0) -> None:
         ...
 class Result:
     """

@@ -29,7 +29,7 @@ class ExpertOutputs:
     """
     What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
     """
-    def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0, ready: int = 0, ready_value: int = 0) -> None:
+    def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
         ...
 class Result:
     """

@@ -62,8 +62,8 @@ class AllToAll:
         In a combine of many tokens on few multiprocessors they fetch what experts have written there, and nobody copies it once
         more. Whoever holds d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep
         what they were captured with, and may have it in common.
-    hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=;
-        combine takes ready=. On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
+    hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=.
+        On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
         nothing orders share a GPU's multiprocessors: together they must not want more than it has, or ranks that begin with
         different ones wait for each other.
@@ -228,8 +228,6 @@ class AllToAll:
         tail: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
         async_op: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | Combining:
         """Brings the expert outputs back: y[t] = sum over t's choices of weight * expert_out.
@@ -242,13 +240,6 @@ class AllToAll:
             and returns unchanged to its token: combine then returns (y, [tokens, top_k]), with 0 for dropped choices.
         out: [tokens, hidden], the tensor to write.
         accumulate: adds to what out holds.
-        ready: with hooks=True: uint32 or int32 words, shaped like d.arrived, by which a kernel that is still running says that it
-            has written rows of expert_out (and tail): rows of a block of 128 (Padded: of an expert) are read once its word is at
-            least ready_value. d.ready has such words, 0 when the step begins; words of the caller's own must be 0 before that
-            kernel begins. It stores rows, then adds to their word with release semantics, 1 per tile for instance. It was launched
-            before, and waits for nothing of this combine. If a word is not raised in time, that is a StepTimeout of this rank.
-            In a graph another branch is not "before": CUDA need not run it beside the combine, and under MPS it may not.
-        ready_value: from 1 on; tiles of a block if each adds 1.
         async_op: returns after the send half; .wait() returns the result.
 
         The backward pass of y = combine(out, d) where out = experts(d.x), with gradients dY of y:
@@ -258,11 +249,9 @@ class AllToAll:
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             if async_op:
                 self._graph.refuse("combine")
-            if ready is not None:
-                self._graph.refuse_hooks("combine", "ready")
             return self._graph.combine(expert_out, d, weights, weighted, tail, out, accumulate)
         halves = _core.SEND if async_op else _core.BOTH
-        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
+        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
 
     def combine_send(
         self,
@@ -274,14 +263,12 @@ class AllToAll:
         tail: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         accumulate: bool = False,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
     ) -> Combining:
         """The send half of combine. When it returns, expert_out may be overwritten, but for d.expert_out; with slot_bytes, after
         combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
-        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
+        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
         assert isinstance(c, Combining)
         return c
 

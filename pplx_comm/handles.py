@@ -113,11 +113,6 @@ class Dispatched:
         and compares; then it may read the block's rows, and counts, offsets and num_rows too. See docs/design.md, Hooks."""
         return self._hooks("arrived").arrived
 
-    @property
-    def ready(self) -> torch.Tensor:
-        """With hooks=True: uint32, shaped like arrived: words for combine(ready=d.ready), 0 when the step begins."""
-        return self._hooks("ready").ready
-
     def _hooks(self, name: str) -> Hooks:
         if self.hooks is None:
             raise Error(f"d.{name} needs an AllToAll with hooks=True, and no torch.compile or autograd around its dispatch")

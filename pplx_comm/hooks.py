@@ -12,7 +12,7 @@ import pplx_comm._core as _core
 RAISED: int = _core.RAISED
 """The top bit of a word of `d.planned` and `d.arrived`: once it is set, it stays."""
 HOOK_ROWS: int = _core.HOOK_ROWS
-"""Rows of d.x in the block of a word of `d.arrived` and `d.ready`. With Padded a word is an expert's."""
+"""Rows of d.x in the block of a word of `d.arrived`. With Padded a word is an expert's."""
 
 
 class Hooks:
@@ -23,7 +23,6 @@ class Hooks:
         """uint32, all of them."""
         self.planned = words[:1]
         self.arrived = words[layout.arrived : layout.arrived + layout.count]
-        self.ready = words[layout.ready : layout.ready + layout.count]
         self.begun: Any = None
         """CUDA: the event behind which the words are this step's."""
         self.failed = False

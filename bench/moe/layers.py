@@ -16,7 +16,6 @@ from bench.moe.theirs import Capacity, GatherAndReduce, Mark, Mega, Nccl
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import functional as F
-from pplx_comm.moe import overlap as overlapping
 from pplx_comm.moe.arithmetic import Rows
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.pair import TritonPair
@@ -55,30 +54,23 @@ class Layer(Protocol):
 class Ours:
     trains, in_graphs = True, True
 
-    def __init__(
-        self, world: World, options: LayerOptions, device: torch.device, precision: str, overlap: str = overlapping.NONE
-    ) -> None:
-        self.name = "ours" if overlap == overlapping.NONE else f"ours {overlap}"
-        self._o, self._device, self._precision, self._overlap, self._ranks = options, device, precision, overlap, world.size
+    name = "ours"
+
+    def __init__(self, world: World, options: LayerOptions, device: torch.device, precision: str) -> None:
+        self._o, self._device, self._precision, self._ranks = options, device, precision, world.size
         self._comm = world.fresh()  # which carries so many AllToAlls and no more
         self._quantised = precision in ("fp8", "mxfp8")
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether step and products follow one another, so that each can be measured alone."""
-        return self._overlap == overlapping.NONE
-
     def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> AllToAll:
-        o, beside = self._o, self._overlap != overlapping.NONE
-        align = 128 if self._precision != "bf16" or self._overlap == overlapping.SIGNALS else 16
+        o = self._o
+        align = 128 if self._precision != "bf16" else 16
         most = most_rows(o, self._ranks, tokens, align, 1 if self._precision != "bf16" else 2)
         return shared_all_to_all(
             self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=tokens,
             dtype=torch.bfloat16, wire=WIRES[self._precision],
             layout=Padded(align=align) if padded else Ragged(align, zero_pad, max_rows=most),
             scale_layout="tma" if self._precision.startswith("fp8") else "row", device=self._device, timeout=o.timeout,
-            transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes, hooks=beside,
-            num_sms=overlapping.sms_of_step(self._device) if beside else None,
+            transport=o.transport, provider=o.provider, node_size=o.node_size, slot_bytes=o.slot_bytes,
         )  # fmt: skip
 
     def prepare(self, problem: Problem) -> None:
@@ -86,34 +78,18 @@ class Ours:
         p = self._p = problem
         decoding = [n for n in self._o.tokens if n <= self._o.decode_tokens]
         self._padded = p.tokens in decoding
-        self.a2a = self._a2a = self._all_to_all(max(decoding) if self._padded else max(self._o.tokens), self._padded, False)
+        self._a2a = self._all_to_all(max(decoding) if self._padded else max(self._o.tokens), self._padded, False)
         self._training = self._all_to_all(max(self._o.tokens), False, True)
-        overlapping.check(self._overlap, self._a2a, self._quantised)
         self._plain = p.weights.gate_up, p.weights.down
         self._weights: Any = self._plain
         if self._quantised:
             self._weights = tuple(F.quantise_weights(t) for t in self._plain)
-        self._extras = F.Extras(codes=self._weights if self._quantised else None)
 
     def _options(self) -> F.Options:
-        return F.Options(self._quantised, overlap=self._overlap, expert_groups=self._o.expert_groups)
-
-    def in_halves(self) -> torch.Tensor:
-        """A forward pass whose dispatch and combine are two calls each, as with a shared expert between."""
-        p, options = self._p, self._options()
-        one = F.send(self._a2a, p.x, p.ids, p.choice_weights, options)
-        F.compute(one, *self._plain, options, self._extras)
-        return F.finish(one)
+        return F.Options(self._quantised)
 
     def forward(self, mark: Mark) -> torch.Tensor:
         p, a2a = self._p, self._a2a
-        if self._overlap != overlapping.NONE:
-            options = self._options()
-            one = F.send(a2a, p.x, p.ids, p.choice_weights, options, whole=True)
-            y = F.receive(one, *self._plain, options, self._extras)
-            self._ran = one.ran
-            mark("all")
-            return y
         d = a2a.dispatch(p.x, p.ids, p.choice_weights)
         mark("dispatch")
         rows = received(a2a, d)
@@ -173,12 +149,12 @@ class Ours:
         p = self._p
         d = self._a2a.dispatch(p.x, p.ids, p.choice_weights)
         d.release()
-        self._ran = F.Ran("padded" if self._padded else "ragged", overlapping.NONE)
-        with self._ran.noted():
+        ran = F.Ran("padded" if self._padded else "ragged")
+        with ran.noted():
             self.forward(lambda _: None)
         rows = int(d.counts.sum() if d.offsets is None else d.offsets[-1])
-        product = products_of(self._ran, *self._plain)
-        return {"layout": repr(self._a2a.layout), "rows": rows, "product": product, "overlap": self._ran.overlap}
+        product = products_of(ran, *self._plain)
+        return {"layout": repr(self._a2a.layout), "rows": rows, "product": product}
 
     def close(self) -> None:
         self._comm.close()
@@ -204,10 +180,8 @@ def most_rows(options: LayerOptions, ranks: int, tokens: int, align: int, size: 
 def makers(options: LayerOptions, precision: str) -> dict[str, Callable[[World, torch.device], Layer]]:
     """By name: the layers that are asked for and compute in this precision."""
     every: dict[str, Callable[[World, torch.device], Layer]] = {
-        "ours" if overlap == overlapping.NONE else f"ours {overlap}":
-            lambda world, device, overlap=overlap: Ours(world, options, device, precision, overlap)  # type: ignore[misc]
-        for overlap in options.overlaps
-    }  # fmt: skip
+        "ours": lambda world, device: Ours(world, options, device, precision),
+    }
     if precision == "bf16":
         every["nccl"] = lambda world, device: Nccl(world, options, device)
         every["ag_rs"] = lambda world, device: GatherAndReduce(world, options, device)

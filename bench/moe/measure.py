@@ -23,7 +23,6 @@ from bench.harness.world import Off, World
 from bench.moe.layers import Layer, Ours, makers
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem, make_weights
-from bench.moe.timeline import Timeline, measured
 
 WARMING = 3
 LIMITS = {"bf16": 0.006, "fp8-dispatch": 0.045, "fp8": 0.08, "mxfp8": 0.08}
@@ -126,12 +125,11 @@ class Timer:
         return float(end - begin) * 1e6 if self._cpu else 1000 * float(begin.elapsed_time(end))
 
 
-def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], list[Timeline]]:
+def run(options: LayerOptions, world: World, device: Any) -> list[Point]:
     if options.experts % world.size:
         raise Off(f"--experts {options.experts} must divide by the {world.size} ranks: other libraries want that")
     weights, timer = make_weights(options, world.rank, world.size, device.device), Timer(world, device, options)
     points: list[Point] = []
-    timelines: list[Timeline] = []
     for precision in options.precisions:
         for name, make in makers(options, precision).items():
             layer: Layer | None = None
@@ -146,9 +144,6 @@ def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], 
                     point = Point(name, precision, tokens, routing, off=why or None)
                     if layer is not None:
                         _measure(layer, problem, point, world, device, timer)
-                        first = routing == options.routings[0]
-                        if options.timeline and first and point.off is None and isinstance(layer, Ours):
-                            timelines.append(measured(layer, problem, precision, world, device))
                     if world.rank == 0:
                         _tell(point)
                     points.append(point)
@@ -157,7 +152,7 @@ def run(options: LayerOptions, world: World, device: Any) -> tuple[list[Point], 
             layer = None
             if device.device.type == "cuda":  # what torch keeps, others cannot have
                 torch.cuda.empty_cache()
-    return points, timelines
+    return points
 
 
 def _measure(layer: Layer, problem: Problem, point: Point, world: World, device: Any, timer: Timer) -> None:
@@ -173,7 +168,7 @@ def _measure(layer: Layer, problem: Problem, point: Point, world: World, device:
         point.stages = timer.stages(layer.forward)
         if layer.in_graphs and device.device.type == "cuda":
             point.graph = timer.figure(device.capture(lambda: layer.forward(_nothing)))
-        if isinstance(layer, Ours) and layer.in_turn:
+        if isinstance(layer, Ours):
             point.alone = _alone(layer, device, timer)
     if layer.trains and problem.options.backward:
         point.both = timer.figure(_training(layer, problem))

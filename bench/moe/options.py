@@ -12,7 +12,6 @@ LAYERS = ("ours", "nccl", "ag_rs", "capacity", "deep_ep", "mega")
 TOKENS = (8, 128, 1024, 4096, 8192)
 PRECISIONS = ("bf16", "fp8-dispatch", "fp8", "mxfp8")
 ROUTINGS = ("even", "zipf", "hot", "ordered")
-OVERLAPS = ("none", "groups", "signals")
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,10 @@ class LayerOptions:
     json: str | None
     plot: str | None
     capacity_plot: str | None
-    overlaps: tuple[str, ...]
-    expert_groups: int
     transport: str
     provider: str | None
     node_size: int | None
     slot_bytes: int | None
-    timeline: str | None
 
     def described(self) -> dict[str, Any]:
         """As the JSON has them."""
@@ -94,11 +90,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="how tokens choose: even, zipf, hot; ordered: on each rank, neighbouring tokens choose the same local expert (even)",
     )  # fmt: skip
     what.add_argument("--decode-tokens", type=int, default=256, help="up to how many ours takes Padded, forward (256)")
-    what.add_argument(
-        "--overlap", type=_some(OVERLAPS), default=("none",), metavar="O,O",
-        help="of our forward pass with its step: none, groups, signals; a line each (none)",
-    )  # fmt: skip
-    what.add_argument("--expert-groups", type=positive, default=4, help="of the overlap by groups (4)")
     what.add_argument("--transport", default="auto", help="of ours: auto, mapped, proxy, nvshmem (auto)")
     what.add_argument("--provider", help="of ours: the libfabric provider of the proxy")
     what.add_argument("--node-size", type=positive, help="of ours: how many ranks share a node, whatever the hosts say")
@@ -113,7 +104,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
     out.add_argument("--plot", metavar="FILE.png", help="times against tokens (needs matplotlib)")
-    out.add_argument("--timeline", metavar="FILE.png", help="when the halves of our steps and our products ran, by --overlap")
     out.add_argument("--capacity-plot", metavar="FILE.png", help="what experts compute, beside padded capacity, by routing")
     return parser
 
@@ -124,7 +114,6 @@ def from_arguments(a: argparse.Namespace) -> LayerOptions:
         top_k=a.top_k, precisions=tuple(dict.fromkeys(a.precisions)), layers=tuple(dict.fromkeys(a.layers)),
         capacities=a.capacities, routings=tuple(dict.fromkeys(a.routings)), decode_tokens=a.decode_tokens,
         backward=not a.no_backward, rounds=a.rounds, calls=a.calls, seed=a.seed, timeout=a.timeout, threads=a.threads,
-        json=a.json, plot=a.plot, capacity_plot=a.capacity_plot, overlaps=tuple(dict.fromkeys(a.overlap)),
-        expert_groups=a.expert_groups, transport=a.transport, provider=a.provider, node_size=a.node_size,
-        slot_bytes=a.slot_bytes, timeline=a.timeline,
+        json=a.json, plot=a.plot, capacity_plot=a.capacity_plot, transport=a.transport, provider=a.provider, node_size=a.node_size,
+        slot_bytes=a.slot_bytes,
     )  # fmt: skip

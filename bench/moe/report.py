@@ -57,7 +57,7 @@ def beside(point: Point, points: Sequence[Point]) -> dict[str, float]:
 
 def exposed(point: Point, points: Sequence[Point]) -> float | None:
     """Of what dispatch and combine take alone, the part by which a forward pass is longer than its products alone."""
-    it = _like(points, point, layer="ours", precision=point.precision) if point.layer.split()[0] == "ours" else None
+    it = _like(points, point, layer="ours", precision=point.precision) if point.layer == "ours" else None
     if it is None or not it.alone or point.best is None:
         return None
     return (point.best.p50 - it.alone["compute"].p50) / it.alone["step"].p50
@@ -75,7 +75,7 @@ def tables(points: Sequence[Point]) -> str:
     many = len({point.routing for point in on}) > 1
     head = ["tokens", *(["routing"] if many else []), "precision", "layer"]
     cells = [[
-        *head, "product", "overlap", "forward, us", "in a graph", "and backward", "beside mega", "beside nccl",
+        *head, "product", "forward, us", "in a graph", "and backward", "beside mega", "beside nccl",
         "training beside nccl", "exposed", "error", "",
     ]]  # fmt: skip
     stages = [[*head, *STAGES, "compute alone", "step alone"]]
@@ -85,7 +85,7 @@ def tables(points: Sequence[Point]) -> str:
         ratios = [f"{others[name]:.2f}x" if name in others else "" for name in ("mega", "nccl", "nccl, training")]
         share = exposed(point, points)
         cells.append([
-            *names, point.notes.get("product", ""), point.notes.get("overlap", ""), _p50(point.forward), _p50(point.graph),
+            *names, point.notes.get("product", ""), _p50(point.forward), _p50(point.graph),
             _p50(point.both), *ratios, "" if share is None else f"{100 * share:.0f} %", f"{100 * point.error:.2f} %",
             f"{100 * dropped:.1f} % of choices dropped" if dropped else "",
         ])  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import pplx_comm._core as _core
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
@@ -18,7 +17,7 @@ class Checks:
     def __init__(self, session: Session) -> None:
         self._config = session.config
         self._dtype, self._wire, self._layout, self._device = session.dtype, session.wire, session.layout, session.device
-        self._hooks = _core.hook_layout(session.config) if session.request.hooks else None
+        self._hooks = bool(session.request.hooks)
         self._hidden, self._top_k, self._experts = session.hidden, session.top_k, int(session.config.local_experts)
 
     def handle(self, call: str, handle: Dispatched | Combining, kind: type[Dispatched] | type[Combining], owner: Owner) -> None:
@@ -65,7 +64,7 @@ class Checks:
         return weights
 
     def expert_groups(self, groups: int) -> None:
-        if self._hooks is None:
+        if not self._hooks:
             raise Error("dispatch: expert_groups= needs an AllToAll with hooks=True")
         if isinstance(self._layout, Compact):
             raise Error("dispatch: with Compact a row belongs to several experts, so expert_groups= has no meaning")
@@ -141,26 +140,6 @@ class Checks:
             shape = (None, self._top_k)
         self._tensor("combine: tail", tail, shape)
         return tail
-
-    def ready(self, ready: torch.Tensor | None, value: int) -> torch.Tensor | None:
-        if ready is None:
-            return None
-        if self._hooks is None:
-            raise Error("combine: ready= needs an AllToAll with hooks=True")
-        if not isinstance(ready, torch.Tensor) or ready.dtype not in (torch.uint32, torch.int32):
-            have = getattr(ready, "dtype", type(ready).__name__)
-            raise Error(f"combine: ready must be a uint32 or int32 tensor, not {have}")
-        count = self._hooks.count
-        if tuple(ready.shape) != (count,):
-            what = "local expert" if isinstance(self._layout, Padded) else "128 rows of d.x"
-            raise Error(f"combine: ready has shape {tuple(ready.shape)}, must be [{count}], a word per {what}")
-        if ready.device != self._device:
-            raise Error(f"combine: ready is on {ready.device}, this AllToAll works on {self._device}")
-        if not ready.is_contiguous():
-            raise Error("combine: ready must be contiguous: its words are looked at where they are")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 1 << 31:
-            raise Error(f"combine: ready_value={value!r} must be a number from 1 on, what a word has when its rows are written")
-        return ready
 
     def out(self, out: torch.Tensor | None, accumulate: bool, tokens: int) -> torch.Tensor | None:
         if out is None:

@@ -232,8 +232,6 @@ class Cpu:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
     ) -> Combining:
         checks, core = self.checks, self.core
         checks.received(d)
@@ -247,13 +245,12 @@ class Cpu:
         tail = checks.tail(tail)
         if tail is not None:
             checks.enough_rows("tail", tail.shape[0], routes.needed_rows)
-        ready = checks.ready(ready, ready_value)
         out = checks.out(out, accumulate, plan.tokens)
         if out is None:
             out = self._outputs.tensor((plan.tokens, self._hidden), self._dtype)
         tail_out = None if tail is None else self._outputs.tensor((plan.tokens, self._top_k), torch.float32)
         c = CpuCombining(d, out, accumulate, tail_out)
-        c.inputs = (expert_out, weights, tail, ready)
+        c.inputs = (expert_out, weights, tail)
         d.used = True
         with self._failing["combine_send"]:
             core.combine_send(
@@ -268,8 +265,6 @@ class Cpu:
                     weights=0 if weights is None else weights.data_ptr(),
                     has_tail=tail is not None,
                     tail=0 if tail is None else tail.data_ptr(),
-                    ready=0 if ready is None else ready.data_ptr(),
-                    ready_value=ready_value,
                 ),
             )
         return c

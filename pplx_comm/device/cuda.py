@@ -373,8 +373,6 @@ class Cuda:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
     ) -> Combining | Combined:
         checks = self.checks
         if not d.received or d.used:
@@ -383,8 +381,6 @@ class Cuda:
         if d.generation != self.core.generation:
             self._check_generation("combine", d)
         tokens = d.tokens
-        if ready is not None:
-            checks.ready(ready, ready_value)
         try:
             key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
             at = expert_out.data_ptr()
@@ -397,8 +393,6 @@ class Cuda:
             checks.expert_rows(expert_out)
             rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
             count = rows.shape[0]
-            if ready is not None and rows.data_ptr() != at:  # nobody has written what would be copied
-                raise Error("combine: with ready= the rows of expert_out must start at multiples of 16 bytes")
             if rows.data_ptr() == at and expert_out.is_contiguous():
                 self._remember(key, (stride, count))
             expert_out, at = rows, rows.data_ptr()
@@ -420,7 +414,6 @@ class Cuda:
             expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
             weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
             tail_rows=0 if tail is None else self._tail_rows(tail),
-            ready=0 if ready is None else ready.data_ptr(), ready_value=ready_value,
         )  # fmt: skip
         self.core.combine(self._launch(halves, d), outputs, self._result(tokens, y, y_stride, accumulate, tail_out))
         d.used = True
@@ -428,7 +421,7 @@ class Cuda:
             c = DeviceCombining(d, out, accumulate, tail_out)
             c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
             if self._in_pieces:
-                c.inputs = expert_out, weights, tail, ready
+                c.inputs = expert_out, weights, tail
             return c
         if y is not out:
             out.copy_(y[:, : self._hidden])

@@ -47,8 +47,6 @@ class Device(Protocol):
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
     ) -> Combining | Combined:
         """Like dispatch: where one launch does both halves, the result."""
 

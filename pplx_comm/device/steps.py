@@ -84,15 +84,13 @@ class Steps:
         tail: torch.Tensor | None,
         out: torch.Tensor | None,
         accumulate: bool,
-        ready: torch.Tensor | None = None,
-        ready_value: int = 1,
     ) -> Combining | Combined:
         """See Device.combine. With the receive half, the result."""
         if not isinstance(d, Dispatched) or d.owner is not self:
             self._checks.handle("combine", d, Dispatched, self)
         if not self._life.usable:
             self._life.check("combine")
-        c = self.device.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate, ready, ready_value)
+        c = self.device.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
         return self.combine_recv(c) if halves & _core.RECV and isinstance(c, Combining) else c
 
     def combine_recv(self, c: Combining) -> Combined:

@@ -46,30 +46,12 @@ class Rows:
 class Arithmetic(Protocol):
     """The products of one pass, on one set of weights and one set of rows."""
 
-    @property
-    def gate_up(self) -> torch.Tensor | Codes:
-        """As the first product takes them."""
+    def up(self, rows: Rows) -> torch.Tensor:
+        """[rows, hidden] to [rows, 2 * intermediate]."""
         ...
 
-    @property
-    def down_weights(self) -> torch.Tensor | Codes:
-        """As the second one does."""
-        ...
-
-    def as_it_comes(self, rows: Rows) -> torch.Tensor | Codes | None:
-        """The rows, if the first product takes them as they were received. None: their format is changed first."""
-        ...
-
-    def up(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, hidden] to [rows, 2 * intermediate], in `out` if that is given."""
-        ...
-
-    def activated(self, h: torch.Tensor) -> torch.Tensor | Codes:
-        """[rows, 2 * intermediate] to [rows, intermediate], as the second product takes it."""
-        ...
-
-    def down(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, 2 * intermediate] through the activation to [rows, hidden], in `out` if that is given."""
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        """[rows, 2 * intermediate] through the activation to [rows, hidden]."""
         ...
 
     def through(self, rows: Rows) -> torch.Tensor:
@@ -103,17 +85,11 @@ class Precise:
     def down_weights(self) -> torch.Tensor:
         return self.down_as_kept.to(self.dtype)
 
-    def as_it_comes(self, rows: Rows) -> torch.Tensor | None:
-        return rows.x if rows.scale is None else None
+    def up(self, rows: Rows) -> torch.Tensor:
+        return products.forward(rows.values(self.dtype), self.gate_up, self.where, self.backend)
 
-    def up(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        return products.forward(rows.values(self.dtype), self.gate_up, self.where, self.backend, out)
-
-    def activated(self, h: torch.Tensor) -> torch.Tensor:
-        return swiglu(h, self.where)
-
-    def down(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return products.forward(self.activated(h), self.down_weights, self.where, self.backend, out)
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        return products.forward(swiglu(h, self.where), self.down_weights, self.where, self.backend)
 
     def through(self, rows: Rows) -> torch.Tensor:
         return self.down(self.up(rows))
@@ -174,17 +150,11 @@ class Quantised:
     def down_weights(self) -> Codes:
         return self.codes.down
 
-    def as_it_comes(self, rows: Rows) -> Codes | None:
-        return None if rows.scale is None or rows.scale.dtype == torch.uint8 else (rows.x, rows.scale)
+    def up(self, rows: Rows) -> torch.Tensor:
+        return self._product(self._received(rows, self.gate_up), self.gate_up, False)
 
-    def up(self, rows: Rows, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._product(self._received(rows, self.gate_up), self.gate_up, False, out)
-
-    def activated(self, h: torch.Tensor) -> Codes:
-        return swiglu_quantise(h, self.where)
-
-    def down(self, h: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._product(self.activated(h), self.down_weights, False, out)
+    def down(self, h: torch.Tensor) -> torch.Tensor:
+        return self._product(swiglu_quantise(h, self.where), self.down_weights, False)
 
     def through(self, rows: Rows) -> torch.Tensor:
         x = self._received(rows, self.gate_up)
@@ -199,5 +169,5 @@ class Quantised:
     def _received(self, rows: Rows, weights: Codes) -> Codes:
         return rows.codes(self.subnormal, products.takes_mx(weights, self.where, self.backend))
 
-    def _product(self, x: Codes, w: Codes, transposed: bool, out: torch.Tensor | None = None) -> torch.Tensor:
-        return products.scaled(x, w, self.where, transposed=transposed, dtype=self.dtype, backend=self.backend, out=out)
+    def _product(self, x: Codes, w: Codes, transposed: bool) -> torch.Tensor:
+        return products.scaled(x, w, self.where, transposed=transposed, dtype=self.dtype, backend=self.backend)

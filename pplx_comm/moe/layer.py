@@ -20,8 +20,6 @@ from pplx_comm.handles import Combining
 from pplx_comm.layouts import Padded, Ragged
 from pplx_comm.moe import routing
 from pplx_comm.moe.experts import Experts, SharedExpert
-from pplx_comm.moe.overlap import NONE, SIGNALS, sms_of_step
-from pplx_comm.moe.overlap import check as check_overlap
 from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.routed import Options, Pass, finish, send
@@ -98,9 +96,6 @@ class MoE(nn.Module):
     param_dtype: of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
     gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape and power of two of an expert's rows.
-    overlap: of a forward pass with its step: "none", "groups", "signals"; see functional.Options. On a GPU a step then takes 24
-        multiprocessors, or a quarter of them, if all_to_all= does not say num_sms.
-    expert_groups: of overlap="groups".
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`. Not under FSDP2,
         which has other means.
     inference: no gradients; the experts' e4m3 codes are made once, and rows between their segments are not cleared.
@@ -137,8 +132,6 @@ class MoE(nn.Module):
         recompute: str = "nothing",
         gemm: str = "auto",
         scaled_gemm: str = "auto",
-        overlap: str = "none",
-        expert_groups: int = 4,
         main_grad: bool = False,
         inference: bool = False,
         mesh: Any = None,
@@ -151,7 +144,7 @@ class MoE(nn.Module):
         super().__init__()
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
 
-        def check() -> tuple[Options, Placement, int, int | None]:
+        def check() -> tuple[Options, Placement, int]:
             for name, least in (("hidden", 1), ("intermediate", 1), ("num_experts", 1), ("top_k", 1), ("shared_intermediate", 0)):
                 integer(name, compared[name], least, 1 << 20)
             if shared_gate and not shared_intermediate:
@@ -160,18 +153,13 @@ class MoE(nn.Module):
                 raise Error(
                     f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
                 )
-            options = Options(_quantised(precision, compute), gemm, scaled_gemm, recompute, overlap, expert_groups)
+            options = Options(_quantised(precision, compute), gemm, scaled_gemm, recompute)
             placement = Placement(num_experts, comm.world_size, comm.rank, expert_tp)
-            sms = None if overlap == NONE else sms_of_step(torch.device(of_step.get("device") or "cpu"))
-            return options, placement, placement.top_k(top_k), sms
+            return options, placement, placement.top_k(top_k)
 
-        self.options, self.placement, choices, sms = _agreed(comm, check, compared)
+        self.options, self.placement, choices = _agreed(comm, check, compared)
         quantised, targets = self.options.quantised, self.placement.num_targets
-        align = 128 if quantised or precision != "bf16" or overlap == SIGNALS else 16
-        if overlap != NONE:
-            of_step["hooks"] = True
-            if sms is not None:
-                of_step.setdefault("num_sms", sms)
+        align = 128 if quantised or precision != "bf16" else 16
 
         def over(tokens: int, layout: Ragged | Padded) -> AllToAll:
             return shared_all_to_all(
@@ -185,7 +173,6 @@ class MoE(nn.Module):
             if self.decode_a2a is not None and decode_tokens == max_tokens_per_rank
             else over(max_tokens_per_rank, Ragged(align, zero_pad=not inference, max_rows=max_rows))
         )
-        check_overlap(overlap, self.a2a, quantised)
         device, kept = self.a2a.device, param_dtype or dtype
         self.router = Router(hidden, num_experts, top_k, router, device=device, dtype=kept)
         self.experts = Experts(self.placement, hidden, intermediate, device, kept, constant=inference)
@@ -284,7 +271,7 @@ class MoE(nn.Module):
             self.load += to.load
 
     def choices(self) -> dict[int, Ran]:
-        """What calls ran as, by this rank's tokens, the last one of each number: layout, overlap, each product's backend."""
+        """What calls ran as, by this rank's tokens, the last one of each number: layout, each product's backend."""
         return dict(self._ran)
 
     def update_bias(self, rate: float = 1e-3, group: Any = None) -> None:

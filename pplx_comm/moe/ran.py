@@ -14,8 +14,6 @@ class Ran:
 
     layout: str
     """Of its rows: "ragged" or "padded"."""
-    overlap: str
-    """"none", "groups" or "signals"."""
     products: dict[str, str] = field(default_factory=dict)
     """The backend of each product, by what it does and by the weights, k x n: {"forward 7168x4096": "triton", ...}."""
 

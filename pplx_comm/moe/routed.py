@@ -13,13 +13,11 @@ with the receive half of an exchange and ends with the send half of the next one
     finish    combine, receive                              dispatch, send
 
 Where nothing runs between two parts, their halves are one call, which is faster: `whole=True`.
-
-With `Options.overlap` the forward pass's middle runs beside its step: see overlap.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,13 +27,9 @@ from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Compact, Padded
-from pplx_comm.moe import overlap as overlapping
 from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows, WeightCodes
 from pplx_comm.moe.grouped import products
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
-from pplx_comm.moe.lanes import Lane, lane_of
-from pplx_comm.moe.overlap import NONE, OVERLAPS, SIGNALS
-from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.received import received
 from pplx_comm.moe.segments import Segments
@@ -54,27 +48,14 @@ class Options:
     backend, scaled_backend: of the grouped products, and of those of codes. "auto" measures, a name insists.
     recompute: what the backward pass computes again in place of keeping it: "nothing"; "activations", the rows between the two
         products; "dispatch", the received rows too, by a further dispatch on the saved plan.
-    overlap: of a forward pass with its step. "none"; "groups", group after group of experts is computed when its rows are
-        there, and combine begins with rows that are written; "signals", our own products wait for each block of rows, and combine
-        for each block of theirs: on GPUs, in bfloat16, float16 and e4m3. Both need an AllToAll with hooks=True, on a GPU also
-        with a num_sms= that leaves multiprocessors to products; "signals" one of layout Ragged(align=128), or Padded.
-    expert_groups: of "groups".
     """
 
     quantised: bool = False
     backend: str = "auto"
     scaled_backend: str = "auto"
     recompute: str = "nothing"
-    overlap: str = "none"
-    expert_groups: int = 4
 
     def __post_init__(self) -> None:
-        if self.overlap not in OVERLAPS:
-            raise Error(f"overlap={self.overlap!r}: there are {', '.join(map(repr, OVERLAPS))}")
-        if self.expert_groups < 1:
-            raise Error(f"expert_groups={self.expert_groups}: must be 1 or more")
-        if self.overlap == SIGNALS and {self.backend, self.scaled_backend} - {"auto", "triton"}:
-            raise Error('overlap="signals" is for our Triton kernels: overlap="groups" takes other backends')
         if self.recompute not in RECOMPUTE:
             raise Error(f"recompute={self.recompute!r}: there are {', '.join(map(repr, RECOMPUTE))}")
         if self.backend != "auto":
@@ -113,11 +94,9 @@ class Pass:
         self.keeps = True
         """Whether there may be a backward pass, which wants what is between the products."""
         self.x: torch.Tensor | None = x
-        self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged", NONE)
+        self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged")
         self.tokens = len(x)
         """See received.expected_rows()."""
-        self.lane: Lane | None = None
-        """Where the step of the forward pass runs, if that is beside its products."""
         self.sent: Dispatched | None = None
         """On its way to the experts: of this rank's tokens, and backwards of their gradients."""
         self.rows: Rows | None = None
@@ -140,7 +119,7 @@ def send(
 
     a2a: of layout Ragged, for gradients with zero_pad=True; without gradients also of layout Padded, for few tokens.
     x: [tokens, hidden]. ids, weights: [tokens, top_k].
-    options: those of compute(), of which `overlap` must be known here.
+    options: those of compute(), where it is given none.
     most_tokens: of any rank in this call, where that is known. Tiles and backends of products follow from it, or from this rank's
         tokens: never from what there is room for.
     """
@@ -151,7 +130,6 @@ def send(
     one = Pass(a2a, x.detach())
     one.options = options or one.options
     one.tokens = one.tokens if most_tokens is None else most_tokens
-    overlapping.check(one.options.overlap, a2a, one.options.quantised)
     one.ticket = _Send.apply(x, weights, ids, one, whole)
     return one
 
@@ -170,9 +148,7 @@ def compute(
     gate_up: [local experts, 2 * intermediate, hidden], gates before ups. down: [local experts, hidden, intermediate].
     """
     options = options or one.options
-    if (options.overlap == NONE) != (one.lane is None):
-        raise Error(f"compute: overlap={options.overlap!r}, but send() was told {one.options.overlap!r}: tell send() as well")
-    one.options, one.combines_whole, one.ran.overlap = options, whole, options.overlap
+    one.options, one.combines_whole = options, whole
     one.keeps = torch.is_grad_enabled()
     one.ticket = _Compute.apply(one.ticket, gate_up, down, one, extras or Extras(), one.ticket.grad_fn)
 
@@ -206,9 +182,7 @@ def _ticket(device: torch.device) -> torch.Tensor:
 class _Send(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, one: Pass, whole: bool) -> torch.Tensor:
-        one.sent = _sent_beside(one, x, ids, weights, whole) or (one.a2a.dispatch if whole else one.a2a.dispatch_send)(
-            x, ids, weights
-        )
+        one.sent = (one.a2a.dispatch if whole else one.a2a.dispatch_send)(x, ids, weights)
         one.plan = one.sent.plan
         ctx.one = one
         return _ticket(x.device)
@@ -248,9 +222,6 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ticket: torch.Tensor, one: Pass) -> torch.Tensor:
         returning, one.returning = one.returning, None
-        if one.lane is not None:
-            one.lane.join()
-            one.lane = None
         y = _home(returning)
         ctx.one = one
         # Also where x is not needed: taking out what was saved is when a checkpoint runs the forward pass again, and that must be
@@ -271,27 +242,10 @@ class _Finish(torch.autograd.Function):
         return _ticket(dy.device), None
 
 
-def _sent_beside(one: Pass, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, whole: bool) -> Dispatched | None:
-    """The dispatch of a pass that runs beside its step. None: it does not."""
-    a2a, options = one.a2a, one.options
-    if options.overlap == NONE:
-        return None
-    lane = one.lane = lane_of(a2a.device)
-    lane.kept += [x, ids, weights]
-    groups = overlapping.groups_of(a2a, options.expert_groups)
-    return lane.send(
-        lambda: a2a.dispatch(x, ids, weights, expert_groups=groups),
-        lambda: a2a.dispatch_send(x, ids, weights, expert_groups=groups),
-        whole,
-    )
-
-
 def _computed(
     one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
 ) -> tuple[Rows, torch.Tensor | None]:
     """Received rows, and what the first product made of them, for a pass that keeps it. Combine is on its way, or was."""
-    if one.lane is not None:
-        return _computed_beside(one, one.lane, sent, gate_up, down, extras)
     a2a = one.a2a
     d = a2a.dispatch_recv(sent)
     rows = received(a2a, d, one.tokens)
@@ -328,28 +282,6 @@ def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | N
     if ctx.needs_input_grad[2]:
         d_down = _weight_gradient(came.values(a2a.dtype), weighted, where, down, extras.main_down, one.options.backend)
     return d_up, d_down
-
-
-def _computed_beside(
-    one: Pass, lane: Lane, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
-) -> tuple[Rows, torch.Tensor]:
-    """The same beside the step."""
-    codes = extras.codes
-    if one.options.quantised and codes is None:
-        codes = quantise_weights(gate_up), quantise_weights(down)
-
-    def make(experts: range, where: Segments) -> Arithmetic:
-        some = slice(experts.start, experts.stop)
-        of_some = None
-        if codes is not None:
-            (up, up_scale), (low, low_scale) = codes
-            of_some = (up[some], up_scale[some]), (low[some], low_scale[some])
-        return _arithmetic(one, gate_up[some], down[some], where, replace(extras, codes=of_some))
-
-    middle = overlapping.Middle(one.a2a, sent, one.tokens, gate_up.shape[1], one.combines_whole)
-    kept = overlapping.run(lane, middle, one.options.overlap, make)
-    one.returning = lane.result()
-    return kept
 
 
 def _dispatched_again(one: Pass, x: torch.Tensor) -> Rows:

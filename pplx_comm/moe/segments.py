@@ -19,13 +19,11 @@ class Segments:
     where: int32. Ragged: [experts + 1], where each expert's begin, d.offsets; padding counts. Padded: [experts], d.counts.
     room: Padded: rows that each expert has room for. 0 is Ragged.
     expected: how many an expert has on average, as a hint: a wrong one costs time only. 0: nobody knows.
-    part: these are some of the experts, so that with Ragged the first one's rows need not begin at row 0.
     """
 
     where: torch.Tensor
     room: int = 0
     expected: int = 0
-    part: bool = False
 
     @staticmethod
     def of(where: torch.Tensor | Segments) -> Segments:

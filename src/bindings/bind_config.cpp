@@ -28,7 +28,7 @@ T* pointer(Address address) {
 }
 
 struct HookLayout {
-  std::uint32_t arrived, ready, count, words;
+  std::uint32_t arrived, count, words;
 };
 
 template <typename Id>
@@ -144,10 +144,9 @@ void bind_layout(py::module_& m) {
         "On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.");
   py::class_<HookLayout>(m, "HookLayout", "Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.")
       .def_readonly("arrived", &HookLayout::arrived)
-      .def_readonly("ready", &HookLayout::ready)
-      .def_readonly("count", &HookLayout::count, "Words of each of these two.")
+      .def_readonly("count", &HookLayout::count, "Words of `arrived`.")
       .def_readonly("words", &HookLayout::words, "All of them.");
-  m.def("hook_layout", [](const Config& c) { return HookLayout{hook_arrived_at(c), hook_ready_at(c), hook_words(c), hook_words_in_all(c)}; },
+  m.def("hook_layout", [](const Config& c) { return HookLayout{hook_arrived_at(c), hook_words(c), hook_words_in_all(c)}; },
         py::arg("config"));
   m.attr("RAISED") = kRaised;
   m.attr("HOOK_ROWS") = kHookRows;

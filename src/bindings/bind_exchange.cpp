@@ -99,9 +99,7 @@ void bind_structs(py::module_& m) {
                        ExpertOutputs::required<&cpu::ExpertOutputs::weighted>("weighted"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::uses_weights>("uses_weights"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::weights>("weights"),
-                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail"),
-                       ExpertOutputs::field<&cpu::ExpertOutputs::ready>("ready"),
-                       ExpertOutputs::field<&cpu::ExpertOutputs::ready_value>("ready_value")});
+                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail")});
   using Result = BoundStruct<cpu::Result>;
   Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cpu::Result::y>("y"), Result::required<&cpu::Result::stride>("stride"),

@@ -97,8 +97,6 @@ struct ExpertOutputs {
   bool has_tail = false;                          // the same on every rank of a step
   const float* tail = nullptr;                    // [output rows], Compact [output rows, top_k]; contiguous
   bool release = false;
-  const std::uint32_t* ready = nullptr;           // a word per block of rows, see protocol/hooks.h; none: all are written
-  std::uint32_t ready_value = 1;                  // that a word has, at least, when its rows are written
 };
 
 struct Result {

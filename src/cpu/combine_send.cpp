@@ -36,26 +36,6 @@ class CombineWriter {
     return b_.waiting_for(step_, Signal::Weights, peer, "the weights= of combine");
   }
 
-  // The wait for rows begin to end - 1 of the block for a peer, where some of what they are sums of are not written yet.
-  Waiting waiting_for_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end) const {
-    if (in_.ready == nullptr || in_.release) return {};
-    const Received& r = *in_.received;
-    const bool compact = c_.layout == LayoutKind::Compact;
-    for (std::size_t at = r.rows_begin[peer] + begin; at < r.rows_begin[peer] + end; ++at)
-      for (std::uint32_t i = 0, n = compact ? 1 : count_choices(r.choices[at]); i < n; ++i) {
-        const std::uint32_t place = r.place[compact ? at : at * c_.top_k + i];
-        if (place == Received::kNowhere) continue;
-        const std::uint32_t word = hook_word_of(c_, place), seen = __atomic_load_n(in_.ready + word, __ATOMIC_ACQUIRE);
-        if (seen >= in_.ready_value) continue;
-        Waiting waiting;
-        waiting.peer = c_.rank;
-        waiting.unwritten = word;
-        waiting.seen = seen;
-        return waiting;
-      }
-    return {};
-  }
-
   void write_header(std::uint32_t rows, char* block, std::uint32_t piece = 0, std::uint32_t pieces = 1) const {
     BlockHeader header = b_.header(step_, rows, flags_);
     header.piece = piece;
@@ -161,9 +141,7 @@ class CombineSend final : public StagedRun {
  public:
   CombineSend(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
       : b_(blocks), c_(blocks.config()), step_(step), set_(set_of(c_, step)), writer_(blocks, step, input, flags), in_(writer_.input()),
-        block_(combine_block(c_)), weights_block_(weights_block(c_)) {
-    units_wait_ = in_.ready != nullptr;
-  }
+        block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
 
  private:
   enum Stages { kWeights, kRows };
@@ -213,16 +191,6 @@ class CombineSend final : public StagedRun {
     return b_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
   }
 
-  bool may_run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    return waiting_of_unit(stage, group, unit).peer == kNoRank;
-  }
-
-  Waiting waiting_of_unit(int stage, std::uint32_t group, std::uint32_t unit) const override {
-    if (stage != kRows) return {};
-    const std::uint32_t peer = b_.peers()[group], begin = unit * rows_per_unit_;
-    return writer_.waiting_for_rows(peer, begin, std::min(writer_.rows(peer), begin + rows_per_unit_));
-  }
-
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     const std::uint32_t peer = b_.peers()[group];
     if (stage == kWeights) {
@@ -268,9 +236,6 @@ class CombineSending final : public PieceSending {
   }
   bool may_begin(std::uint32_t peer) override { return writer_.has_weights(peer); }
   Waiting waiting_to_begin(std::uint32_t peer) const override { return writer_.waiting_for_weights(peer); }
-  Waiting waiting_for_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end) const override {
-    return writer_.waiting_for_rows(peer, begin, end);
-  }
   void write_header(std::uint32_t peer, const BlockShape& shape, std::uint32_t piece, char* to) override {
     if (piece == 0 && writer_.input().uses_weights) writer_.check_weights(peer);
     writer_.write_header(shape.rows, to, piece, shape.pieces);

@@ -102,17 +102,10 @@ void Failures::latch(PeerFailure failure) {
 void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience) {
   if (seen() != 0) raise(phase, step);
   const bool late = waited >= patience;
-  const bool late_for_own = waited >= patience / 4 * deadlines::kOwnQuarters;
-  if (!late_for_own && !someone_left_.load(std::memory_order_acquire)) return;
+  if (!late && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked
   const std::uint32_t rank = blocks_.config().rank;
-  if (w.unwritten != Waiting::kNoBlock) {
-    if (!late_for_own) return;
-    const Abort abort{AbortReason::Timeout, Phase::CombineSend, rank, rank, step};
-    const bool by_expert = blocks_.config().layout == LayoutKind::Padded;
-    throw PeerFailure(unwritten_text(abort, w.unwritten, static_cast<std::uint32_t>(w.seen), by_expert), abort.reason, rank, abort.phase, step);
-  }
   const std::string over = over_text(first_.network_of(w.peer));
   const std::string peer = rank_text(w.peer) + over, piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
   const std::string waits = "waiting for " + (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +

@@ -26,9 +26,8 @@ struct Waiting {
   const char* what = "";
   std::uint32_t piece = kNoPiece;      // of what is waited for; `seen` is then how many are there
   bool to_be_read = false;             // by the peer, which does not send it
-  std::uint32_t unwritten = kNoBlock;  // a block of rows that this rank itself was to write; `seen` is its word of ready=
 
-  static constexpr std::uint32_t kNoPiece = ~0u, kNoBlock = ~0u;
+  static constexpr std::uint32_t kNoPiece = ~0u;
 };
 
 class PhaseRun {
@@ -63,12 +62,9 @@ class StagedRun : public PhaseRun {
   Waiting waiting() override {
     const int stage = stage_.load(std::memory_order_acquire);
     if (stage != kNotBegun && stage != kFinished)
-      for (Group& group : stages_[stage]->groups) {
+      for (Group& group : stages_[stage]->groups)
         // A group may be ready that nobody has asked yet.
         if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting_of(stage, group.number);
-        const std::uint32_t unit = group.next.load(std::memory_order_acquire);
-        if (units_wait_ && unit < group.units && !may_run(stage, group.number, unit)) return waiting_of_unit(stage, group.number, unit);
-      }
     return {};
   }
 
@@ -76,13 +72,9 @@ class StagedRun : public PhaseRun {
   // The units of each group of a stage. Called once per stage, by one thread, after all units of the stage before. False: no such stage.
   virtual bool begin(int stage, std::vector<std::uint32_t>& units) = 0;
   virtual bool ready(int, std::uint32_t) { return true; }              // several threads may call it; true stays true
-  virtual bool may_run(int, std::uint32_t, std::uint32_t) { return true; }   // the same of a unit, of a run whose units wait
   virtual void run(int stage, std::uint32_t group, std::uint32_t unit) = 0;
   virtual void finished(int, std::uint32_t) {}                         // called after a group's last unit; also for a group without units
   virtual Waiting waiting_of(int, std::uint32_t) const { return {}; }
-  virtual Waiting waiting_of_unit(int, std::uint32_t, std::uint32_t) const { return {}; }
-
-  bool units_wait_ = false;   // each for something of its own; set before the first poll()
 
  private:
   static constexpr int kNotBegun = -1, kFinished = 1 << 20, kMostStages = 4;
@@ -112,7 +104,7 @@ class StagedRun : public PhaseRun {
         if (!ready(stage, group.number)) return;
         group.ready.store(true, std::memory_order_release);
       }
-      for (std::uint32_t unit; claim(stage, group, &unit);) {
+      for (std::uint32_t unit; (unit = group.next.fetch_add(1, std::memory_order_relaxed)) < group.claims;) {
         progress = true;
         if (unit < group.units) run(stage, group.number, unit);
         if (group.done.fetch_add(1, std::memory_order_acq_rel) + 1 != group.claims) continue;
@@ -121,16 +113,6 @@ class StagedRun : public PhaseRun {
       }
     });
     return progress;
-  }
-
-  bool claim(int stage, Group& group, std::uint32_t* unit) {
-    if (!units_wait_) return (*unit = group.next.fetch_add(1, std::memory_order_relaxed)) < group.claims;
-    *unit = group.next.load(std::memory_order_relaxed);
-    while (*unit < group.claims) {
-      if (*unit < group.units && !may_run(stage, group.number, *unit)) return false;
-      if (group.next.compare_exchange_weak(*unit, *unit + 1, std::memory_order_relaxed)) return true;
-    }
-    return false;
   }
 
   void advance(int stage) {

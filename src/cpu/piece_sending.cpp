@@ -23,7 +23,7 @@ bool PieceSending::place_has_left(const Out& out, std::uint32_t piece) const {
 bool PieceSending::may_write(const Out& out, std::uint32_t piece) {
   if (piece == 0 && !may_begin(out.peer)) return false;
   if (piece >= kPlaces && b_.pieces_consumed(step_, op_, out.peer) + kPlaces <= piece) return false;
-  return place_has_left(out, piece) && waiting_for_rows(out, piece).peer == kNoRank;
+  return place_has_left(out, piece);
 }
 
 bool PieceSending::poll(bool first) {
@@ -56,7 +56,6 @@ Waiting PieceSending::waiting(bool first) const {
       return b_.waiting_for_credit(step_, op_, out.peer, piece - kPlaces);
     if (!place_has_left(out, piece))
       return b_.waiting_for(step_, signal_of(op_), out.peer, "the network to take the pieces before");
-    if (const Waiting w = waiting_for_rows(out, piece); w.peer != kNoRank) return w;
   }
   return {};
 }

@@ -23,8 +23,6 @@ class PieceSending {
   // Whether the block for a peer may be begun; called again until it says so.
   virtual bool may_begin(std::uint32_t /*peer*/) { return true; }
   virtual Waiting waiting_to_begin(std::uint32_t /*peer*/) const { return {}; }
-  // The wait for what rows begin to end - 1 are made of, if that is not there.
-  virtual Waiting waiting_for_rows(std::uint32_t /*peer*/, std::uint32_t /*begin*/, std::uint32_t /*end*/) const { return {}; }
   // At `to`, in its place.
   virtual void write_header(std::uint32_t peer, const BlockShape& shape, std::uint32_t piece, char* to) = 0;
   // Rows begin to end - 1, one behind the other from `to` on.
@@ -41,9 +39,6 @@ class PieceSending {
   };
 
   bool may_write(const Out& out, std::uint32_t piece);
-  Waiting waiting_for_rows(const Out& out, std::uint32_t piece) const {
-    return waiting_for_rows(out.peer, out.stream.shape().begin(piece), out.stream.shape().end(piece));
-  }
   bool place_has_left(const Out& out, std::uint32_t piece) const;
   static std::uint32_t most(const Out& out, bool first) { return first ? std::min(kPlaces, out.stream.shape().pieces) : out.stream.shape().pieces; }
 

@@ -85,9 +85,6 @@ inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
 
-// The same for rows of combine(ready=) that nobody wrote: `expected` has their block, `seen` how far its word was.
-inline constexpr std::uint64_t kUnwritten = 1ull << 61;
-
 // The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends it.
 inline constexpr std::uint64_t kRound = 1ull << 60, kToBeRead = 1ull << 59;
 
@@ -285,12 +282,6 @@ struct AwaitedExperts {
   std::uint32_t first = 0, count = 0;
 };
 
-// Which blocks of rows of a combine's input are written: their words count up to `value`, or beyond.
-struct ReadyRows {
-  const std::uint32_t* words = nullptr;  // none: all are
-  std::uint32_t value = 1;
-};
-
 // How a combine row is sent: in strips, and in large steps in runs of them.
 struct SentStrips {
   int vectors = kSentVectors;  // of a lane, a strip
@@ -339,7 +330,6 @@ struct CombineArguments {
   char* y = nullptr;
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
-  ReadyRows ready;
   PieceArguments pieces;
   bool fetches = false;  // rows of peers that offer theirs
   std::uint64_t made_at = 0;  // where expert_out lies in this rank's heap, if peers may fetch it

@@ -43,8 +43,6 @@ struct ExpertOutputs {
   const float* weights = nullptr;
   const std::uint32_t* tail = nullptr;  // with has_tail
   std::uint64_t tail_rows = 0;
-  const std::uint32_t* ready = nullptr; // a word per block of rows: see protocol/hooks.h
-  std::uint32_t ready_value = 1;
 };
 
 struct Result {

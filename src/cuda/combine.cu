@@ -6,7 +6,7 @@ namespace {
 
 template <typename T, bool kPlain, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kPlain, kSent, false>(a);
+  run_combine<T, kPlain, kSent>(a);
 }
 
 template <bool kPlain, int kSent>

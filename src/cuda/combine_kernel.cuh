@@ -4,7 +4,7 @@
 #include "closed.cuh"
 #include "combine_recv.cuh"
 #include "kernels.h"
-#include "ready_rounds.cuh"
+#include "send_rounds.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -32,9 +32,8 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
 
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
 // kSent: vectors of a lane, in a strip that is sent.
-// kReady: rows are read when the caller's kernel says that they are written.
 // kPieces: what comes back to this rank is whole, but what goes back to peers may go in pieces.
-template <typename T, bool kPlain, int kSent, bool kReady, bool kPieces = false>
+template <typename T, bool kPlain, int kSent, bool kPieces = false>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   using Shared = std::conditional_t<kPieces, CombinePiecesShared, CombineShared>;
   PPLX_SHARED(Shared, s);
@@ -42,7 +41,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
   Places places;
-  if (!kReady && a.send) load_first_places<kPlain>(a, places);
+  if (a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
   const bool in_rounds = kPieces && a.received.step[1] != 0;
@@ -54,24 +53,14 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     if (!kPlain && in_rounds && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 &&
         claim(k, a.pieces, step, Claim::CombineAside) == 0)
       pass_on_rooms(a, step);
-    if (in_rounds && !a.release) {
-      if constexpr (kReady)
-        send_rounds_when_ready<T, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
-      else
-        send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
-    }
+    if (in_rounds && !a.release) send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
   }
   if (a.send && (!in_rounds || a.release)) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
     if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
-    if (threadIdx.x / 32 < senders) {
-      if constexpr (kReady)
-        send_when_ready<T, kSent>(a, step, units, senders, s);
-      else
-        send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
-    }
+    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
     receive_combine<T, kPlain, kPieces>(a, step, s);

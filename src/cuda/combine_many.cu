@@ -10,8 +10,7 @@
 namespace pplx::cuda {
 namespace {
 
-// kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kReady>
+template <typename T>
 __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineManyShared, s);
@@ -26,7 +25,7 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, false, kReady> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+    ManyCombiner<T, false> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.send && warp < senders) combiner.send(senders);
     if (a.recv) combiner.receive();
@@ -198,7 +197,7 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
   if (warp == kOfferer) {
     if (a.send) {
       begin_to_offer(a, step, s.combine);
-      ManyCombiner<T, true, false>(a, step, s.combine, memory, s.turns).send_rest();
+      ManyCombiner<T, true>(a, step, s.combine, memory, s.turns).send_rest();
     }
     if (a.recv) receive_all_headers(a, step);
   } else if (dealer) {
@@ -214,11 +213,7 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
 
 template <typename T>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many<T, false>(a);
-}
-template <typename T>
-__global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_ready_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many<T, true>(a);
+  run_combine_many<T>(a);
 }
 template <typename T>
 __global__ void __launch_bounds__(kPlainThreads, 1) combine_many_plain_kernel(const __grid_constant__ CombineArguments a) {
@@ -245,10 +240,9 @@ struct Launch {
 };
 
 // Fetches: rows of peers that offer theirs, and sends its own. Offers: fetches, and sends next to nothing.
-enum class Way { Any, Ready, Copies, Fetches, Offers, Sums };
+enum class Way { Any, Copies, Fetches, Offers, Sums };
 
 Way way_of(const CombineArguments& a) {
-  if (a.ready.words != nullptr) return Way::Ready;
   if (!is_plain(a)) return Way::Any;
   if (a.fetches) return a.made_at != 0 || !a.send ? Way::Offers : Way::Fetches;
   return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
@@ -257,8 +251,6 @@ Way way_of(const CombineArguments& a) {
 template <typename T>
 Launch launch_of(Way way) {
   switch (way) {
-    case Way::Ready:
-      return {combine_many_ready_kernel<T>, kCombineManyThreads, kCombineManyBytes};
     case Way::Copies:
       return {combine_many_plain_kernel<T>, kPlainThreads, kPlainBytes};
     case Way::Fetches:
@@ -300,8 +292,7 @@ bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
 }
 
-cudaError_t load_combine_many(const Config& c, bool ready) {
-  if (ready) return load(launch_of(c.dtype, Way::Ready));
+cudaError_t load_combine_many(const Config& c) {
   cudaError_t error = load(launch_of(c.dtype, Way::Any));
   if (error == cudaSuccess) error = load(launch_of(c.dtype, c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums));
   for (const Way way : {Way::Fetches, Way::Offers})

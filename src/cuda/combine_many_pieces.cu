@@ -56,8 +56,7 @@ __device__ inline void receive_slice_headers(const CombineArguments& a, std::uin
   __syncwarp();
 }
 
-// kReady: rows are read when the caller's kernel says that they are written.
-template <typename T, bool kPlain, bool kReady>
+template <typename T, bool kPlain>
 __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineRoundsShared, s);
@@ -72,7 +71,7 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, kPlain, kReady, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+    ManyCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
     const bool good = a.recv && combiner.receive_rounds();
@@ -93,28 +92,23 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
 
 template <typename T, bool kPlain>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_pieces_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many_pieces<T, kPlain, false>(a);
-}
-template <typename T>
-__global__ void __launch_bounds__(kCombineManyThreads, 1) combine_many_pieces_ready_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine_many_pieces<T, false, true>(a);
+  run_combine_many_pieces<T, kPlain>(a);
 }
 
 using Kernel = void (*)(CombineArguments);
 
 template <typename T>
-Kernel kernel_of(bool plain, bool ready) {
-  if (ready) return combine_many_pieces_ready_kernel<T>;
+Kernel kernel_of(bool plain) {
   return plain ? combine_many_pieces_kernel<T, true> : combine_many_pieces_kernel<T, false>;
 }
-Kernel kernel_of(Dtype dtype, bool plain, bool ready) {
+Kernel kernel_of(Dtype dtype, bool plain) {
   switch (dtype) {
     case Dtype::BFloat16:
-      return kernel_of<BFloat16>(plain, ready);
+      return kernel_of<BFloat16>(plain);
     case Dtype::Float16:
-      return kernel_of<Float16>(plain, ready);
+      return kernel_of<Float16>(plain);
     case Dtype::Float32:
-      return kernel_of<Float32>(plain, ready);
+      return kernel_of<Float32>(plain);
   }
   return nullptr;
 }
@@ -125,9 +119,9 @@ bool can_combine_many_pieces(const Config& c, std::uint32_t shared_bytes) {
   return can_combine_many(c, shared_bytes) && kCombineManyBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
 }
 
-cudaError_t load_combine_many_pieces(const Config& c, bool ready) {
+cudaError_t load_combine_many_pieces(const Config& c) {
   for (const bool plain : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c.dtype, plain, ready));
+    const void* const function = reinterpret_cast<const void*>(kernel_of(c.dtype, plain));
     cudaFuncAttributes attributes;
     cudaError_t error = cudaFuncGetAttributes(&attributes, function);
     if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kCombineManyBytes));
@@ -138,7 +132,7 @@ cudaError_t load_combine_many_pieces(const Config& c, bool ready) {
 
 cudaError_t launch_combine_many_pieces(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
   void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const Kernel kernel = kernel_of(arguments.common.c.dtype, is_plain(arguments), arguments.ready.words != nullptr);
+  const Kernel kernel = kernel_of(arguments.common.c.dtype, is_plain(arguments));
   return cudaLaunchKernel(kernel, dim3(blocks), dim3(kCombineManyThreads), parameters, kCombineManyBytes, stream);
 }
 

@@ -1,4 +1,4 @@
-// combine() of few tokens, in an AllToAll in pieces; and release(). The second kernel waits for the rows that it reads: ready.cuh.
+// combine() of few tokens, in an AllToAll in pieces; and release().
 #include "combine_kernel.cuh"
 
 namespace pplx::cuda {
@@ -6,12 +6,7 @@ namespace {
 
 template <typename T, bool kPlain, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_pieces_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kPlain, kSent, false, true>(a);
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine_pieces_ready_kernel(const __grid_constant__ CombineArguments a) {
-  run_combine<T, false, kSentVectors, true, true>(a);
+  run_combine<T, kPlain, kSent, true>(a);
 }
 
 template <bool kPlain, int kSent>
@@ -27,30 +22,16 @@ Kernel kernel_of(Dtype dtype) {
   return nullptr;
 }
 
-Kernel ready_kernel_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::BFloat16:
-      return combine_pieces_ready_kernel<BFloat16>;
-    case Dtype::Float16:
-      return combine_pieces_ready_kernel<Float16>;
-    case Dtype::Float32:
-      return combine_pieces_ready_kernel<Float32>;
-  }
-  return nullptr;
-}
-
 Kernel kernel_of(const CombineArguments& a) {
   const Dtype dtype = a.common.c.dtype;
-  if (a.ready.words != nullptr) return ready_kernel_of(dtype);
   if (!is_plain(a)) return kernel_of<false, kSentVectors>(dtype);
   return a.sent.vectors == kSentVectors ? kernel_of<true, kSentVectors>(dtype) : kernel_of<true, kSentVectorsOfFew>(dtype);
 }
 
 }  // namespace
 
-cudaError_t load_combine_pieces(const Config& c, bool ready) {
+cudaError_t load_combine_pieces(const Config& c) {
   cudaFuncAttributes attributes;
-  if (ready) return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(ready_kernel_of(c.dtype)));
   for (const Kernel kernel :
        {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype), kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
     const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));

@@ -257,7 +257,7 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
 }
 
 // Of a row with n choices here: what goes back to its source.
-template <bool kFresh, typename T, int kVectors>
+template <typename T, int kVectors>
 __device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
                                Sums<T, kVectors>& sums) {
   const auto pointer = [&](std::uint32_t i) -> const char* {
@@ -267,7 +267,7 @@ __device__ inline void sum_row(const CombineArguments& a, const Places& places, 
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
   const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
   if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
-  sums.template add<kFresh>(n, begin, end, pointer, weight_of);
+  sums.add(n, begin, end, pointer, weight_of);
 }
 
 // Which of the rows that are sent a run of strips is of.
@@ -275,8 +275,8 @@ __device__ inline std::uint32_t row_of_run(const CombineArguments& a, const Comb
   return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
 }
 
-// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share. kFresh: see Sums.
-template <typename T, bool kPlain, int kVectors, bool kFresh>
+// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
+template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
@@ -297,7 +297,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
     const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
     const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
     Sums<T, kVectors> sums;
-    sum_row<kFresh>(a, places, n, begin, end, sums);
+    sum_row(a, places, n, begin, end, sums);
     if (!may_store(s, own)) return;
     if (remote)
       sums.store(to, begin, end);
@@ -323,7 +323,7 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
                                  Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
   if (unit >= units.headers) {
-    send_strips<T, kPlain, kVectors, false>(a, step, unit - units.headers, units, places, loaded, own, s);
+    send_strips<T, kPlain, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
     return;
   }
   if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);

@@ -171,14 +171,8 @@ void Exchange::use_hooks() {
   const bool pieces = common_.heap.in_pieces;
   check(load_hooks(), "loading the kernels of hooks");
   check(pieces ? load_dispatch_pieces(c, true) : load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
-  check(pieces ? load_combine_pieces(c, true) : load_combine_ready(c), "loading the kernels of combines with hooks");
-  if (pieces) {
-    check(load_dispatch_many_pieces(c, true), "loading the kernels of large dispatches with hooks");
-    check(load_combine_many_pieces(c, true), "loading the kernels of large combines with hooks");
-  } else if (chunk_memory_ != nullptr) {
-    check(load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
-    check(load_combine_many(c, true), "loading the kernels of large combines with hooks");
-  }
+  if (pieces || chunk_memory_ != nullptr)
+    check(pieces ? load_dispatch_many_pieces(c, true) : load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
@@ -329,12 +323,12 @@ void Exchange::make_chunk_counts() {
   const auto bytes = static_cast<std::uint32_t>(shared);
   if (common_.heap.in_pieces) {
     check(load_dispatch_many_pieces(c, false), "loading the kernels of large dispatches");
-    check(load_combine_many_pieces(c, false), "loading the kernels of large combines");
+    check(load_combine_many_pieces(c), "loading the kernels of large combines");
     common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
   } else {
     if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
     check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
-    check(load_combine_many(c, false), "loading the kernels of large combines");
+    check(load_combine_many(c), "loading the kernels of large combines");
     common_.word_rows = many_tokens_;
   }
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
@@ -378,7 +372,7 @@ void Exchange::check_pieces() const {
 
 void Exchange::make_round_counts() {
   check(load_dispatch_pieces(common_.c, false), "loading the kernels of dispatches in pieces");
-  check(load_combine_pieces(common_.c, false), "loading the kernels of combines in pieces");
+  check(load_combine_pieces(common_.c), "loading the kernels of combines in pieces");
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;
@@ -415,16 +409,14 @@ void Exchange::raise_failure() {
   if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
     message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
   if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
-  const bool unwritten = a.origin == config().rank && a.peer == a.origin && a.reason == AbortReason::Timeout && (expected & kUnwritten) != 0;
-  if (unwritten) message = unwritten_text(a, mine, theirs, config().layout == LayoutKind::Padded);
-  const bool of_round = a.origin == config().rank && (expected & kRound) != 0 && (expected & (kFlags | kTokens | kUnwritten)) == 0 &&
+  const bool of_round = a.origin == config().rank && (expected & kRound) != 0 && (expected & (kFlags | kTokens)) == 0 &&
                         (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed);
   if (of_round) message += ": it waited for " + round_text(a, mine, (expected & kToBeRead) != 0);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
   if (of_round) {
     failure.expected = "piece " + std::to_string(mine);
     failure.seen = "not all of it";
-  } else if (!unwritten && a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
+  } else if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
     failure.expected = word_text(common_.report->expected);
     failure.seen = word_text(common_.report->seen);
   }

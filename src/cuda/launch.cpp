@@ -265,21 +265,19 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;
   a.y_stride = result.stride;
-  a.ready = {outputs.ready, outputs.ready_value};
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  a.sent = is_plain(a) && a.ready.words == nullptr && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
-  const bool by_bulk = !a.release && a.own >= common_.word_rows, waits = a.ready.words != nullptr;
+  a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  const bool by_bulk = !a.release && a.own >= common_.word_rows;
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
   // Decided by what all ranks have in common, since a peer that offers its rows sends none.
   a.fetches = by_bulk && common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !pieces;
-  if (a.fetches && waits) throw Misuse("combine: ready= is not for steps of many tokens of an AllToAll with lent_outputs=");
   if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
-  a.sums_own = by_bulk && is_plain(a) && !waits && a.send && a.recv && !pieces;
+  a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
-  const auto whole = by_bulk ? launch_combine_many : a.ready.words != nullptr ? launch_combine_ready : launch_combine;
+  const auto whole = by_bulk ? launch_combine_many : launch_combine;
   const auto launched = !pieces ? whole : by_bulk ? launch_combine_many_pieces : launch_combine_pieces;
   check(launched(a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {

@@ -6,7 +6,7 @@
 
 #include "fetched_rows.cuh"
 #include "many_plan.cuh"
-#include "ready_rounds.cuh"
+#include "send_rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -118,9 +118,8 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
   }
 }
 
-// kPlain: no tails, and no weights of combine's own. kReady: rows are read when the caller's kernel says that they are written.
-// kPieces: in rounds. All rows of those who send in pieces have words.
-template <typename T, bool kPlain, bool kReady, bool kPieces = false>
+// kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
+template <typename T, bool kPlain, bool kPieces = false>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -136,10 +135,6 @@ class ManyCombiner {
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
-    if constexpr (kReady) {
-      send_when_ready(runs);
-      return;
-    }
     std::uint32_t nth = 0;
     s_.claimed.wait();
     while (s_.mine) {
@@ -185,10 +180,6 @@ class ManyCombiner {
     if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
-    if constexpr (kReady) {
-      if (good) send_rounds_when_ready(rounds);
-      return;
-    }
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
       const bool header = !kPlain && run.is_header;
       if (header ? !has_header(p, run) : run.rows == 0) continue;
@@ -240,56 +231,6 @@ class ManyCombiner {
   __device__ bool compact() const { return k_.c.layout == LayoutKind::Compact; }
 
   // ---- send ----
-
-  __device__ void send_when_ready(const RowRuns& runs) {
-    RowsWait rows;
-    s_.claimed.wait();
-    bool own = s_.mine;
-    std::uint32_t run = own ? 0 : kNone;  // of a share that was taken: the next one
-    const std::uint32_t shares = min(gridDim.x, runs.all());
-    const auto next = [&] {
-      if (own) {
-        if (threadIdx.x % 32 == 0) run = atomicAdd(&s_.sent, 1u) * gridDim.x + blockIdx.x;
-        run = __shfl_sync(~0u, run, 0);
-        if (run < runs.all()) return run;
-        own = false;
-        run = kNone;
-      }
-      if (threadIdx.x >= 32) return kNone;
-      if (run >= runs.all()) run = take_another_share(k_, Op::Combine, step_, shares);
-      const std::uint32_t mine = run;
-      if (run != kNone) run += gridDim.x;
-      return mine;
-    };
-    const auto try_send = [&](std::uint32_t n) { return send_written_run(runs.at(n), rows); };
-    if (send_as_written(a_, step_, rows, next, try_send, [&] { tell(); })) tell();
-  }
-
-  // Unless some of its rows are not written yet.
-  __device__ bool send_written_run(const RowRun& run, RowsWait& rows) {
-    if (!rows.are_written<kPlain>(a_, s_.rows_begin[run.source] + run.first, run.rows)) return false;
-    linger(k_, run.first);
-    fence_copies();
-    send_run(run);
-    return true;
-  }
-
-  __device__ void send_rounds_when_ready(Rounds& rounds) {
-    RowsWait rows;
-    bool good = true;
-    const auto claim_run = [&] { return claim(k_, a_.pieces, step_, claim_of_sums(a_.pieces)); };
-    const auto try_send = [&](const RoundRun& run) {
-      if (!run.is_header && !rows.are_written<kPlain>(a_, s_.rows_begin[run.source] + run.first, run.rows)) return false;
-      linger(k_, std::uint64_t{run.round} << 32 | run.first);
-      fence_copies();
-      good = make_room(run);
-      if (good && run.is_header) send_header_of_round(a_, step_, run, s_);
-      if (good && !run.is_header) send_run_of_round(run);
-      return true;
-    };
-    send_rounds_as_written(a_, step_, rounds, rows, good, claim_run, try_send, [&] { tell(); });
-    tell();
-  }
 
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
   __device__ bool make_room(const RoundRun& run) {

@@ -43,8 +43,7 @@ __device__ inline void pass_on_rooms(const CombineArguments& a, std::uint32_t st
 }
 
 // Rows that go behind one release, or none: rows of whole blocks show by themselves that they have come. Remote peers' are counted.
-// kFresh: see Sums.
-template <typename T, bool kPlain, int kVectors, bool kFresh = false>
+template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_t step, const RoundRun& run, CombineShared& s) {
   const Common& k = a.common;
   const bool remote = !kPlain && is_remote(k, run.source);
@@ -59,7 +58,7 @@ __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_
     for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kVectors)) {
       const std::uint32_t begin = at + threadIdx.x % 32 * 16, end = min(k.row_bytes, at + strip_bytes(kVectors));
       Sums<T, kVectors> sums;
-      sum_row<kFresh>(a, places, n, begin, end, sums);
+      sum_row(a, places, n, begin, end, sums);
       if (remote)
         sums.store(row, begin, end);
       else

@@ -16,8 +16,8 @@ struct Sums {
   static constexpr int kBatch = 4;
   float sum[kVectors][T::kPerVector] = {};
 
-  // pointer(i): of row i, null if it has none. kFresh: it may have been written while this kernel ran.
-  template <bool kFresh, typename Pointer, typename Weight>
+  // pointer(i): of row i, null if it has none.
+  template <typename Pointer, typename Weight>
   __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
     for (std::uint32_t first = 0; first < n; first += kBatch) {
       uint4 v[kBatch][kVectors];
@@ -28,7 +28,7 @@ struct Sums {
         here[i] = row != nullptr;
 #pragma unroll
         for (int j = 0; j < kVectors; ++j)
-          if (here[i] && begin + j * 512 < end) v[i][j] = kFresh ? load_arrived(row + begin + j * 512) : load_input(row + begin + j * 512);
+          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row + begin + j * 512);
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)

@@ -95,13 +95,6 @@ inline std::string refused_text(const Abort& a, std::uint32_t in_flight) {
          ", whose memory it takes, is still open: combine or release it first, or raise in_flight";
 }
 
-// combine(ready=) waited for rows that this rank's own kernel was to write.
-inline std::string unwritten_text(const Abort& a, std::uint32_t word, std::uint32_t seen, bool by_expert) {
-  return rank_text(a.origin) + " gave up in " + phase_name(a.phase) + " of step " + std::to_string(a.step) + ": the rows of " +
-         (by_expert ? "local expert " : "block ") + std::to_string(word) + " were never written: its word of ready= is still " +
-         std::to_string(seen) + ". The kernel that raises it did not run, or not to its end; timeout= allows more";
-}
-
 // What a rank waits for where blocks go in pieces.
 inline std::string round_text(const Abort& a, std::uint32_t piece, bool to_be_read) {
   const bool combine = a.phase == Phase::CombineSend || a.phase == Phase::CombineRecv;

@@ -15,10 +15,6 @@ struct Deadline {
 // The first step gets that many times `timeout`: peers may still be compiling or loading.
 constexpr std::uint32_t kFirstStepFactor = 3;
 
-// The part of `timeout` that combine(ready=) gives this rank's own kernels, in quarters: it gives up before the peers that wait for it, since
-// it knows what is missing.
-constexpr std::uint32_t kOwnQuarters = 3;
-
 // A process that is killed loses its memory first, which takes its time on a busy machine, and its connections after that.
 constexpr Deadline kDeathGrace{
     "DEATH_GRACE", 0.8, "after a failed write: for the control connection to say that the peer died"};

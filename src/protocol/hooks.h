@@ -1,9 +1,8 @@
-// The words by which kernels (or threads) of the caller run beside a dispatch and a combine. The handle of a dispatch keeps them:
+// The words by which kernels (or threads) of the caller run beside a dispatch. Its handle keeps them:
 //
 //   planned   [1]      raised by dispatch_recv once counts and offsets are there
 //   arrived   [words]  a word per block of kHookRows rows of the output, Padded: per expert. Raised by dispatch_recv once all rows of the
 //                      block are placed, whatever carried them; at once where it has none. Who sees it raised sees the plan as well
-//   ready     [words]  the same blocks. The kernel that makes expert_out raises them, and combine_send waits for them
 //
 // They are 0 when the step begins. `planned` and `arrived` are raised when they have kRaised, the top bit, and keep it: one load and one
 // compare. Below it `arrived` counts what was placed; who plans adds kRaised less what there will be, so the last one to add raises it,
@@ -25,11 +24,8 @@ constexpr std::uint32_t hook_words(const Config& c) {
 }
 // Where the arrays begin, in words, and all of them.
 constexpr std::uint32_t hook_arrived_at(const Config&) { return kHookAlign; }
-constexpr std::uint32_t hook_ready_at(const Config& c) {
-  return hook_arrived_at(c) + static_cast<std::uint32_t>(align_up(hook_words(c), kHookAlign));
-}
 constexpr std::uint32_t hook_words_in_all(const Config& c) {
-  return hook_ready_at(c) + static_cast<std::uint32_t>(align_up(hook_words(c), kHookAlign));
+  return hook_arrived_at(c) + static_cast<std::uint32_t>(align_up(hook_words(c), kHookAlign));
 }
 
 // The word of an output row.

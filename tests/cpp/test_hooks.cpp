@@ -1,5 +1,5 @@
-// Hooks on the CPU device, between two ranks that map each other: which words are raised when a row, or the plan, is written, and whether
-// combine reads a row whose word is not. Memory that may not be touched says so at the very access.
+// Hooks on the CPU device, between two ranks that map each other: which words are raised when a row, or the plan, is written. Memory that
+// may not be touched says so at the very access.
 #include <csignal>
 #include <cstring>
 #include <memory>
@@ -16,7 +16,7 @@ using namespace pplx::cpu;
 
 namespace {
 
-constexpr std::uint32_t kRanks = 2, kTokens = 100, kExperts = 4, kTopK = 2, kReadyValue = 2;
+constexpr std::uint32_t kRanks = 2, kTokens = 100, kExperts = 4, kTopK = 2;
 constexpr std::size_t kPage = 4096, kRowBytes = 2 * kPage;   // a row is seen when it is begun, and in its middle
 
 // Pages whose first access calls allow(page), and ends the program where that says no.
@@ -40,7 +40,6 @@ class Guarded {
 
   char* data() const { return data_; }
   void lock() { CHECK(mprotect(data_, pages_ * kPage, PROT_NONE) == 0); }
-  void open(std::size_t first, std::size_t pages) { CHECK(mprotect(data_ + first * kPage, pages * kPage, PROT_READ | PROT_WRITE) == 0); }
 
   static void watch() {
     struct sigaction action = {};
@@ -73,7 +72,7 @@ std::vector<Guarded*> Guarded::all_;
 struct Rank {
   Rank(const Config& config, Memory memory)
       : c(config), exchange(c, std::move(memory), 1, 10.0, [] { return 1.0; }), hooks(hook_words_in_all(c)), before(1 + hook_words(c)),
-        x(kTokens * kRowBytes / 4), y(x.size()), weights(c.max_rows), source(c.max_rows), token(c.max_rows) {}
+        x(kTokens * kRowBytes / 4), y(x.size()), made(c.max_rows * kRowBytes / 4), weights(c.max_rows), source(c.max_rows), token(c.max_rows) {}
 
   const std::uint32_t* words() const { return hooks.data() + hook_arrived_at(c); }
   std::uint32_t load(std::uint32_t at) const { return __atomic_load_n(hooks.data() + at, __ATOMIC_ACQUIRE); }
@@ -89,21 +88,17 @@ struct Rank {
       if (is_raised(r.words()[i])) return false;
     return !is_raised(r.hooks[0]);
   }
-  // Whoever raises the word of a block opens its pages before.
-  static bool never(const void*, std::size_t) { return false; }
 
   Config c;
   Exchange exchange;
   std::vector<std::uint32_t> hooks, before;
-  std::vector<float> x, y, weights;
+  std::vector<float> x, y, made, weights;
   std::vector<std::int32_t> source, token;
   Tokens in;
   std::shared_ptr<Received> received;
   std::unique_ptr<PhaseRun> run;
   bool receives = false, done = false;
-  std::vector<std::uint32_t> ready;
   Guarded out{c.max_rows * kRowBytes / kPage, row_may_be_written, this};
-  Guarded made{c.max_rows * kRowBytes / kPage, never, this};
   // The last of each stands at the beginning of a page.
   Guarded counts{2, plan_may_be_written, this}, offsets{2, plan_may_be_written, this};
   std::int32_t* count() const { return reinterpret_cast<std::int32_t*>(counts.data() + kPage) - (kExperts / kRanks - 1); }
@@ -215,49 +210,25 @@ struct Pair {
     }
   }
 
-  // A word that is too low first; then the rows, and the word.
-  void write_block(Rank& r, std::uint32_t word) {
-    constexpr std::size_t kPagesOfRow = kRowBytes / kPage;
-    const std::size_t rows = std::min<std::size_t>(kHookRows, r.c.max_rows - word * kHookRows);
-    r.made.open(word * kHookRows * kPagesOfRow, rows * kPagesOfRow);
-    for (std::size_t place = word * kHookRows; place < word * kHookRows + rows; ++place)
-      std::fill_n(reinterpret_cast<float*>(r.made.data() + place * kRowBytes), r.c.hidden, value_made(r.c.rank, static_cast<std::uint32_t>(place)));
-    __atomic_store_n(&r.ready[word], kReadyValue, __ATOMIC_RELEASE);
-  }
-
   void combine(std::uint32_t step) {
-    std::vector<std::uint32_t> order[kRanks];
     for (auto& r : ranks) {
-      r->made.lock();
-      r->ready.assign(hook_words(r->c), kReadyValue - 1);
-      for (std::uint32_t word = 0; word < r->ready.size(); ++word)
-        order[r->c.rank].insert(order[r->c.rank].begin() + random_.integer(0, word), word);
+      for (std::uint32_t place = 0; place < r->c.max_rows; ++place)
+        std::fill_n(r->made.begin() + std::size_t{place} * r->c.hidden, r->c.hidden, value_made(r->c.rank, place));
       ExpertOutputs outputs;
       outputs.received = r->received;
-      outputs.expert_out = {r->made.data(), kRowBytes};
-      outputs.ready = r->ready.data();
-      outputs.ready_value = kReadyValue;
+      outputs.expert_out = {reinterpret_cast<const char*>(r->made.data()), kRowBytes};
       r->run = r->exchange.start_combine_send(step, outputs);
       r->receives = r->done = false;
     }
     go_on([&](Rank& r) {
-      if (r.run->poll()) {
-        if (r.receives) {
-          r.done = true;
-          return;
-        }
-        r.exchange.finish_combine_send(step);
-        r.run = r.exchange.start_combine_recv(step, {reinterpret_cast<char*>(r.y.data()), kRowBytes, false});
-        r.receives = true;
+      if (!r.run->poll()) return;
+      if (r.receives) {
+        r.done = true;
         return;
       }
-      const Waiting waiting = r.run->waiting();
-      if (waiting.unwritten != Waiting::kNoBlock)
-        CHECK(waiting.peer == r.c.rank && r.ready[waiting.unwritten] < kReadyValue && waiting.seen == r.ready[waiting.unwritten]);
-      std::vector<std::uint32_t>& left = order[r.c.rank];
-      if (left.empty()) return;
-      write_block(r, left.back());
-      left.pop_back();
+      r.exchange.finish_combine_send(step);
+      r.run = r.exchange.start_combine_recv(step, {reinterpret_cast<char*>(r.y.data()), kRowBytes, false});
+      r.receives = true;
     });
     for (auto& r : ranks) r->exchange.finish_combine_recv(step);
   }

@@ -11,8 +11,6 @@ import os
 import torch
 
 GPUS = torch.cuda.device_count()
-UNDER_MPS = "CUDA_MPS_PIPE_DIRECTORY" in os.environ
-"""A process has a part of the multiprocessors."""
 AT_ONCE = GPUS * int(os.environ.get("PPLX_TEST_RANKS_PER_GPU", "1"))
 """How many ranks run beside each other, none of them in turns."""
 FROM_768 = {"PPLX_COMM_BULK_TOKENS": "768"}

@@ -1,4 +1,4 @@
-"""Kernels that run beside a dispatch and a combine, and wait for their words: what the ranks of test_hooks.py run."""
+"""A kernel that runs beside a dispatch and waits for its words: what the ranks of test_hooks_gpu.py run."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import pplx_comm as pc
 
 
 @triton.jit
-def pass_rows_on(x, out, arrived, ready, words, rows_of_word, rows, row_words, CHUNK: tl.constexpr):
-    """Experts that give back what they get: as soon as a block is there, and block by block."""
+def pass_rows_on(x, out, arrived, words, rows_of_word, rows, row_words, CHUNK: tl.constexpr):
+    """Experts that give back what they get, as soon as a block is there."""
     for word in range(tl.program_id(0), words, tl.num_programs(0)):
         while tl.atomic_add(arrived + word, 0, sem="acquire", scope="gpu") >= 0:
             pass
@@ -29,12 +29,10 @@ def pass_rows_on(x, out, arrived, ready, words, rows_of_word, rows, row_words, C
         for at in range(0, count, CHUNK):
             i = at + tl.arange(0, CHUNK)
             tl.store(out + begin + i, tl.load(x + begin + i, mask=i < count, cache_modifier=".cg"), mask=i < count)
-        tl.debug_barrier()
-        tl.atomic_add(ready + word, 1, sem="release", scope="gpu")
 
 
 PROGRAMS = 8
-"""Few: dispatch and combine find room beside them."""
+"""Few: the dispatch finds room beside them."""
 
 
 def relay(d: pc.Dispatched, out: torch.Tensor, padded: bool) -> None:
@@ -42,13 +40,12 @@ def relay(d: pc.Dispatched, out: torch.Tensor, padded: bool) -> None:
     of_word = d.x.shape[1] if padded else pc.HOOK_ROWS
     as_words, out_words = d.x.view(torch.int32), out.view(torch.int32)
     pass_rows_on[(PROGRAMS,)](
-        as_words, out_words, d.arrived.view(torch.int32), d.ready.view(torch.int32), len(d.arrived), of_word, rows,
-        as_words.shape[-1], CHUNK=1024,
-    )  # fmt: skip
+        as_words, out_words, d.arrived.view(torch.int32), len(d.arrived), of_word, rows, as_words.shape[-1], CHUNK=1024
+    )
 
 
 def beside(me: Any, case: Case, rounds: int) -> list[int]:
-    """The kernel is launched before the receive half, and the combine before the kernel has ended. How many launches went by bulk copies."""
+    """The kernel is launched before the receive half. Returns how many launches went by bulk copies."""
     device, r = gpu_of(me), random.Random(f"beside {case.seed}")
     consumer = torch.cuda.Stream()
     with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True) as a2a:
@@ -71,7 +68,8 @@ def beside(me: Any, case: Case, rounds: int) -> list[int]:
                 d.watch()
                 relay(d, out, padded)
             a2a.dispatch_recv(d)
-            y = a2a.combine(out, d, ready=d.ready)
+            torch.cuda.current_stream().wait_stream(consumer)
+            y = a2a.combine(out, d)
             assert isinstance(y, torch.Tensor)
             torch.cuda.synchronize()
             a2a.check()
@@ -79,19 +77,3 @@ def beside(me: Any, case: Case, rounds: int) -> list[int]:
             must(all(word >> 31 for word in d.arrived.tolist()), "all words are raised")
         stats = a2a.stats()
         return [stats["bulk_dispatches"], stats["bulk_combines"]]
-
-
-def never_ready(me: Any, case: Case, whose: int, timeout: float) -> dict[str, Any]:
-    device = gpu_of(me)
-    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True, timeout=timeout) as a2a:
-        a2a.warmup()
-        inputs = steps.draw_inputs(case, random.Random(case.seed)).tokens[me.rank]
-        d = a2a.dispatch(inputs.x.to(device), inputs.ids.to(device))
-        d.ready.view(torch.int32).fill_(0 if me.rank == whose else 1)
-        a2a.combine(torch.zeros_like(d.x), d, ready=d.ready)
-        torch.cuda.synchronize()
-        try:
-            a2a.check()
-        except pc.PeerError as error:
-            return {"type": type(error).__name__, "peer": error.peer, "message": str(error)}
-        return {}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import moe_overlap_cases
 import torch
 from gpu_cases import gpu_of
 from moe_cases import fill, make_layer, taken
-from moe_overlap_cases import OverlapCase
 from moe_reference import MoECase, error, expected, make_world
 
 from pplx_comm.moe.grouped import choose, triton_mm, triton_scaled
@@ -59,21 +57,6 @@ def in_a_graph(me: Any, case: MoECase) -> list[float]:
             graph.replay()
             seen.append(y.cpu())
     return [error(each, expected(case, world, me.rank).y) for each, world in zip(seen, (second, first), strict=True)]
-
-
-def same_bits(me: Any, case: OverlapCase) -> list[bool]:
-    gpu_of(me)
-    return moe_overlap_cases.same_bits(me, case)
-
-
-def microbatches(me: Any, case: OverlapCase) -> bool:
-    gpu_of(me)
-    return moe_overlap_cases.microbatches(me, case)
-
-
-def nobody_comes(me: Any, case: OverlapCase) -> dict[str, Any]:
-    gpu_of(me)
-    return moe_overlap_cases.nobody_comes(me, case)
 
 
 def products(me: Any, seed: int) -> dict[str, float]:
@@ -156,11 +139,11 @@ def both_products(me: Any, seed: int) -> dict[str, bool]:
 
 def compiled_once(me: Any, case: MoECase) -> dict[str, Any]:
     """Kernels that a step, forward and backward, compiles: with one routing, and then with others of as many tokens."""
-    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, pair, scaled
+    from pplx_comm.moe.kernels import activation, formats, grouped, mx, pair, scaled
 
     def compiled() -> dict[str, int]:
         found = {}
-        for module in (activation, beside, formats, grouped, mx, pair, scaled):
+        for module in (activation, formats, grouped, mx, pair, scaled):
             for name, kernel in vars(module).items():
                 caches = getattr(kernel, "device_caches", {})
                 found[f"{module.__name__}.{name}"] = sum(len(cache[0]) for cache in caches.values())

@@ -1,5 +1,5 @@
-"""Threads that run beside a dispatch and a combine: one looks at rows the moment their word says that they are there, one writes rows
-of expert_out while combine waits for them. On the CPU device, and under the emulation of the kernels."""
+"""A thread that runs beside a dispatch looks at rows the moment their word says that they are there. On the CPU device, and under the
+emulation of the kernels."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ import rank_cases
 import reference
 import torch
 from cases import DTYPES, Case, Step
-from outcomes import Failed, Starved, must
+from outcomes import Failed, must
 from rank_cases import Runner
 from reference import same_bits
 
 import pplx_comm as pc
-from pplx_comm.device.cuda import Cuda
 
 BETWEEN_LOOKS = 10e-6
 LONGEST = 30.0
@@ -113,38 +112,7 @@ class Expected:
             time.sleep(BETWEEN_LOOKS)
 
 
-def write_late(full: torch.Tensor, tail: tuple[torch.Tensor, torch.Tensor] | None, out: torch.Tensor, ready: torch.Tensor,
-               rows_of_word: int, value: int, r: random.Random) -> None:  # fmt: skip
-    """Block after block in any order, each raised in several steps, the last one when its rows are there."""
-    words = ready.view(torch.int32).numpy()
-    order = list(range(len(words)))
-    r.shuffle(order)
-    rows = out.view(-1, out.shape[-1]) if out.is_contiguous() else out
-    time.sleep(r.choice([0, 1e-3, 10e-3]))  # the combine may have begun, or not
-    for word in order:
-        part = slice(word * rows_of_word, (word + 1) * rows_of_word)
-        for _ in range(value - 1):
-            words[word] += 1
-            time.sleep(r.choice([0, 0, 50e-6]))
-        if out.dim() == 3:
-            out[word] = full[word]
-        else:
-            rows[part] = full[part]
-        if tail is not None:
-            late, whole = tail
-            if late.dim() == 2 and out.dim() == 3:
-                late[word] = whole[word]
-            else:
-                late[part] = whole[part]
-        words[word] += 1
-        time.sleep(r.choice([0, 0, 200e-6, 3e-3]))
-
-
 class HookedRunner(Runner):
-    def __init__(self, me: Any, case: Case, a2a: pc.AllToAll) -> None:
-        super().__init__(me, case, a2a)
-        self.late: dict[int, Beside] = {}  # in pieces, by step: who writes rows that the receive half sends
-
     def dispatch_recv(self, n: int, d: pc.Dispatched) -> pc.Dispatched:
         must(self.case.layout == "compact" or not self.steps[n].tokens or d.planned.tolist() == [0], "planned before")
         seen: list[int] = []
@@ -165,48 +133,6 @@ class HookedRunner(Runner):
         d = super().dispatch(n)
         must(all(w == pc.RAISED for w in [*d.planned.tolist(), *d.arrived.tolist()]), "words after a dispatch", d.arrived.tolist())
         return d
-
-    def combine_recv(self, n: int, c: pc.Combining) -> None:
-        try:
-            super().combine_recv(n, c)
-        finally:
-            if n in self.late:
-                self.late.pop(n).join()
-
-    def _combine(self, call: Callable[..., Any], n: int, d: pc.Dispatched) -> Any:
-        producers: list[Beside] = []
-
-        def late(expert_out: torch.Tensor, d: pc.Dispatched, **options: Any) -> Any:
-            r = self.random
-            if self.case.slot_bytes is not None and r.random() < 0.5:
-                return call(expert_out, d, **options)
-            full, value = expert_out.clone(), r.choice([1, 1, 3])
-            expert_out.fill_(float("nan"))
-            tail = None
-            if "tail" in options:
-                # A strided one would be copied before it is written.
-                whole = options["tail"].contiguous()
-                options["tail"] = torch.full_like(whole, torch.nan)
-                tail = (options["tail"], whole)
-            ready = d.ready if r.random() < 0.5 else torch.zeros(d.ready.shape, dtype=torch.int32)
-            rows_of_word = d.x.shape[1] if self.case.layout == "padded" else pc.HOOK_ROWS
-            seed = r.random()
-            producers.append(Beside(lambda: write_late(full, tail, expert_out, ready, rows_of_word, value, random.Random(seed))))
-            result = call(expert_out, d, **options, ready=ready, ready_value=value)
-            if self.case.slot_bytes is not None and isinstance(result, pc.Combining):
-                self.late[n] = producers.pop()
-            return result
-
-        # Rows that a kernel cannot read where they are would be copied before they are written: that is refused.
-        step, on_gpu = self.steps[n], isinstance(self.a2a._steps.device, Cuda)
-        strided = step.strided[self.rank]
-        step.strided[self.rank] = strided and self.case.layout != "padded" and not on_gpu
-        try:
-            return super()._combine(late, n, d)
-        finally:
-            step.strided[self.rank] = strided
-            for producer in producers:
-                producer.join()
 
 
 def hooked(me: Any, case: Case) -> str:
@@ -275,74 +201,6 @@ def groups(me: Any, case: Case, parts: int, how: str) -> str:
 # ---- what goes wrong ---------------------------------------------------------------------------------------------------------------
 
 
-def never_ready(me: Any, case: Case, whose: int, timeout: float, few: int | None = None) -> dict[str, Any]:
-    """One rank's kernel never writes one block. After reset() all go on. few: tokens of that rank, if not as many as the others'."""
-    with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
-        g = torch.Generator().manual_seed(case.seed)
-        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
-        ids = torch.arange(case.max_tokens * case.top_k).view(case.max_tokens, case.top_k) % case.num_experts
-        if few is not None and me.rank == whose:
-            x, ids = x[:few], ids[:few]
-
-        def step(raised: bool) -> torch.Tensor:
-            d = a2a.dispatch(x, ids)
-            me.comm.barrier()  # all wait from here on: who gives up first follows from `timeout` alone
-            ready = d.ready.view(torch.int32)
-            ready.fill_(1)
-            if not raised and me.rank == whose:
-                ready[0] = 0
-            rows = d.x if d.x.dtype == x.dtype else torch.zeros(d.x.shape, dtype=x.dtype)
-            y = a2a.combine(rows, d, ready=d.ready)
-            assert isinstance(y, torch.Tensor)
-            return y
-
-        before = step(True)
-        said: dict[str, Any] = {}
-        starved, begun = Starved(), time.monotonic()
-        try:
-            step(False)
-            a2a.check()
-        except pc.PeerError as error:
-            said = {
-                "type": type(error).__name__, "peer": error.peer, "phase": error.phase, "message": str(error),
-                "seconds": time.monotonic() - begun, "starved": starved.seconds(),
-            }  # fmt: skip
-        said["left"] = a2a.reset()
-        must(same_bits(step(True), before), "the step after reset()")
-        return said
-
-
-def behind_two_rounds(me: Any, case: Case, first: int, few: int | None) -> None:
-    """A rank has two experts: one for the first tokens of each source, one for the others, whose rows are written once the send half has
-    returned. few: tokens of rank 1, if not as many as the others'."""
-    with rank_cases.open_all_to_all(me, case, hooks=True) as a2a:
-        g = torch.Generator().manual_seed(case.seed + me.rank)
-        x = torch.randn(case.max_tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
-        ids = 2 * torch.arange(me.world_size).repeat(case.max_tokens, 1) + (torch.arange(case.max_tokens) >= first)[:, None]
-        if few is not None and me.rank == 1:
-            x, ids = x[:few], ids[:few]
-        d = a2a.dispatch(x, ids)
-        before = a2a.combine(d.x.clone(), d)
-        d = a2a.dispatch(x, ids)
-        out, ready = d.x.clone(), d.ready.view(torch.int32)
-        out[1] = torch.nan
-        ready[0] = 1
-        c = a2a.combine_send(out, d, ready=d.ready)
-
-        def write() -> None:
-            time.sleep(20e-3)  # who does not wait has read them by then
-            out[1] = d.x[1]
-            ready[1] = 1
-
-        late = Beside(write)
-        try:
-            y = a2a.combine_recv(c)
-        finally:
-            late.join()
-        assert isinstance(y, torch.Tensor) and isinstance(before, torch.Tensor)
-        must(same_bits(y, before), f"{case}: what was written behind the send half")
-
-
 def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
     """Rank 1 does not dispatch: the words of the others are raised all the same, so that nobody spins for ever."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
@@ -393,8 +251,7 @@ def overflowing(me: Any, case: Case) -> None:
             watcher = Beside(lambda expected=expected, seen=seen: expected.watch(seen))  # type: ignore[misc]
             noticed(a2a.dispatch_recv, d)
             watcher.join()
-            d.ready.view(torch.int32).fill_(1)
-            noticed(a2a.combine, torch.zeros(d.x.shape, dtype=DTYPES[case.dtype]), d, ready=d.ready)
+            noticed(a2a.combine, torch.zeros(d.x.shape, dtype=DTYPES[case.dtype]), d)
 
 
 def mistakes(me: Any, case: Case) -> list[str]:
@@ -416,19 +273,13 @@ def mistakes(me: Any, case: Case) -> list[str]:
         d = a2a.dispatch(x, ids, expert_groups=2)
         refused(d.group, 2)
         out = torch.zeros(d.x.shape, dtype=x.dtype)
-        refused(a2a.combine, out, d, ready=d.ready.tolist())
-        refused(a2a.combine, out, d, ready=d.ready.view(torch.int32).float())
-        refused(a2a.combine, out, d, ready=d.ready[:0])
-        refused(a2a.combine, out, d, ready=d.ready, ready_value=0)
-        d.ready.view(torch.int32).fill_(1)
-        a2a.combine(out, d, ready=d.ready)
+        a2a.combine(out, d)
         grad = x.clone().requires_grad_()
         refused(a2a.dispatch, grad, ids, expert_groups=2)
     with rank_cases.open_all_to_all(me, case) as a2a:
         refused(a2a.dispatch, x, ids, expert_groups=2)
         d = a2a.dispatch(x, ids)
         refused(lambda: d.arrived)
-        refused(a2a.combine, out, d, ready=torch.ones(1, dtype=torch.int32))
         a2a.combine(out, d)
     with rank_cases.open_all_to_all(me, replace(case, layout="compact"), hooks=True) as a2a:
         refused(a2a.dispatch, x, ids, expert_groups=2)
@@ -439,13 +290,13 @@ def mistakes(me: Any, case: Case) -> list[str]:
 # ---- graphs ------------------------------------------------------------------------------------------------------------------------
 
 
-def replayed(me: Any, case: Case, parts: int, rounds: int, num_sms: int | None = None) -> None:
-    """A captured step, in which another stream takes each group's rows when they are there, and makes the rows that combine waits for."""
+def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
+    """A captured step, in which another stream takes each group's rows when they are there."""
     import open_step_cases as steps
     from gpu_cases import gpu_of
 
     device, s, r = gpu_of(me), steps.streams, random.Random(f"replayed {case.seed}")
-    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True, num_sms=num_sms) as a2a:
+    with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True) as a2a:
         main, other = s.new(), s.new()
         x = torch.zeros(case.max_tokens, case.hidden, dtype=torch.float32, device=device)
         ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)
@@ -453,7 +304,7 @@ def replayed(me: Any, case: Case, parts: int, rounds: int, num_sms: int | None =
         before = a2a.dispatch(x, ids, expert_groups=parts)
         seen = [torch.empty(before.group(i).x.shape, dtype=x.dtype, device=device) for i in range(parts)]
         counts = torch.empty(before.counts.shape, dtype=torch.int32, device=device)
-        out, ones = torch.empty(before.x.shape, device=device), torch.ones(before.ready.shape, dtype=torch.int32, device=device)
+        out = torch.empty(before.x.shape, device=device)
         before.release()
         s.settle()
         with s.capture(main) as captured:
@@ -465,10 +316,9 @@ def replayed(me: Any, case: Case, parts: int, rounds: int, num_sms: int | None =
                     s.copy(rows, group.x)
                 s.copy(counts, d.counts)
                 s.copy(out, d.x)
-                s.copy(d.ready.view(torch.int32), ones)
-            y = a2a.combine(out, d, ready=d.ready)
-            assert isinstance(y, torch.Tensor)
             s.wait(main, other)
+            y = a2a.combine(out, d)
+            assert isinstance(y, torch.Tensor)
         for n in range(rounds):
             inputs = steps.draw_inputs(case, r)
             x.copy_(inputs.tokens[me.rank].x)

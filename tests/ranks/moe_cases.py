@@ -48,7 +48,6 @@ def make_layer(me: Any, case: MoECase, world: World, **arguments: Any) -> MoE:
             load_balance=balance, z=z,
         ),
         expert_tp=case.expert_tp, recompute=case.recompute, gemm=case.gemm, scaled_gemm=case.scaled_gemm,
-        overlap=case.overlap, expert_groups=case.expert_groups,
         all_to_all={"in_flight": case.in_flight, "timeout": 20.0, "device": device_of(me, case), **case.all_to_all}, **arguments,
     )  # fmt: skip
     fill(layer, world)

@@ -186,34 +186,6 @@ def padded(me: Any, seed: int) -> dict[str, bool]:
     return found
 
 
-def parts(me: Any, seed: int) -> dict[str, bool]:
-    """Of some experts, whose rows do not begin at row 0: their rows alone, to the bit, and no others."""
-    whole, found, width, height = SPREADS["even"], {}, 160, 96
-    part, rows = Segments(whole.where[1:4], expected=50, part=True), slice(int(whole.where[1]), int(whole.where[3]))
-    others = torch.ones(ROWS, dtype=torch.bool)
-    others[rows] = False
-    x, w = normal(seed, ROWS, width).half(), normal(seed, 5, height, width).half()
-    x_codes, w_codes = quantise.quantise(normal(seed, ROWS, width)), quantise.quantise_weights(w.float())
-    some_codes = w_codes[0][1:3], w_codes[1][1:3]
-    for tma in (False, True):
-        numbers, codes = triton_mm.TritonGroupedMm(tma), TritonScaledMm(tma)
-        for name, seen, wanted in (
-            ("numbers", lambda out: numbers.forward(x, w[1:3], part, out), numbers.forward(x, w, whole)),
-            (
-                "codes", lambda out: codes.product(x_codes, some_codes, part, False, torch.float16, out),
-                codes.product(x_codes, w_codes, whole, False, torch.float16),
-            ),
-        ):  # fmt: skip
-            out = torch.full((ROWS, height), 7, dtype=torch.float16)
-            seen(out)
-            found[f"{name} {tma}"] = torch.equal(out[rows], wanted[rows]) and bool((out[others] == 7).all())
-    h = normal(seed, ROWS, 2 * width).half()
-    found["swiglu"] = torch.equal(launch.swiglu(h, part)[rows], launch.swiglu(h, whole)[rows])
-    for seen, wanted in zip(launch.swiglu_quantise(h, part), launch.swiglu_quantise(h, whole), strict=True):
-        found[f"activated {seen.dtype}"] = torch.equal(seen[rows].float(), wanted[rows].float())
-    return found
-
-
 PAIRS = {
     "as it is": {},
     "small tiles": {"rows": 16, "side": 64, "masked": True},
@@ -271,7 +243,7 @@ def pair(me: Any, layout: str, tma: bool, seed: int) -> dict[str, bool]:
     by_name = (("pair", 256, "pair"), ("auto", 256, "loop"), ("pair", 192, "triton")) if tma and layout == "padded" else ()
     for number, (backend, width, ran_as) in enumerate(by_name):
         x, gate_up, down, there = operands_of_pair(PAIR_SEGMENTS[layout][0], seed, width)
-        ran = Ran(layout, "none")
+        ran = Ran(layout)
         with ran.noted():
             y = scaled_experts(x, gate_up, down, PAIR_SEGMENTS[layout][0], dtype=torch.float16, backend=backend)
         names = [f"forward 192x{2 * width}", f"forward {width}x192"]
@@ -421,14 +393,7 @@ def activations(me: Any, seed: int) -> dict[str, float | bool]:
 
 def check_words(name: str, ptx: str, tma: bool) -> None:
     """What orders rows and words, in the machine's words."""
-    if name == "rows_by_weights_as_they_come":
-        acquire = ptx.index(".acquire")
-        rows = ptx.index("cp.async.bulk.tensor" if tma else "cp.async.cg", acquire)
-        assert ptx.index("prefetch.global.L2") < acquire and (not tma or acquire < ptx.index("fence.proxy.async;") < rows)
-    elif name == "rows_by_weights_with_words":
-        words = ptx.rindex("atom" if "red.release" not in ptx else "red.release")
-        assert "bar.sync" in ptx[:words] and "%smid" in ptx
-    elif name == "rows_through_experts":
+    if name == "rows_through_experts":
         for word in ("acq_rel", ".release"):
             just_before = ptx[: ptx.index(word)].splitlines()[-12:]
             stored = [line for line in just_before if "bar.sync" in line or "st.global" in line]
@@ -436,14 +401,6 @@ def check_words(name: str, ptx: str, tma: bool) -> None:
         acquire = ptx.rindex(".acquire")
         rows = ptx.index("wgmma.mma_async", acquire)
         assert "prefetch.global.L2" in ptx[:acquire] and (not tma or "fence.proxy.async;" in ptx[acquire:rows])
-    elif name in ("until_raised", "until_reached"):
-        assert ".acquire" in ptx
-
-
-SHAPES = [
-    (tiles.SHAPE_OF_FEW, False), (tiles.SHAPE_OF_SOME, False), (tiles.SHAPE_OF_FEW_CODES, True), (tiles.SHAPE_OF_MANY_CODES, True),
-]  # fmt: skip
-"""And whether they are for codes."""
 
 
 def compiled(me: Any, cache: str) -> dict[str, int]:
@@ -452,16 +409,15 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pplx_comm.moe.kernels import activation, beside, formats, grouped, mx, scaled
+    from pplx_comm.moe.kernels import activation, formats, grouped, mx, scaled
     from pplx_comm.moe.kernels import pair as both
 
     triton.knobs.cache.dir = cache
     rows: dict[str, Any] = {"ROWS": 16, "BLOCK": 128}
     strides = [f"{of}{name}" for of in ("", "out_", "a_") for name in ("row_stride", "scale_stride", "skew")]
     counts = dict.fromkeys(("experts", "room", "rows", "inner", "width", "height", *strides), "i32")
-    counts |= dict.fromkeys(("chunks_in_all", "least", "kept", "programs", "hidden"), "i32")
-    words = ("where", "offsets", "arrived", "claimed", "order", "noted", "ready", "counts", "word", "count", "words")
-    counts |= dict.fromkeys(words, "*i32")
+    counts |= dict.fromkeys(("programs", "hidden"), "i32")
+    counts |= dict.fromkeys(("where", "offsets", "words"), "*i32")
     f32, bf16, e4m3, u8 = "*fp32", "*bf16", "*fp8e4nv", "*u8"
     grouped_tiles = {"EXPERTS": 32, "ROWS": 128, "SIDE": 256, "INNER": 64, "GROUP": 8}
     variants: list[tuple[Any, dict[str, str], dict[str, Any]]] = [
@@ -494,23 +450,11 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
         types = {"x": of("fp8e4nv", 128, 128), "w": of("fp8e4nv", 128, 128), "x_scale": f32, "w_scale": f32, "out": bf16}
         of_codes = {"EXPERTS": 32, "TMA": tma, "ROWS": 128, "GROUP": 8, "BLOCK": 128}
         variants.append((mx.mx_rows_by_weights, {**types, "x_scale": u8}, {**of_codes, "MX": 32}))
-        for shape, codes in SHAPES if tma else SHAPES[1::2]:
-            kind, scale = ("fp8e4nv", f32) if codes else ("bf16", bf16)
-            types = {
-                "x": of(kind, shape.rows, shape.inner),
-                "w": of(kind, shape.side, shape.inner),
-                "weights": f"*{kind}",
-                "out": bf16,
-            }
-            types |= dict.fromkeys(("x_scale", "w_scale"), scale)
+        for shape in (tiles.SHAPE_OF_FEW_CODES, tiles.SHAPE_OF_MANY_CODES) if tma else (tiles.SHAPE_OF_MANY_CODES,):
+            types = {"x": of("fp8e4nv", shape.rows, shape.inner), "w": of("fp8e4nv", shape.side, shape.inner), "out": bf16}
+            types |= dict.fromkeys(("x_scale", "w_scale"), f32)
             tile = {"TMA": tma, "ROWS": shape.rows, "SIDE": shape.side, "GROUP": shape.group, "BLOCK": 128, "SHAPE": shape}
-            if codes:
-                variants.append((scaled.scaled_rows_by_weights, types, {**tile, "FLAT": shape.flat}))
-            tile |= {"SCALED": codes, "INNER": shape.inner, "CHUNK": 2, "ASSEMBLY": True}
-            waits = {"WINDOW": 256, "LINES": 8, "STRIP": 4 if codes else 1, "BYTES": 1 if codes else 2}
-            variants.append((beside.rows_by_weights_as_they_come, types, {**tile, **waits}))
-            stays = {"ORDERED": True, "OWNERS": 1024, "PROGRAMS": shape.programs}
-            variants.append((beside.rows_by_weights_with_words, types, {**tile, **stays}))
+            variants.append((scaled.scaled_rows_by_weights, types, {**tile, "FLAT": shape.flat}))
         for masked in (True, False) if tma else ():
             shape, scales = (
                 replace(tiles.SHAPE_OF_PAIR, masked=masked),
@@ -521,7 +465,6 @@ def compiled(me: Any, cache: str) -> dict[str, int]:
             types = {"x": a, "a": a, "up": w, "down": w, **scales, "weights": u8, "codes": u8, "h": bf16, "out": bf16}
             tile = {"ROWS_TMA": not masked, "TMA": True, "ASSEMBLY": True, "ROWS": shape.rows, "SIDE": shape.side, "BLOCK": 128}
             variants.append((both.rows_through_experts, types, {**tile, "SOME": 16, "LINES": shape.ahead, "SHAPE": shape}))
-    variants += [(beside.until_raised, {}, {}), (beside.until_reached, {}, {})]
     found: dict[str, int] = {}
     both = [
         (*variant, padded) for variant in variants for padded in (False, True) if not padded or "PADDED" in variant[0].arg_names

@@ -34,8 +34,6 @@ class MoECase:
     in_flight: int = 1
     gemm: str = "auto"
     scaled_gemm: str = "auto"
-    overlap: str = "none"
-    expert_groups: int = 4
     device: str = "cpu"
     all_to_all: dict[str, object] = field(default_factory=dict)
     """Further arguments of the AllToAll."""

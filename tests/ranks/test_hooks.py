@@ -1,4 +1,4 @@
-"""Hooks on the CPU device: d.planned and d.arrived beside a dispatch, ready= beside a combine, expert_groups=."""
+"""Hooks on the CPU device: d.planned and d.arrived beside a dispatch, and expert_groups=."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_an_output_that_is_too_small() -> None:
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 def test_blocks_in_pieces(transport: str) -> None:
-    """A block of the output waits for pieces that come later, and pieces wait for rows of the output."""
+    """A block of the output waits for pieces that come later."""
     with Crew(2) as crew:
         for number, layout in enumerate(("ragged", "padded", "compact")):
             case = Case(
@@ -70,19 +70,6 @@ def test_groups(crew: Crews, layout: str) -> None:
         assert crew.run("hook_cases:groups", case, parts, how) == plain
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_a_kernel_that_never_comes(layout: str) -> None:
-    case = Case(seed(), 3, num_experts=6, top_k=2, max_tokens=9, layout=layout)
-    with Crew(3) as crew:
-        results = crew.run("hook_cases:never_ready", case, 1, 2.0)
-    what = "local expert 0" if layout == "padded" else "block 0"
-    for rank, said in enumerate(results):
-        assert said["peer"] == 1 and said["type"] == "StepTimeout" and said["left"] == [0, 1, 2], (rank, said)
-    assert results[1]["phase"] == "combine_send", results
-    assert f"the rows of {what} were never written: its word of ready= is still 0" in results[1]["message"], results
-    assert all(said["seconds"] < 10 for said in results), results
-
-
 def test_nobody_spins_for_ever() -> None:
     with Crew(3) as crew:
         crew.start("hook_cases:nobody_comes", Case(seed(), 3), 1.0)
@@ -95,8 +82,5 @@ def test_nobody_spins_for_ever() -> None:
 def test_mistakes(crew: Crews) -> None:
     case = Case(seed(), crew.world_size, num_experts=2 * crew.world_size)
     for said in crew.run("hook_cases:mistakes", case):
-        wanted = [
-            "expert_groups=0", "2 groups", "not list", "not torch.float32", r"must be [", "ready_value=0", "expert_groups=", "hooks=True",
-            "hooks=True", "hooks=True", "Compact",
-        ]  # fmt: skip
+        wanted = ["expert_groups=0", "2 groups", "expert_groups=", "hooks=True", "hooks=True", "Compact"]
         assert len(said) == len(wanted) and all(part in text for part, text in zip(wanted, said, strict=True)), said

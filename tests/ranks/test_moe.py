@@ -172,7 +172,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
 """Arguments of one rank, and the words for them."""
 DIFFERENT: list[dict[str, object]] = [
     {"seed": 1}, {"hidden": 128}, {"router": RouterOptions("sigmoid")}, {"shared_intermediate": 32}, {"intermediate": 48},
-    {"param_dtype": torch.float32}, {"recompute": "dispatch"}, {"overlap": "groups"}, {"expert_groups": 2}, {"inference": True},
+    {"param_dtype": torch.float32}, {"recompute": "dispatch"}, {"inference": True},
     {"main_grad": True}, {"precision": "fp8"}, {"compute": "fp8"}, {"all_to_all": {"timeout": 7.0}},
 ]  # fmt: skip
 

@@ -42,7 +42,7 @@ def test_products_of_codes(crew: Crew, tma: bool) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("case", ["formats", "weights", "activations", "padded", "parts", "mx"])
+@pytest.mark.parametrize("case", ["formats", "weights", "activations", "padded", "mx"])
 def test_rows(crew: Crew, case: str) -> None:
     (found,) = crew.run(f"moe_kernel_cases:{case}", seed(), timeout=120)
     assert all(found.values()), found
@@ -67,7 +67,7 @@ def test_programs_that_wait_for_each_other(tmp_path: Path) -> None:
 def test_compiled_for_a_gpu(tmp_path: Path) -> None:
     """For compute capability 9.0, and 10.0 for MXFP8, with their tensor cores where there are products."""
     (found,) = run_ranks(1, "moe_kernel_cases:compiled", str(tmp_path), timeout=120)
-    assert len(found) == 60
+    assert len(found) == 34
     for name, instructions in found.items():
         assert (instructions > 0) == ("weights" in name or "experts" in name), found
 

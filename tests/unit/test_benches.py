@@ -86,8 +86,8 @@ class WrongLoop(Loop):
 
     name = "wrong"
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
-        made = super().forward(x, w, where, out)
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        made = super().forward(x, w, where)
         made[0] = 0
         return made
 

@@ -12,7 +12,7 @@ from harness import seed
 
 import pplx_comm as pc
 from pplx_comm.moe import functional as F
-from pplx_comm.moe.grouped import choose, products, tiles
+from pplx_comm.moe.grouped import choose, tiles
 from pplx_comm.moe.grouped.deepgemm import DeepGemm
 from pplx_comm.moe.grouped.loop import ScaledLoop
 from pplx_comm.moe.grouped.torch_mm import TorchGroupedMm
@@ -89,33 +89,6 @@ def test_what_deepgemm_is_given(transposed: bool, monkeypatch: pytest.MonkeyPatc
     seen, wanted = (each.product(x, w, where, transposed, torch.bfloat16) for each in (DeepGemm(), ScaledLoop()))
     assert (seen[:384].float() - wanted[:384].float()).norm() < 1e-3 * wanted[:384].float().norm()
     assert not DeepGemm().takes(w[0], where)  # on a CPU
-
-
-def by_rows(a: Any, b: Any, out: torch.Tensor, experts: torch.Tensor) -> None:
-    """As DeepGEMM's documentation has it: the expert of each row, the same for 128 of them, and -1 where there is nothing to do."""
-    (x, x_scale), (w, w_scale) = a, b
-    assert experts.dtype == torch.int32 and all(len(set(block.tolist())) == 1 for block in experts.split(128))
-    for e in range(len(w)):
-        rows = experts == e
-        product = F.dequantise(x[rows], x_scale[rows]) @ F.dequantise_weights(w[e : e + 1], w_scale[e : e + 1])[0].mT
-        out[rows] = product.to(out.dtype)
-
-
-def test_a_part_of_the_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of others stay as they are; who takes the rows of all experts only is not asked."""
-    monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=by_rows))
-    g = torch.Generator().manual_seed(seed())
-    offsets = torch.tensor([0, 128, 128, 384, 512], dtype=torch.int32)
-    x, w = F.quantise(torch.randn(640, 128, generator=g)), F.quantise_weights(torch.randn(4, 256, 128, generator=g))
-    wanted = ScaledLoop().product(x, w, F.Segments(offsets), False, torch.bfloat16)
-    for backend in (DeepGemm(), ScaledLoop()):
-        out = torch.full_like(wanted, 7)
-        part = F.Segments(offsets[1:4], expected=100, part=True)
-        backend.product(x, (w[0][1:3], w[1][1:3]), part, False, torch.bfloat16, out)
-        assert (out[128:384].float() - wanted[128:384].float()).norm() < 1e-3 * wanted[128:384].float().norm()
-        assert bool((out[:128] == 7).all()) and bool((out[384:] == 7).all()) and part.average(640) == 100
-    with pytest.raises(pc.Error, match="rows of all experts at once"):
-        products.forward(x[0].bfloat16(), w[0][1:3].bfloat16(), part, "torch")
 
 
 def masked(a: Any, b: Any, out: torch.Tensor, counts: torch.Tensor, expected: int) -> None:

@@ -24,7 +24,7 @@ FEW, MANY = 8, 4096
 class Timed:
     """A loop whose speed is made up: a measurement takes `times[rows]`, by the power of two of an expert's rows."""
 
-    waits, mx, takes_parts = False, False, True
+    waits, mx = False, False
 
     def __init__(self, name: str, times: dict[int, float]) -> None:
         self.name, self.times, self.measured = name, times, 0
@@ -32,9 +32,9 @@ class Timed:
     def takes(self, *_: object) -> bool:
         return True
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         self.rows = choose.rows_class(where.average(len(x)))
-        return Loop().forward(x, w, where, out)
+        return Loop().forward(x, w, where)
 
     def product(self, x: Any, w: Any, where: Segments, *arguments: Any) -> torch.Tensor:
         self.rows = choose.rows_class(where.average(len(x[0])))
@@ -177,15 +177,15 @@ def test_what_calls_ran_as(comm: pc.Communicator, timed: list[Timed]) -> None:
             layer(torch.randn(tokens, 128), most)
     ran = layer.choices()
     products = ["forward 128x128", "forward 64x128"]
-    assert {n: (one.layout, one.overlap, one.products) for n, one in ran.items()} == {
-        FEW: ("ragged", "none", dict.fromkeys(products, "for few")),
-        MANY: ("ragged", "none", dict.fromkeys(products, "for many")),
-        5: ("padded", "none", dict.fromkeys(products, "for few")),
+    assert {n: (one.layout, one.products) for n, one in ran.items()} == {
+        FEW: ("ragged", dict.fromkeys(products, "for few")),
+        MANY: ("ragged", dict.fromkeys(products, "for many")),
+        5: ("padded", dict.fromkeys(products, "for few")),
     }
 
 
 def test_what_a_training_step_ran_as(comm: pc.Communicator) -> None:
-    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, overlap="groups", gemm="loop")
+    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, gemm="loop")
     layer(torch.randn(7, 128, requires_grad=True)).sum().backward()
     every = [f"{what} {weights}" for what in ("forward", "dgrad", "wgrad") for weights in ("128x128", "64x128")]
-    assert layer.choices() == {7: F.Ran("ragged", "groups", dict.fromkeys(every, "loop"))}
+    assert layer.choices() == {7: F.Ran("ragged", dict.fromkeys(every, "loop"))}

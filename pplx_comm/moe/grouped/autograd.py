@@ -15,7 +15,7 @@ class _GroupedMm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str) -> torch.Tensor:
         ctx.save_for_backward(x, w, where.where)
-        ctx.backend, ctx.like = backend, (where.room, where.expected, where.part)
+        ctx.backend, ctx.like = backend, (where.room, where.expected)
         return products.forward(x, w, where, backend)
 
     @staticmethod

@@ -19,15 +19,13 @@ class Backend(Protocol):
     name: str
     waits: bool
     """Whether the host waits for the device, as CUDA graphs forbid."""
-    takes_parts: bool
-    """Whether `forward` takes Segments that are a part: the first one of Ragged need not begin at row 0."""
 
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether it runs there with that."""
         ...
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x: [rows, k], w: [experts, n, k]. Returns x @ w^T: [rows, n], in `out` if that is given."""
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        """x: [rows, k], w: [experts, n, k]. Returns x @ w^T: [rows, n]."""
         ...
 
     def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
@@ -47,8 +45,6 @@ class ScaledBackend(Protocol):
 
     name: str
     waits: bool
-    takes_parts: bool
-    """As of Backend."""
     mx: bool
     """Whether it is for rows of MXFP8, whose scales are e8m0 bytes per 1x32, instead."""
 
@@ -63,9 +59,8 @@ class ScaledBackend(Protocol):
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Codes and scales of [rows, k] and [experts, n, k]: returns x @ w^T, [rows, n], in `out` if that is given.
+        """Codes and scales of [rows, k] and [experts, n, k]: returns x @ w^T, [rows, n].
 
         The rows' scales are [rows, k / 128], or with Padded [experts, room, k / 128], with any strides.
 

@@ -12,7 +12,7 @@ from pplx_comm.moe.segments import Segments
 class DeepGemm:
     """Needs segments, or rooms, at multiples of 128, and hidden and intermediate too."""
 
-    name, waits, takes_parts, mx = "deepgemm", False, True, False
+    name, waits, mx = "deepgemm", False, False
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         if codes.device.type != "cuda" or any(size % BLOCK for size in (*codes.shape[1:], where.room)):
@@ -26,27 +26,15 @@ class DeepGemm:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         import deep_gemm
 
         codes, scale = laid_out(w, transposed)
-        here = out is not None and out.dtype == torch.bfloat16
-        made = out if here else torch.empty(len(x[0]), codes.shape[1], dtype=torch.bfloat16, device=codes.device)
-        assert made is not None
+        made = torch.empty(len(x[0]), codes.shape[1], dtype=torch.bfloat16, device=codes.device)
         if where.room:
             rows, room = x[0].unflatten(0, (-1, where.room)), made.unflatten(0, (-1, where.room))
             deep_gemm.m_grouped_fp8_fp4_gemm_nt_masked((rows, x[1]), (codes, scale), room, where.where, where.expected)
-        elif where.part:
-            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, (codes, scale), made, experts_of_rows(where, len(x[0])))
         else:
             # A segment ends where the next one begins, and that is how the kernel finds the next one's begin: rounded up to 128.
             deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, (codes, scale), made, where.where[1:], use_psum_layout=True)
-        return made.to(dtype) if out is None else made if here else out.copy_(made)
-
-
-def experts_of_rows(where: Segments, rows: int) -> torch.Tensor:
-    """Of a part of Ragged: int32 [rows], and -1 for rows of no expert in it, which the kernel passes over."""
-    number = torch.arange(rows, dtype=torch.int32, device=where.where.device)
-    expert = torch.searchsorted(where.where, number, right=True, out_int32=True) - 1
-    return torch.where(expert < where.experts, expert, -1)
+        return made.to(dtype)

@@ -9,13 +9,13 @@ from pplx_comm.moe.segments import Segments
 
 
 class Loop:
-    name, waits, takes_parts = "loop", True, True
+    name, waits = "loop", True
 
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
-        out = x.new_empty(x.shape[0], w.shape[1]) if out is None else out
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        out = x.new_empty(x.shape[0], w.shape[1])
         for e, rows in where.slices():
             torch.mm(x[rows], w[e].mT, out=out[rows])
         return out
@@ -40,7 +40,7 @@ class Loop:
 class ScaledLoop:
     """What codes mean, multiplied in float32."""
 
-    name, waits, takes_parts, mx = "loop", True, True, False
+    name, waits, mx = "loop", True, False
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         return True
@@ -52,11 +52,9 @@ class ScaledLoop:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         codes, scale = x[0], x[1].flatten(0, -2)
-        if out is None:
-            out = torch.empty(codes.shape[0], w[0].shape[2 if transposed else 1], dtype=dtype, device=codes.device)
+        out = torch.empty(codes.shape[0], w[0].shape[2 if transposed else 1], dtype=dtype, device=codes.device)
         for e, rows in where.slices():
             weights = dequantise_weights(w[0][e : e + 1], w[1][e : e + 1])[0]
             out[rows] = (dequantise(codes[rows], scale[rows]) @ (weights if transposed else weights.mT)).to(dtype)

@@ -44,7 +44,7 @@ class TritonPair(TritonScaledMm):
         (rows, scale), device, s = x, x[0].device, tiles.SHAPE_OF_PAIR
         if not usable(device) or (device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9):
             return False
-        fits = scale.dtype == torch.float32 and not down[0].shape[2] % BLOCK and not where.part
+        fits = scale.dtype == torch.float32 and not down[0].shape[2] % BLOCK
         few = where.average(len(rows)) <= tiles.FEW and words_of(where, len(rows), down[0].shape[2], s) <= MOST_WORDS
         return fits and few and rows.numel() > 0 and gate_up[0].numel() > 0
 

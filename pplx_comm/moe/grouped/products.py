@@ -8,7 +8,7 @@ import torch
 
 from pplx_comm.errors import Error
 from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
-from pplx_comm.moe.grouped.choose import Either, backends, named, pick, rows_class, scaled_backends
+from pplx_comm.moe.grouped.choose import backends, named, pick, rows_class, scaled_backends
 from pplx_comm.moe.grouped.pair import TritonPair
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.ran import note
@@ -28,8 +28,8 @@ def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where
     if where.room and op != "forward":
         raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
     if name != "auto":
-        return _of_parts(named(backends(), name), where)
-    found = [each for each in backends() if each.takes(rows.device, rows.dtype) and (each.takes_parts or not _part(where))]
+        return named(backends(), name)
+    found = [each for each in backends() if each.takes(rows.device, rows.dtype)]
 
     def run(backend: Backend) -> object:
         if op == "wgrad":
@@ -41,26 +41,14 @@ def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where
     return pick(found, key, rows.device, run)
 
 
-def _part(where: Segments) -> bool:
-    return where.part and not where.room
-
-
-def _of_parts(backend: Either, where: Segments) -> Either:
-    if _part(where) and not backend.takes_parts:
-        raise Error(f"backend {backend.name!r} takes the rows of all experts at once: overlap='groups' needs another one")
-    return backend
-
-
 def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
     """What rows have in common for which one backend is the fastest: above all how many an expert has in this call."""
     return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
 
 
-def forward(
-    x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto", out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x @ w^T by expert: [rows, k] and [experts, n, k] to [rows, n], in `out` if that is given."""
-    return _backend("forward", x, w, backend, where, x).forward(x, w, where, out)
+def forward(x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
+    """x @ w^T by expert: [rows, k] and [experts, n, k] to [rows, n]."""
+    return _backend("forward", x, w, backend, where, x).forward(x, w, where)
 
 
 def dgrad(dy: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
@@ -84,24 +72,15 @@ def takes_mx(w: Codes, where: Segments, backend: str) -> bool:
 
 
 def scaled(
-    x: Codes,
-    w: Codes,
-    where: Segments,
-    *,
-    transposed: bool = False,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    out: torch.Tensor | None = None,
+    x: Codes, w: Codes, where: Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
     """The product of codes, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
-
-    out: where it goes, if that is given.
 
     Scales of x may be those of MXFP8 where takes_mx() says so. A backend for nothing else leaves other products to the rest.
     """
     chosen = _chosen_scaled(x, w, where, transposed, dtype, backend)
     note("dgrad" if transposed else "forward", w[0].shape, chosen.name)
-    return chosen.product(x, w, where, transposed, dtype, out)
+    return chosen.product(x, w, where, transposed, dtype)
 
 
 def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype, backend: str) -> ScaledBackend:
@@ -109,9 +88,8 @@ def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype:
     if backend == TritonPair.name:
         backend = TritonScaledMm.name  # a product by itself
     if backend != "auto" and named(scaled_backends(), backend).mx == mx:
-        return _of_parts(named(scaled_backends(), backend), where)
-    able = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
-    found = [each for each in able if each.takes_parts or not _part(where)]
+        return named(scaled_backends(), backend)
+    found = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
     if not found:
         raise Error("no backend here multiplies MXFP8 as it is: rescale_mx() makes it 1x128")
 

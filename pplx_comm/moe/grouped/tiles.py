@@ -1,4 +1,4 @@
-"""The tiles of our kernels, in one place: products beside a step have those of products by themselves. See bench/notes.md."""
+"""The tiles of our kernels, in one place. See bench/notes.md."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from pplx_comm.moe.quantise import BLOCK
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a kernel's tiles. It follows from sizes that no routing changes, so each size is compiled once.
-
-    rows: a block of 128, of which a word tells, has whole tiles.
-    """
+    """Of a kernel's tiles. It follows from sizes that no routing changes, so each size is compiled once."""
 
     rows: int
     side: int

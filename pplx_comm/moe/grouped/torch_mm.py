@@ -13,7 +13,7 @@ from pplx_comm.moe.segments import Segments
 
 
 class TorchGroupedMm:
-    name, waits, takes_parts = "torch", False, False  # its first group begins at row 0
+    name, waits = "torch", False
 
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         if dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm") or has_a_part(device):
@@ -21,15 +21,12 @@ class TorchGroupedMm:
         # Elsewhere torch runs a loop of its own, for which the host waits.
         return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         if where.room:
             if has_a_part(x.device):
                 raise Error("gemm='torch': under MPS, with a part of the multiprocessors, torch.bmm is wrong; gemm='triton' is not")
-            rooms = None if out is None else out.unflatten(0, (-1, where.room))
-            made = torch.bmm(x.unflatten(0, (-1, where.room)), w.mT, out=rooms)
-            return made.flatten(0, 1) if out is None else out
-        made = torch._grouped_mm(x, w.mT, offs=where.where[1:])
-        return made if out is None else out.copy_(made)
+            return torch.bmm(x.unflatten(0, (-1, where.room)), w.mT).flatten(0, 1)
+        return torch._grouped_mm(x, w.mT, offs=where.where[1:])
 
     def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         return torch._grouped_mm(dy, w, offs=where.where[1:])

@@ -47,7 +47,7 @@ def _kernels() -> Any:
 
 
 class TritonGroupedMm:
-    name, waits, takes_parts = "triton", False, True
+    name, waits = "triton", False
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -56,17 +56,15 @@ class TritonGroupedMm:
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
         return usable(device) and dtype in (torch.bfloat16, torch.float16)
 
-    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments, out: torch.Tensor | None = None) -> torch.Tensor:
-        return self._rows_by_weights(x, w, where, False, out)
+    def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
+        return self._rows_by_weights(x, w, where, False)
 
     def dgrad(self, dy: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         return self._rows_by_weights(dy, w, where, True)
 
-    def _rows_by_weights(
-        self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _rows_by_weights(self, x: torch.Tensor, w: torch.Tensor, where: Segments, transposed: bool) -> torch.Tensor:
         (rows, inner), experts, width = x.shape, w.shape[0], w.shape[2 if transposed else 1]
-        out = x.new_empty(rows, width) if out is None else out
+        out = x.new_empty(rows, width)
         if not out.numel() or not experts:
             return out
         device = x.device

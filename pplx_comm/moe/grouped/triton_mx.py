@@ -15,7 +15,7 @@ from pplx_comm.moe.segments import Segments
 class TritonMx:
     """Takes rows whose scales are e8m0 bytes, uint8, and weights whose scales are powers of two."""
 
-    name, waits, takes_parts, mx = "mx", False, True, True
+    name, waits, mx = "mx", False, True
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -32,14 +32,13 @@ class TritonMx:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         from pplx_comm.moe.kernels.mx import mx_rows_by_weights
 
         codes, scale = laid_out(w, transposed)
         experts, width, inner = codes.shape
         rows = x[0].contiguous()
-        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device) if out is None else out
+        out = torch.empty(len(rows), width, dtype=dtype, device=rows.device)
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, codes) if self._tma is None else self._tma

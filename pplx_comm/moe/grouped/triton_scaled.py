@@ -24,7 +24,7 @@ def _kernels() -> Any:
 
 
 class TritonScaledMm:
-    name, waits, takes_parts, mx = "triton", False, True, False
+    name, waits, mx = "triton", False, False
 
     def __init__(self, tma: bool | None = None) -> None:
         """tma: None where it is possible."""
@@ -41,12 +41,11 @@ class TritonScaledMm:
         where: Segments,
         transposed: bool,
         dtype: torch.dtype,
-        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         codes, scale = laid_out(w, transposed)
         (experts, width, inner), rows, device = codes.shape, x[0].contiguous(), codes.device
         many = rows.shape[0]
-        out = torch.empty(many, width, dtype=dtype, device=device) if out is None else out
+        out = torch.empty(many, width, dtype=dtype, device=device)
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, codes) if self._tma is None else self._tma

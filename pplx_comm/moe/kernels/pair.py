@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from pplx_comm.moe.kernels.activation import activated
-from pplx_comm.moe.kernels.beside import prefetch_weights, until_reached
 from pplx_comm.moe.kernels.blocks import codes_and_scales
 from pplx_comm.moe.kernels.grouped import store_tile
 from pplx_comm.moe.kernels.scaled import scaled_tile_of_product
@@ -27,6 +26,23 @@ from pplx_comm.moe.kernels.tiles import find_expert, scales_of, segment, tiles_b
 DEALT, LEFT, WRITTEN = tl.constexpr(0), tl.constexpr(32), tl.constexpr(64)
 """Places in `words`, in lines of their own: tiles dealt, programs that have left, and by expert the blocks that are written. Behind
 EXPERTS of these: by block, tiles of gate and up that are stored."""
+
+
+@triton.jit
+def until_reached(count, least):
+    """Until a count is as high."""
+    while tl.atomic_add(count, 0, sem="acquire", scope="gpu") < least:
+        pass
+
+
+@triton.jit
+def prefetch_weights(weights, line, stride, lines, LINES: tl.constexpr, BYTES: tl.constexpr):
+    """Asks for the first LINES * 128 bytes of each of these rows of weights, which then come to the L2 cache meanwhile."""
+    at = tl.arange(0, LINES) * 128
+    inside = (line < lines)[:, None] & (at < stride * BYTES)[None, :]
+    places = weights.to(tl.int64) + (line[:, None].to(tl.int64) * stride * BYTES) + at[None, :]
+    places = tl.where(inside, places, weights.to(tl.int64))
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -149,8 +149,7 @@ void bind_structs(py::module_& m) {
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
        ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
-       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows"), ExpertOutputs::field<&cuda::ExpertOutputs::ready>("ready"),
-       ExpertOutputs::field<&cuda::ExpertOutputs::ready_value>("ready_value")});
+       ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
   using Result = BoundStruct<cuda::Result>;
   Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
