@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 import torch
 
-from bench.moe.report import pyplot
+from bench.harness.plot import pyplot
 from bench.proxy import markdown
 from pplx_comm._version import __version__
 from pplx_comm.errors import Error

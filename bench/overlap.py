@@ -24,6 +24,7 @@ from bench.gpu.device import local_rank
 from bench.gpu.gemm import NAMES, Gemms
 from bench.harness import report
 from bench.harness.options import Options, from_arguments, parser_of
+from bench.harness.plot import pyplot
 from bench.harness.rank import leave, measure
 from bench.harness.world import World
 from bench.proxy import markdown
@@ -119,10 +120,7 @@ def lines_of(record: dict[str, Any], gemm: str, tokens: int) -> dict[str, list[t
 
 
 def plot(record: dict[str, Any], path: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     pictures = list(dict.fromkeys((p["gemm"], p["tokens"]) for p in record["points"]))
     figure, axes = plt.subplots(1, len(pictures), figsize=(6.2 * len(pictures), 5.2), squeeze=False)

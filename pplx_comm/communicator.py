@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from pplx_comm.control.plane import ControlPlane
 from pplx_comm.control.recovery import Recovery
 from pplx_comm.control.rendezvous import Alone, Bootstrap, Gathered, meet
 from pplx_comm.errors import Error
+from pplx_comm.settings import whole_environment
 
 _starting = threading.Lock()
 """Two starts of one process would be two ranks of one number at one address."""
@@ -92,8 +92,8 @@ class Communicator:
         """
         timeout = checked_timeout(timeout)
         with _starting:
-            launch = detect(os.environ)
-            bootstrap = Alone() if launch.world_size == 1 else meet(launch, timeout, os.environ)
+            launch = detect(whole_environment())
+            bootstrap = Alone() if launch.world_size == 1 else meet(launch, timeout, whole_environment())
             try:
                 return cls(bootstrap, node_size=node_size, timeout=timeout)
             finally:

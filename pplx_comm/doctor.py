@@ -28,7 +28,7 @@ from pplx_comm.errors import Error
 from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of
 from pplx_comm.layouts import Padded
 from pplx_comm.machine import machine, versions
-from pplx_comm.settings import Settings, Start, in_force, read, unknown
+from pplx_comm.settings import Settings, Start, foreign, in_force, read, unknown, whole_environment
 from pplx_comm.wiring import ibgda, libfabric, nvshmem
 from pplx_comm.wiring.config import make_config
 from pplx_comm.wiring.memory import threads_of_a_rank
@@ -253,9 +253,9 @@ def _no_cuda_module() -> Finding:
     """Finds the nvcc that a build would take now, in the order in which cmake/cuda.cmake looks."""
     build = "make build CMAKE_ARGS=-DPPLX_CUDA=ON"
     wanted = ".".join(map(str, LEAST_CUDA))
-    folders = [os.path.join(os.environ[name], "bin") for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    folders = [os.path.join(folder, "bin") for name in ("CUDA_HOME", "CUDA_PATH") if (folder := foreign(name))]
     places = [
-        os.environ.get("CUDACXX", ""),
+        foreign("CUDACXX"),
         *(os.path.join(folder, "nvcc") for folder in folders),
         "nvcc",
         "/usr/local/cuda/bin/nvcc",
@@ -325,7 +325,7 @@ def _nvshmem_usable() -> bool:
 
 
 def _nvshmem_settings() -> Finding:
-    chosen = {name: value for name, value in os.environ.items() if name.startswith("NVSHMEM_")}
+    chosen = {name: value for name, value in whole_environment().items() if name.startswith("NVSHMEM_")}
     shown = ", ".join(f"{name}={value}" for name, value in sorted(chosen.items()))
     # Queues that a GPU posts to take these from NVSHMEM alone, whatever the host's defaults are.
     priority = (

@@ -1,8 +1,9 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
 `read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)`
-when vLLM or SGLang asks for its plug-in; a variable that changes later changes nothing that stands. What the launcher says (RANK,
-OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py.
+when vLLM or SGLang asks for its plug-in; a variable that changes later changes nothing that stands. `foreign()` reads the variables
+of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py, from
+`whole_environment()`.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -284,6 +285,34 @@ def read(kind: type[T], environ: Mapping[str, str] | None = None) -> T:
         if text or (text is not None and variable.keep_empty):
             values[own.name] = variable.value(text)
     return kind(**values)
+
+
+FOREIGN = {
+    "CUDACXX": "CMake: the nvcc of a build",
+    "CUDA_HOME": "the CUDA toolkit of a build",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "MPS: the part of a GPU's multiprocessors that this process gets",
+    "CUDA_PATH": "the CUDA toolkit of a build",
+    "LD_PRELOAD": "the linker: libraries loaded before all others",
+    "NVSHMEM_CUMEM_GRANULARITY": "NVSHMEM: its heap grows by multiples of it",
+    "NVSHMEM_IBGDA_NIC_HANDLER": "NVSHMEM: what rings the NIC's doorbells",
+    "NVSHMEM_IB_ENABLE_IBGDA": "NVSHMEM: whether kernels post to the NIC",
+    "NVSHMEM_QP_DEPTH": "NVSHMEM: the depth of its queues",
+    "NVSHMEM_SYMMETRIC_SIZE": "NVSHMEM: the size of its heap",
+    "SYSFS_PATH": "rdma-core: where /sys is",
+    "TRITON_INTERPRET": "Triton: 1 runs kernels on the CPU",
+}
+"""Variables of other programs that this library looks at, by name."""
+
+
+def foreign(name: str, default: str = "") -> str:
+    """One of FOREIGN, as it is now."""
+    assert name in FOREIGN, name
+    return os.environ.get(name, default)
+
+
+def whole_environment() -> Mapping[str, str]:
+    """For the launcher's variables, and for what a child process inherits."""
+    return os.environ
 
 
 def in_force() -> dict[str, str]:

@@ -176,88 +176,83 @@ bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
       batch[count++] = job;
       if (count == kBatch) flush();
     };
-    const Mail mail = read_mail(found);
     if (credits) {
       if (begin_credit(object, job, found)) take();
-    } else if (mail.in_pieces) {
-      while (begin_piece(object, job, first + peer, mail)) take();
-    } else if (object.goes_in_parts(job.op)) {
-      while (begin_part(object, job, first + peer, mail)) take();
-    } else {
-      begin(object, job, mail);
-      take();
+      continue;
     }
+    const std::uint32_t word = job.index;
+    const auto send = [&](const Cut& cut) {
+      begin(object, job, word, cut);
+      take();
+    };
+    const Mail mail = read_mail(found);
+    if (mail.in_pieces)
+      while (const std::optional<Cut> piece = next_piece(object, job, word, mail)) send(*piece);
+    else if (object.goes_in_parts(job.op))
+      while (const std::optional<Cut> part = next_part(object, job, word, mail)) send(*part);
+    else
+      send(whole(object, job, word, mail));
   }
   flush();
   return moved;
 }
 
-// A whole block.
-void Proxy::begin(Object& object, const Job& job, Mail mail) {
-  const Config& c = object.o.config;
-  Outgoing& out = object.out[job.index];
-  out.begun = true;
-  out.step = mail.step;
-  out.piece = 0;
-  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, job.index));
-  out.target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);
-  out.bytes = object.layout[std::uint32_t(job.op)].bytes(mail.rows);
-  begin_shards(out);
-  if (job.op == Op::Dispatch) ++awaited_;
-  if (object.heap.in_pieces) object.senders[job.index] = {mail.step, 1};
+Proxy::Cut Proxy::whole(Object& object, const Job& job, std::uint32_t word, Mail mail) {
+  if (object.heap.in_pieces) object.senders[word] = {mail.step, 1};
+  return {mail.step, 0, 0, object.layout[std::uint32_t(job.op)].bytes(mail.rows)};
 }
 
-// The next part that the mail announces. False: all of them are under way.
-bool Proxy::begin_part(Object& object, Job& job, std::uint32_t word, Mail mail) {
-  const Config& c = object.o.config;
+// The next part that the mail announces; none: all of them are under way.
+std::optional<Proxy::Cut> Proxy::next_part(Object& object, const Job& job, std::uint32_t word, Mail mail) {
   const PartSizes& sizes = object.parts[std::uint32_t(job.op)];
   const BlockLayout& layout = object.layout[std::uint32_t(job.op)];
   Sender& sender = object.senders[word];
   if (!object.out[word].begun || sender.step != mail.step) sender = {mail.step, 0, 0, sizes.count(mail.rows)};
   const std::uint32_t part = sender.begun;
-  if (part == std::min(mail.parts, sender.parts)) return false;
+  if (part == std::min(mail.parts, sender.parts)) return std::nullopt;
   ++sender.begun;
-  job.index = word + object.words * part;
-  Outgoing& out = object.out[job.index];
   const std::uint64_t at = part == 0 ? 0 : layout.row_at(sizes.begin(part));
-  out.begun = true;
-  out.step = mail.step;
-  out.piece = part;
-  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + at;
-  out.target = object.heap.slot_at(c, set_of(c, mail.step), job.op, c.rank) + at;
-  out.bytes = layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at;
-  begin_shards(out);
-  if (part == 0 && job.op == Op::Dispatch) ++awaited_;
-  return true;
+  return Cut{mail.step, part, at, layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at};
 }
 
-// The next piece that the mail announces, in its place. False: all of them are under way. The device announces a piece when its place is
+// The next piece that the mail announces, in its place; none: all of them are under way. The device announces a piece when its place is
 // free here and at the peer.
-bool Proxy::begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail) {
+std::optional<Proxy::Cut> Proxy::next_piece(Object& object, const Job& job, std::uint32_t word, Mail mail) {
   const Config& c = object.o.config;
   const std::uint32_t rows = object.heap.piece_rows;
   Sender& sender = object.senders[word];
   if (!object.out[word].begun || sender.step != mail.step) sender = {mail.step};
   const std::uint32_t piece = sender.begun, from = piece * rows;
-  if (mail.rows <= (c.on_gpu ? piece : from)) return false;
+  if (mail.rows <= (c.on_gpu ? piece : from)) return std::nullopt;
   ++sender.begun;
-  job.index = word + object.words * (piece % kPlaces);
-  Outgoing& out = object.out[job.index];
-  if (piece >= kPlaces && out.unsent != 0 && object.o.on_failure) {
+  if (piece >= kPlaces && object.out[object.out_index(word, piece)].unsent != 0 && object.o.on_failure) {
     const std::string what = "piece " + std::to_string(piece) + " lies where piece " + std::to_string(piece - kPlaces) + " has yet to leave";
     object.o.on_failure({job.peer, job.op, mail.step, what});
   }
-  const std::uint64_t place = object.heap.piece_at(job.op, piece);
-  out.begun = true;
-  out.step = mail.step;
-  out.piece = piece;
-  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + place;
-  out.target = object.heap.slot_at(c, set_of(c, mail.step), job.op, c.rank) + place;
   const std::uint32_t its_rows = c.on_gpu ? rows_of_piece(object.heap, c, object.o.memory, mail.step, job.op, job.peer, piece) : mail.rows - from;
-  out.bytes = object.layout[std::uint32_t(job.op)].bytes(std::min(rows, its_rows));
-  begin_shards(out);
-  if (piece == 0 && job.op == Op::Dispatch) ++awaited_;
-  return true;
+  return Cut{mail.step, piece, object.heap.piece_at(job.op, piece), object.layout[std::uint32_t(job.op)].bytes(std::min(rows, its_rows))};
+}
+
+// Splits what was cut into shards, and makes it the job's.
+void Proxy::begin(Object& object, Job& job, std::uint32_t word, const Cut& cut) {
+  const Config& c = object.o.config;
+  job.index = object.out_index(word, cut.number);
+  Outgoing& out = object.out[job.index];
+  out.begun = true;
+  out.step = cut.step;
+  out.piece = cut.number;
+  out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + cut.at;
+  out.target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank) + cut.at;
+  out.bytes = cut.bytes;
+  out.shards = 1;
+  out.shard_bytes = out.bytes;
+  if (out.bytes > shard_bytes_) {
+    out.shards = static_cast<std::uint32_t>(std::min<std::uint64_t>((out.bytes + shard_bytes_ - 1) / shard_bytes_, endpoints_));
+    out.shard_bytes = align_up((out.bytes + out.shards - 1) / out.shards, 64);
+  }
+  out.unsent = out.shards;
+  out.posted = 0;
+  if (cut.number == 0 && job.op == Op::Dispatch) ++awaited_;
 }
 
 // A credit for each piece that has been read, even if a later one says more: one that is overtaken by six others would count again, but
@@ -274,17 +269,6 @@ bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
   out.target = object.heap.slot_at(c, set_of(c, step), job.op, c.rank);
   out.shards = pieces_in(mail, object.o.generation, step);
   return !queued;
-}
-
-void Proxy::begin_shards(Outgoing& out) const {
-  out.shards = 1;
-  out.shard_bytes = out.bytes;
-  if (out.bytes > shard_bytes_) {
-    out.shards = static_cast<std::uint32_t>(std::min<std::uint64_t>((out.bytes + shard_bytes_ - 1) / shard_bytes_, endpoints_));
-    out.shard_bytes = align_up((out.bytes + out.shards - 1) / out.shards, 64);
-  }
-  out.unsent = out.shards;
-  out.posted = 0;
 }
 
 // `more` is set only when another write on the endpoint is certain: the next shard of every block is tried, later ones only if the fabric
@@ -465,7 +449,7 @@ void Proxy::left(Object& object, std::uint32_t word) {
   const Op op = Op(word / c.world % kOps);
   if (object.heap.in_pieces || object.goes_in_parts(op)) {
     Sender& sender = object.senders[word];
-    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % object.places())].unsent == 0) ++sender.left;
+    while (sender.left < sender.begun && object.out[object.out_index(word, sender.left)].unsent == 0) ++sender.left;
     if (object.heap.in_pieces && op != Op::Weights)
       store_release(Proxy::word(object, object.heap.count_at(c, object.heap.left, set_of(c, sender.step), op, word % c.world)),
                     pieces_word(object.o.generation, sender.step, sender.left));

@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -74,6 +75,11 @@ class Proxy {
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
   };
+  // Bytes of a block that are sent together: all of them, or a part or a piece. They lie at the same place in the peer's slot.
+  struct Cut {
+    std::uint32_t step, number;                             // number: of the part or the piece
+    std::uint64_t at, bytes;
+  };
   // How far a block in parts or in pieces has come.
   struct Sender {
     std::uint32_t step = 0;
@@ -106,6 +112,7 @@ class Proxy {
 
     std::uint32_t places() const { return heap.in_pieces ? kPlaces : heap.in_parts ? kMostParts : 1; }
     bool goes_in_parts(Op op) const { return heap.in_parts && op != Op::Weights; }
+    std::uint32_t out_index(std::uint32_t word, std::uint32_t number) const { return word + words * (number % places()); }   // of a Cut
     bool is_credit(std::uint32_t index) const { return index >= words * places(); }
   };
   struct Job {
@@ -119,11 +126,11 @@ class Proxy {
   bool retry();
   bool take_mail();
   bool take_row(std::uint32_t number, Object& object, std::uint32_t row);
-  void begin(Object& object, const Job& job, Mail mail);
-  bool begin_part(Object& object, Job& job, std::uint32_t word, Mail mail);
-  bool begin_piece(Object& object, Job& job, std::uint32_t word, Mail mail);
-  bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
-  void begin_shards(Outgoing& out) const;
+  static Cut whole(Object& object, const Job& job, std::uint32_t word, Mail mail);
+  static std::optional<Cut> next_part(Object& object, const Job& job, std::uint32_t word, Mail mail);
+  static std::optional<Cut> next_piece(Object& object, const Job& job, std::uint32_t word, Mail mail);
+  void begin(Object& object, Job& job, std::uint32_t word, const Cut& cut);
+  static bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
   // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all small

@@ -55,6 +55,48 @@ class Naps {
   long nanoseconds_ = kShortestNap, cpu_ = 0;
 };
 
+// A thread that finds no work looks again, then gives up its core between looks, then naps between them. After kAwake it may rest.
+class Idle {
+ public:
+  explicit Idle(const std::atomic<bool>& pinned) : pinned_(pinned) {}
+
+  void found_work() {
+    looks_ = 0;
+    tired_ = false;
+  }
+
+  // After a look that found nothing. True every 64 looks: the clock is read only then, for the nap is not urgent.
+  bool pause() {
+    if (++looks_ < kSpins || (looks_ % kLooksWhenPinned != 0 && pinned())) return false;
+    if (tired_)
+      nanosleep(&kShortNap, nullptr);
+    else
+      sched_yield();
+    return looks_ % kLooksPerClock == 0;
+  }
+
+  // When pause() was true. waiting: something is owed to this thread; unused: nothing is attached.
+  bool may_rest(bool waiting, bool unused) {
+    const Clock::time_point now = Clock::now();
+    if (looks_ == kLooksPerClock) empty_since_ = waited_ = now;
+    tired_ = now - empty_since_ > kYields && !pinned();
+    if (waiting) waited_ = now;
+    return !waiting && (unused || now - waited_ >= kAwake);
+  }
+
+  void rested() { looks_ = 0; }
+
+ private:
+  static constexpr unsigned kLooksPerClock = 64;
+
+  bool pinned() const { return pinned_.load(std::memory_order_relaxed); }
+
+  const std::atomic<bool>& pinned_;
+  unsigned looks_ = 0;             // since there was work, or a rest
+  bool tired_ = false;
+  Clock::time_point empty_since_ = Clock::now(), waited_ = empty_since_;
+};
+
 }  // namespace
 
 ProxyThread::ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes, int cpu)
@@ -151,64 +193,49 @@ void ProxyThread::sleep_unused(State& state) {
   });
 }
 
+// Looks now and then until there is work, a command, or an end.
+void ProxyThread::rest(State& state, bool unused) {
+  Naps naps;
+  while (!state.stop.load(std::memory_order_acquire) && !state.commanded.load(std::memory_order_acquire)) {
+    if (unused)
+      sleep_unused(state);
+    else
+      naps.nap();
+    state.turns.store(state.loops + ++state.naps, std::memory_order_relaxed);
+    try {
+      if (!state.broken && state.proxy.step()) return;
+    } catch (const std::exception&) {
+      return;   // the next turn meets it again and reports it
+    }
+  }
+}
+
 void ProxyThread::serve(const std::shared_ptr<State>& s) {
   State& state = *s;
-  Clock::time_point last_moved = Clock::now(), empty_since = last_moved;
-  unsigned empty = 0;
-  bool tired = false;
-  bool broken = false;
-  std::uint64_t loops = 0, naps = 0;
+  Idle idle(state.pinned);
   while (!state.stop.load(std::memory_order_acquire)) {
-    state.turns.store(++loops + naps, std::memory_order_relaxed);
+    state.turns.store(++state.loops + state.naps, std::memory_order_relaxed);
     if (state.commanded.load(std::memory_order_acquire)) run_commands(state);
     bool moved = false;
     try {
-      moved = !broken && state.proxy.step();
+      moved = !state.broken && state.proxy.step();
     } catch (const std::exception& error) {
-      broken = true;   // the fabric is unusable: report it once, then only take commands
+      state.broken = true;
       state.proxy.fail_all(error.what());
     }
     if (moved) {
-      empty = 0;
-      tired = false;
-      continue;
+      idle.found_work();
+    } else if (idle.pause()) {
+      const bool unused = state.proxy.unused();
+      if (!idle.may_rest(state.proxy.waiting() && !state.broken, unused)) continue;
+      rest(state, unused);
+      idle.rested();
     }
-    if (++empty < kSpins) continue;
-    if (empty % kLooksWhenPinned != 0 && state.pinned.load(std::memory_order_relaxed)) continue;
-    if (tired)
-      nanosleep(&kShortNap, nullptr);
-    else
-      sched_yield();
-    // Read the clock only now and then: the nap is not urgent.
-    if (empty % 64 != 0) continue;
-    const Clock::time_point now = Clock::now();
-    if (empty == 64) empty_since = last_moved = now;
-    tired = now - empty_since > kYields && !state.pinned.load(std::memory_order_relaxed);
-    if (state.proxy.waiting() && !broken) {
-      last_moved = now;
-      continue;
-    }
-    const bool unused = state.proxy.unused();
-    if (!unused && now - last_moved < kAwake) continue;
-    Naps rest;
-    while (!state.stop.load(std::memory_order_acquire) && !state.commanded.load(std::memory_order_acquire)) {
-      if (unused)
-        sleep_unused(state);
-      else
-        rest.nap();
-      state.turns.store(loops + ++naps, std::memory_order_relaxed);
-      try {
-        if (!broken && state.proxy.step()) break;
-      } catch (const std::exception&) {
-        break;   // the next turn meets it again and reports it
-      }
-    }
-    empty = 0;
   }
   run_commands(state);
   std::lock_guard<std::mutex> lock(state.mutex);
-  state.stats.loops = loops;
-  state.stats.naps = naps;
+  state.stats.loops = state.loops;
+  state.stats.naps = state.naps;
   state.stats.proxy = state.proxy.stats();
   state.stopped = true;
   state.changed.notify_all();

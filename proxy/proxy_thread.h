@@ -61,6 +61,8 @@ class ProxyThread {
     std::vector<std::shared_ptr<Command>> commands;
     std::atomic<bool> commanded{false}, stop{false}, pinned{false};
     std::atomic<std::uint64_t> turns{0};
+    std::uint64_t loops = 0, naps = 0;   // the thread's alone
+    bool broken = false;                 // the thread's alone: the fabric is unusable, which was reported; only commands are taken
     bool stopped = false;
     ProxyThreadStats stats;        // published now and then, under the mutex
   };
@@ -68,6 +70,7 @@ class ProxyThread {
   static void serve(const std::shared_ptr<State>& state);
   static void run_commands(State& state);
   static void sleep_unused(State& state);
+  static void rest(State& state, bool unused);
 
   std::shared_ptr<State> state_;
   const ForkCheck fork_;

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 
 from bench.gpu.composite import Geometry, Places, Plan, Traffic, mean_traffic
-from bench.gpu.peers import PEERS, GpuPeer, Inputs
+from bench.gpu.inputs import GpuPeer, Inputs
+from bench.gpu.peers import PEERS
 from bench.harness.batch import Batch, Shape, Source
 from bench.harness.clock import Clock, Figure, Times, total
 from bench.harness.options import Options, Transport

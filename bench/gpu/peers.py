@@ -9,53 +9,19 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from bench.cpu.peers import Packing, Peer
 from bench.gpu import symmetric
+from bench.gpu.deep_ep import DeepEp
+from bench.gpu.inputs import GpuPeer, Inputs
 from bench.harness.batch import Shape
 from bench.harness.options import Options
 from bench.harness.world import Limits, Off, World
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """On the device, by input."""
-
-    x: list[torch.Tensor]
-    ids: list[torch.Tensor]
-    weights: list[torch.Tensor]
-
-
-class GpuPeer(Protocol):
-    name: str
-    how: str
-    """How it is called at the size that was prepared."""
-    in_graphs: bool
-    """Whether these calls can be captured."""
-
-    def has_num_sms(self, shape: Shape) -> bool:
-        """Whether the multiprocessors that it takes can be set at this size."""
-        ...
-
-    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
-        """Collective, before any call at this size, and with this setting."""
-        ...
-
-    def dispatch(self, i: int) -> None:
-        """Input i."""
-        ...
-
-    def combine(self, i: int) -> None:
-        """Answers to input i, which was dispatched before."""
-        ...
-
-    def close(self) -> None: ...
 
 
 def group(world: World, options: Limits, backend: str) -> Any:
@@ -202,8 +168,6 @@ class SymmetricMemory:
 
 
 def _deep_ep(world: World, options: Options, device: Any) -> GpuPeer:
-    from bench.gpu.deep_ep import DeepEp
-
     try:
         library = importlib.import_module("deep_ep")
     except ImportError as problem:

@@ -19,6 +19,16 @@ MOST_LEVEL_TICKS = 8
 """With more, their names would run into each other."""
 
 
+def pyplot() -> Any:
+    """matplotlib's, drawing into files: there is no screen."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def _label(value: float) -> str:
     if value < 1000:
         return f"{value:g} µs"
@@ -99,8 +109,7 @@ def _dress(axis: Any, ticks: Sequence[float], names: Sequence[str], what: str) -
 
 
 def _save(figure: Any, axes: Sequence[Any], record: dict[str, Any], what: str, path: str) -> None:
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     # In groups: ours, floors, peers. One of a name, from whichever axis has it.
     named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     labels = sorted(named, key=lambda label: 0 if label.startswith("pplx") else 1 if "floor of" in label else 2)
@@ -120,10 +129,7 @@ def _save(figure: Any, axes: Sequence[Any], record: dict[str, Any], what: str, p
 def plot(record: dict[str, Any], path: str) -> list[str]:
     """Against tokens, a row of the grid for each number of multiprocessors; where there are several, another picture against those.
     Returns what was written."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     settings = _settings(record)
     figure, axes = plt.subplots(
@@ -145,8 +151,7 @@ def plot(record: dict[str, Any], path: str) -> list[str]:
 
 
 def _plot_by_sms(record: dict[str, Any], settings: list[int | None], path: str) -> None:
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     tokens, part = by_sms(record)
     # "all" at the number that this is, or where it is unknown, an octave on.
     everything = record.get("multiprocessors") or 2 * max((n for n in settings if n is not None), default=1)

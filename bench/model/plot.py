@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from bench.harness.plot import pyplot
 from bench.model import published
 from bench.model.report import Ours
 
@@ -16,10 +17,7 @@ def sums(of: Ours, fabric: str, tokens: int) -> list[tuple[int, float]]:
 
 
 def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.ticker import NullLocator
 
     tokens = sorted({many for _, _, many in predicted})

@@ -1,15 +1,17 @@
 """DeepEP and DeepGEMM as their users put them together, in FP8: decode sizes in the low-latency mode with masked kernels, more in
-the normal mode with contiguous ones. Settings are those of bench/gpu/deep_ep.py."""
+the normal mode with contiguous ones. Settings are those of bench/gpu/deep_ep_buffers.py."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
-from bench.gpu import deep_ep
+from bench.gpu import deep_ep_buffers
+from bench.gpu.deep_ep_buffers import SMS, Modes
 from bench.harness.world import World
 from bench.moe.options import LayerOptions
 from bench.moe.problem import Problem
@@ -35,17 +37,14 @@ class DeepEp(Theirs):
     name, trains = "deep_ep", False
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
-        self._libraries = found("deep_ep", device), found("deep_gemm", device)
+        libraries = found("deep_ep", device), found("deep_gemm", device)
         super().__init__(world, options, device)
-        self._world = world
-        self._modes: dict[type[LowLatency | Normal], Mode] = {}
+        made = *libraries, self.group, world, self.o
+        self._modes: Modes[Mode] = Modes(partial(LowLatency, *made), partial(Normal, *made))
 
     def prepare(self, problem: Problem) -> None:
         super().prepare(problem)
-        kind = LowLatency if problem.tokens <= deep_ep.MOST_LOW_LATENCY else Normal
-        if kind not in self._modes:
-            self._modes[kind] = kind(*self._libraries, self.group, self._world, self.o)
-        mode = self._mode = self._modes[kind]
+        mode = self._mode = self._modes.at(problem.tokens)
         weights = [F.quantise_weights(t) for t in (problem.weights.gate_up, problem.weights.down)]
         mode.prepare(problem, weights)
         self.in_graphs, self.product = mode.in_graphs, mode.product
@@ -54,31 +53,25 @@ class DeepEp(Theirs):
         return self._mode.forward(mark)
 
     def close(self) -> None:
-        for mode in self._modes.values():
-            mode.close()
+        self._modes.close()
 
 
 class LowLatency:
     in_graphs, product = True, "deepgemm, masked"
 
     def __init__(self, library: Any, gemm: Any, group: Any, world: World, options: LayerOptions) -> None:
-        self._gemm, self._world, self._o = gemm, world, options
-        self._id_dtype = deep_ep.id_dtype(library)
-        self._buffer = deep_ep.low_latency_buffer(library, group, world, options.experts, options.hidden, options.tokens, ALIGN)
-        self._rows = 0
+        self._gemm, self._o = gemm, options
+        # An expert's room: masked kernels write whole tiles, also into the next expert's rows.
+        self._buffer = deep_ep_buffers.LowLatency(library, group, world, options, ALIGN)
 
     def prepare(self, problem: Problem, weights: list[Any]) -> None:
-        # An expert's room: masked kernels write whole tiles, also into the next expert's rows.
-        o, rows = self._o, deep_ep.rows_of_a_rank(problem.tokens, self._world.size, ALIGN)
-        if rows != self._rows:  # its words lie elsewhere now
-            self._buffer.clean_low_latency_buffer(rows, o.hidden, o.experts)
-            self._rows = rows
-        self._p, self._weights, self._ids = problem, weights, problem.ids.to(self._id_dtype)
-        self._expected = max(1, problem.world * problem.tokens * o.top_k // o.experts)
+        self._buffer.prepare(problem.tokens)
+        self._p, self._weights, self._ids = problem, weights, self._buffer.ids(problem.ids)
+        self._expected = max(1, problem.world * problem.tokens * self._o.top_k // self._o.experts)
 
     def forward(self, mark: Mark) -> torch.Tensor:
-        p, buffer = self._p, self._buffer
-        (x, scale), counts, handle, _, _ = buffer.low_latency_dispatch(p.x, self._ids, self._rows, self._o.experts, use_fp8=True)
+        p = self._p
+        (x, scale), counts, handle = self._buffer.dispatch(p.x, self._ids, use_fp8=True)
         mark("dispatch")
         h = self._product((x, scale), 0, counts)
         mark("up")
@@ -87,7 +80,7 @@ class LowLatency:
         mark("activation")
         out = self._product((codes.unflatten(0, (-1, x.shape[1])), scales), 1, counts)
         mark("down")
-        y: torch.Tensor = buffer.low_latency_combine(out, self._ids, p.choice_weights, handle)[0]
+        y = self._buffer.combine(out, self._ids, p.choice_weights, handle)
         mark("combine")
         return y
 
@@ -98,7 +91,7 @@ class LowLatency:
         return out
 
     def close(self) -> None:
-        self._buffer.destroy()
+        self._buffer.close()
 
 
 class Normal:
@@ -108,42 +101,30 @@ class Normal:
     in_graphs, product = False, "deepgemm, contiguous"
 
     def __init__(self, library: Any, gemm: Any, group: Any, world: World, options: LayerOptions) -> None:
-        self._library, self._gemm, self._world, self._o = library, gemm, world, options
-        self._id_dtype = deep_ep.id_dtype(library)
+        self._gemm = gemm
         row = options.hidden * torch.bfloat16.itemsize
-        self._buffer = deep_ep.normal_buffer(library, group, world, row, [deep_ep.SMS])
+        self._buffer = deep_ep_buffers.Normal(library, group, world, options.experts, row, [SMS])
 
     def prepare(self, problem: Problem, weights: list[Any]) -> None:
-        self._p, self._weights, self._ids = problem, weights, problem.ids.to(self._id_dtype)
+        self._p, self._weights, self._ids = problem, weights, self._buffer.ids(problem.ids)
         tokens = torch.tensor([0, problem.tokens], dtype=torch.int32, device=problem.device)
         self._tokens = F.Segments(tokens)
-        configs = deep_ep.configs_of(self._library, self._world, deep_ep.SMS)
-        self._dispatch_config, self._combine_config = (of_phase[0] for of_phase in configs)
-        self._tune(configs)
+        x = self._codes()
 
-    def _tune(self, configs: list[list[Any]]) -> None:
-        x, buffer = self._codes(), self._buffer
-        (rows, _), _, _, _, handle = self._dispatched(x)
-        answers = torch.zeros(rows.shape, dtype=torch.bfloat16, device=rows.device)
-        best = deep_ep.best_of
-        self._dispatch_config = best(configs[0], lambda c: buffer.dispatch(x, handle=handle, config=c), microseconds, self._world)
-        self._combine_config = best(configs[1], lambda c: buffer.combine(answers, handle, config=c), microseconds, self._world)
+        def dispatch() -> tuple[torch.Tensor, Any]:
+            (rows, _), _, _, _, handle = self._dispatched(x)
+            return rows, handle
+
+        self._buffer.tune(SMS, dispatch, lambda rows: torch.zeros_like(rows, dtype=torch.bfloat16), x, microseconds)
 
     def _codes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """This mode carries what it is given."""
         codes, scale = F.quantise(self._p.x, self._tokens)
         return codes, scale.contiguous()
 
-    def _dispatched(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, torch.Tensor, torch.Tensor, list[int], Any]:
-        """Rows with their scales, ids of local experts or -1, weights, rows of each expert rounded up to ALIGN, and the handle."""
-        p, buffer = self._p, self._buffer
-        per_rank, per_node, per_expert, in_rank, _ = buffer.get_dispatch_layout(self._ids, self._o.experts)
-        received, ids, weights, counts, handle, _ = buffer.dispatch(
-            x, num_tokens_per_rank=per_rank, num_tokens_per_rdma_rank=per_node, is_token_in_rank=in_rank,
-            num_tokens_per_expert=per_expert, topk_idx=self._ids, topk_weights=p.choice_weights, expert_alignment=ALIGN,
-            config=self._dispatch_config,
-        )  # fmt: skip
-        return received, ids, weights, counts, handle
+    def _dispatched(self, x: tuple[torch.Tensor, torch.Tensor]) -> tuple[Any, ...]:
+        """Rows of each expert are rounded up to ALIGN."""
+        return self._buffer.dispatch(x, self._ids, self._p.choice_weights, expert_alignment=ALIGN)
 
     def forward(self, mark: Mark) -> torch.Tensor:
         (codes, scale), ids, weights, counts, handle = self._dispatched(self._codes())
@@ -157,8 +138,7 @@ class Normal:
         mark("activation")
         out = self._product(a, 1, experts)
         mark("down")
-        sums = added_up(out, places, weights)
-        y: torch.Tensor = self._buffer.combine(sums, handle, config=self._combine_config)[0]
+        y = self._buffer.combine(added_up(out, places, weights), handle)
         mark("combine")
         return y
 
@@ -170,7 +150,7 @@ class Normal:
         return out
 
     def close(self) -> None:
-        self._buffer.destroy()
+        self._buffer.close()
 
 
 def places_of(ids: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.harness.clock import Figure
+from bench.harness.plot import pyplot
 from bench.moe.measure import Point
 from bench.moe.options import LayerOptions
 from bench.proxy import markdown
@@ -181,12 +182,3 @@ def _bars(axis: Any, points: list[dict[str, Any]], routings: list[str], height_o
         axis.text(at, height, text, ha="center", va="bottom", fontsize=8)
     axis.set_xticks(range(len(routings)), [f"{routing} routing" for routing in routings])
     axis.margins(y=0.15)
-
-
-def pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot

@@ -16,6 +16,7 @@ from pathlib import Path
 from pplx_comm.efasoft import counters, device
 from pplx_comm.efasoft.device import Host, Options, SoftEfa
 from pplx_comm.errors import Error
+from pplx_comm.settings import foreign, whole_environment
 
 USAGE = "python -m pplx_comm efa-soft [options] -- COMMAND [ARGUMENT ...]"
 DESCRIPTION = """\
@@ -138,8 +139,8 @@ def _set(arguments: argparse.Namespace) -> int:
 
 def environment(host: Host) -> dict[str, str]:
     """COMMAND's. Preloaded, since a library of MPI's may want the host's libibverbs first, which would then serve libfabric too."""
-    preload = [*(str(host.folder / "lib" / name) for name in device.LIBRARIES), os.environ.get("LD_PRELOAD", "")]
-    return {**FOR_MPI, **os.environ, **host.environment, "LD_PRELOAD": ":".join(filter(None, preload))}
+    preload = [*(str(host.folder / "lib" / name) for name in device.LIBRARIES), foreign("LD_PRELOAD")]
+    return {**FOR_MPI, **whole_environment(), **host.environment, "LD_PRELOAD": ":".join(filter(None, preload))}
 
 
 def run(command: list[str], options: Options, *, keep: bool = False, joined: Path | None = None) -> int:

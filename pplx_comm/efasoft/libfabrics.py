@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import sysconfig
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pplx_comm.errors import Error
-from pplx_comm.settings import Settings, read
+from pplx_comm.settings import Settings, read, whole_environment
 
 INSTALL = "pip install mpich (its libfabric has the provider), or name another with --libfabric /path/of/libfabric.so.1"
 
@@ -38,9 +37,9 @@ def candidates(wanted: str | None, environ: Mapping[str, str]) -> Iterator[tuple
             yield Path(sysconfig.get_path("data")) / "lib" / package / "libfabric.so.1", f"the wheel {package}"
 
 
-def find(wanted: str | None = None, environ: Mapping[str, str] = os.environ) -> Libfabric:
+def find(wanted: str | None = None, environ: Mapping[str, str] | None = None) -> Libfabric:
     without = []
-    for path, who in candidates(wanted, environ):
+    for path, who in candidates(wanted, whole_environment() if environ is None else environ):
         if not path.is_file():
             if not who.startswith("the wheel"):
                 raise Error(f"{who} names {path}, which is no file: give the path of a libfabric.so.1")

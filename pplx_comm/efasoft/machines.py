@@ -11,13 +11,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pplx_comm.settings import foreign
+
 FIRMWARE = "efasoft"
 AMAZON, EFA_DEVICE = "0x1d0f", "0xefa2"
 
 
 def sysfs_here() -> Path:
     """As libfabric's providers find it."""
-    return Path(os.environ.get("SYSFS_PATH", "/sys"))
+    return Path(foreign("SYSFS_PATH", "/sys"))
 
 
 def is_software(nic: str) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from pplx_comm.machine import rdma_devices
+from pplx_comm.settings import foreign
 
 DRIVER_OPTIONS = 'NVreg_EnableStreamMemOPs=1 NVreg_RegistryDwords="PeerMappingOverride=1;"'
 _SET_THEM = f"echo 'options nvidia {DRIVER_OPTIONS}' | sudo tee /etc/modprobe.d/nvidia-ibgda.conf; sudo update-initramfs -u; reboot"
@@ -50,8 +50,8 @@ def _lacks(sysfs: Path, proc: Path) -> list[tuple[str, str]]:
             found.append((f"{library} does not load", "apt-get install rdma-core ibverbs-providers"))
     if not ((sysfs / "module/nvidia_peermem").exists() or _dmabuf(sysfs, proc)):
         found.append(("neither nvidia_peermem nor dmabuf, so NICs do not reach GPU memory", "sudo modprobe nvidia_peermem"))
-    if os.environ.get("NVSHMEM_IB_ENABLE_IBGDA", "1")[:1].lower() in ("0", "n", "f"):
-        found.append((f"NVSHMEM_IB_ENABLE_IBGDA={os.environ['NVSHMEM_IB_ENABLE_IBGDA']}", "unset NVSHMEM_IB_ENABLE_IBGDA"))
+    if (asked := foreign("NVSHMEM_IB_ENABLE_IBGDA", "1"))[:1].lower() in ("0", "n", "f"):
+        found.append((f"NVSHMEM_IB_ENABLE_IBGDA={asked}", "unset NVSHMEM_IB_ENABLE_IBGDA"))
     if _handler() == "cpu" and not has_gdrcopy():
         found.append(("NVSHMEM_IBGDA_NIC_HANDLER=cpu needs GDRCopy, which is not here", "unset NVSHMEM_IBGDA_NIC_HANDLER"))
     return found
@@ -81,7 +81,7 @@ def _unset_options(proc: Path) -> list[str]:
 
 
 def _handler() -> str:
-    return os.environ.get("NVSHMEM_IBGDA_NIC_HANDLER", "auto").lower()
+    return foreign("NVSHMEM_IBGDA_NIC_HANDLER", "auto").lower()
 
 
 def _dmabuf(sysfs: Path, proc: Path) -> bool:

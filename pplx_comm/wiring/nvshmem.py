@@ -25,6 +25,7 @@ import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
+from pplx_comm.settings import foreign, whole_environment
 from pplx_comm.wiring import ibgda
 from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks, raise_first
 from pplx_comm.wiring.nvshmem_heap import GRANULE, OWN_BYTES, check_growth, failed_to_grow, lost_heap, too_small
@@ -337,13 +338,13 @@ def _check_far(module: Any, gpu: int, far: list[int]) -> None:
             f"transport='nvshmem': only a NIC reaches {name_ranks(far)}, and NVSHMEM's IBGDA does not run on this rank; puts of "
             "kernels would wait for a host thread of NVSHMEM's without end. `python -m pplx_comm doctor` says what is missing, and "
             "NVSHMEM_DEBUG=INFO why it did not start; an NVSHMEM that something else starts needs NVSHMEM_IB_ENABLE_IBGDA=1 "
-            f"(here: {os.environ.get('NVSHMEM_IB_ENABLE_IBGDA', 'not set')}). Or take transport='auto'"
+            f"(here: {foreign('NVSHMEM_IB_ENABLE_IBGDA', 'not set')}). Or take transport='auto'"
         )
 
 
 def try_alone(gpu: int, *, by_nic: bool) -> Alone:
     """How one PE fares on that GPU. by_nic: with IBGDA."""
-    environment = {**os.environ, **variables(GRANULE, by_nic=by_nic)}
+    environment = {**whole_environment(), **variables(GRANULE, by_nic=by_nic)}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     command = [sys.executable, "-c", MODULE_PROBE, str(gpu)]
     try:
@@ -371,7 +372,7 @@ def variables(nbytes: int, *, by_nic: bool, depth: int = _DEPTH) -> dict[str, st
             wanted["NVSHMEM_QP_DEPTH"] = str(depth)
     else:
         wanted["NVSHMEM_REMOTE_TRANSPORT"] = "none"
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    return {name: value for name, value in wanted.items() if name not in whole_environment()}
 
 
 def _all_have_connectx(answers: Answers) -> bool:
@@ -439,7 +440,7 @@ def _depth_for(queue: int) -> int:
 
 
 def _check_queue(depth: int, queue: int) -> None:
-    named = os.environ.get("NVSHMEM_QP_DEPTH", "")
+    named = foreign("NVSHMEM_QP_DEPTH")
     has = int(named) if named.isdecimal() else depth
     if has < queue:
         raise Error(

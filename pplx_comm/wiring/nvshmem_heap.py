@@ -7,11 +7,11 @@ NVSHMEM_SYMMETRIC_SIZE gave them, and nothing happens to what is in them.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Any
 
 from pplx_comm.errors import Error
+from pplx_comm.settings import foreign
 from pplx_comm.wiring.compare import name_ranks
 
 GRANULE = 2 << 20
@@ -25,7 +25,7 @@ _SPARE = 64 << 20
 
 
 def too_small(nbytes: int) -> str:
-    size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE")
+    size = foreign("NVSHMEM_SYMMETRIC_SIZE")
     return (
         f"transport='nvshmem': NVSHMEM's heap (NVSHMEM_SYMMETRIC_SIZE={size or 'its default'}) has no room for {nbytes} bytes "
         f"of this AllToAll: set NVSHMEM_SYMMETRIC_SIZE to at least {nbytes + OWN_BYTES} more than it is, before NVSHMEM starts"
@@ -49,7 +49,7 @@ def lost_heap(why: str) -> str:
 
 def growth(nbytes: int) -> int:
     """By how much a heap of virtual memory grows that has no room left."""
-    granule = min(max(_bytes_of(os.environ.get("NVSHMEM_CUMEM_GRANULARITY", "")) or _GROWTH, GRANULE), _GROWTH_AT_MOST)
+    granule = min(max(_bytes_of(foreign("NVSHMEM_CUMEM_GRANULARITY")) or _GROWTH, GRANULE), _GROWTH_AT_MOST)
     return -(-nbytes // granule) * granule
 
 

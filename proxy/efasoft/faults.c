@@ -1,6 +1,6 @@
 #include "faults.h"
 #include "log.h"
-#include "process.h"
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -86,32 +86,32 @@ bool faults_read(const char* text) {
 }
 
 /* Whether this time is one of its times. */
-static bool strikes(struct fault* fault, struct nic* nic) {
-  if (fault->nic != ANY_NIC && fault->nic != nic->index) return false;
+static bool strikes(struct fault* fault, int nic) {
+  if (fault->nic != ANY_NIC && fault->nic != nic) return false;
   long time = atomic_fetch_add(&fault->seen, 1) - fault->after;
   if (time < 0 || (fault->every && (time + 1) % fault->every)) return false;
   long before = fault->every ? time / fault->every : time;
   return !fault->count || before < fault->count;
 }
 
-static bool any(enum kind kind, struct nic* nic) {
+static bool any(enum kind kind, int nic) {
   for (int i = 0; i < number; i++)
     if (faults[i].kind == kind && strikes(&faults[i], nic)) return true;
   return false;
 }
 
-enum efa_status fault_on_start(struct nic* nic, struct process* self) {
-  enum efa_status status = EFA_OK;
+struct struck fault_on_start(int nic) {
+  struct struck struck = {.status = EFA_OK};
   for (int i = 0; i < number; i++) {
     struct fault* fault = &faults[i];
     if (fault->kind > SILENT || !strikes(fault, nic)) continue;
-    if (fault->kind == ERROR) status = (enum efa_status)fault->code;
-    if (fault->kind == PORT_DOWN) atomic_store(&nic->control->port_down, 1);
-    if (fault->kind == SILENT) atomic_store(&self->file->silent, 1);
+    if (fault->kind == ERROR) struck.status = (enum efa_status)fault->code;
+    struck.port_down |= fault->kind == PORT_DOWN;
+    struck.silent |= fault->kind == SILENT;
   }
-  return status;
+  return struck;
 }
 
-bool fault_rnr(struct nic* nic) { return number && any(RNR, nic); }
-bool fault_full(struct nic* nic) { return number && any(FULL, nic); }
-bool fault_overrun(struct nic* nic) { return number && any(OVERRUN, nic); }
+bool fault_rnr(int nic) { return number && any(RNR, nic); }
+bool fault_full(int nic) { return number && any(FULL, nic); }
+bool fault_overrun(int nic) { return number && any(OVERRUN, nic); }

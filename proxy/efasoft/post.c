@@ -153,7 +153,7 @@ static int wr_complete(struct ibv_qp_ex* ex) {
   struct qp* qp = of(ex);
   int error = qp->session_error;
   /* Of more than one, the caller has been told by its provider that the first were accepted: a queue with room for them takes them all. */
-  if (!error && qp->stages == 1 && fault_full(qp->nic)) error = ENOMEM;
+  if (!error && qp->stages == 1 && fault_full(qp->nic->index)) error = ENOMEM;
   if (error == ENOMEM) count(qp->nic->counts, COUNT_REFUSED_POSTS, 1);
   if (!error && qp->stages) ring_doorbell(qp);
   qp->stages = 0; /* or all are taken back, as libefa does */

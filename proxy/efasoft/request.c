@@ -74,7 +74,10 @@ static uint64_t arrival(struct qp* qp, const struct request* request, uint64_t n
 }
 
 static enum step start(struct qp* qp, struct request* request, uint64_t now) {
-  enum efa_status status = fault_on_start(qp->nic, qp->self);
+  struct struck struck = fault_on_start(qp->nic->index);
+  if (struck.port_down) atomic_store(&qp->nic->control->port_down, 1);
+  if (struck.silent) atomic_store(&qp->self->file->silent, 1);
+  enum efa_status status = struck.status;
   if (!status) status = check_own(qp, request);
   if (status) return fail(request, status);
   request->stage = STAGE_MOVE;
@@ -147,7 +150,7 @@ static enum step move_message(struct qp* qp, struct request* request, struct pee
   struct region* region;
   for (;;) {
     uint32_t head = 0;
-    if (!request->has_receive && (fault_rnr(qp->nic) || !peek_receive(peer->to.qp, &head, &request->receive)))
+    if (!request->has_receive && (fault_rnr(qp->nic->index) || !peek_receive(peer->to.qp, &head, &request->receive)))
       return not_ready(qp, request, now);
     enum efa_status status = check_receive(request, peer, &region);
     if (status) return fail(request, status);
@@ -209,11 +212,11 @@ static enum step deliver(struct qp* qp, struct request* request, uint64_t now) {
     bool uses_receive = request->op == OP_SEND || !peer->to.qp->unsolicited;
     while (uses_receive && !request->has_receive) {
       uint32_t head;
-      if (fault_rnr(qp->nic) || !peek_receive(peer->to.qp, &head, &request->receive)) return not_ready(qp, request, now);
+      if (fault_rnr(qp->nic->index) || !peek_receive(peer->to.qp, &head, &request->receive)) return not_ready(qp, request, now);
       request->has_receive = take_receive(peer->to.qp, head);
     }
     struct completion done = arrived(qp, request, peer, uses_receive);
-    enum pushed pushed = cq_push(peer->to.cq, &done, fault_overrun(qp->nic));
+    enum pushed pushed = cq_push(peer->to.cq, &done, fault_overrun(qp->nic->index));
     if (pushed == PUSH_BUSY) return wait_until(request, now + BUSY_NS);
     if (pushed == PUSH_LOST) {
       count(qp->nic->counts, COUNT_CQ_OVERRUNS, 1);

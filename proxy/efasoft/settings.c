@@ -52,7 +52,7 @@ static const char* folder_of(const char* name, const char* what) {
 static void read_settings(void) {
   current.usable = true;
   current.log = text_of("EFA_SOFT_LOG");
-  current.verbose = (int)number("EFA_SOFT_VERBOSE", 0, 0, 9);
+  log_verbosity((int)number("EFA_SOFT_VERBOSE", 0, 0, 9));
   current.sysfs = folder_of("SYSFS_PATH", "a folder with class/infiniband/NIC/ports/1/gids/0 for every NIC");
   if (current.sysfs) current.folder = folder_of("EFA_SOFT_DIR", "a folder on tmpfs that all processes of one fabric share");
   current.seed = (uint64_t)number("EFA_SOFT_SEED", 1, 0, 1e15);

@@ -8,7 +8,6 @@ enum mover { MOVER_AUTO, MOVER_VM, MOVER_SHM };
 struct settings {
   bool usable; /* false: something is missing or wrong, it has been said, and there are no devices */
   const char *sysfs, *folder, *log;
-  int verbose;
   uint64_t seed;
   uint32_t window, mtu, sq_depth, rq_depth, cq_depth;
   bool unsolicited, rdma_write, rdma_read, reuse_keys;

@@ -86,6 +86,7 @@ struct LibfabricFabric::State {
     return regions.back().local;
   }
   const Peer& peer_of(int peer, const char* what) const;
+  void check(const Write& write, const Endpoint& endpoint, const LocalRegion& source, const RemoteRegion& target) const;
   bool is_endpoint_address(const Blob& blob) const;
 };
 
@@ -273,19 +274,12 @@ RemoteRegion LibfabricFabric::import_region(int peer, const Blob& description) c
   return to_remote(decoded);
 }
 
-Post LibfabricFabric::write(const Write& write) {
-  State& state = open();
-  const Peer& peer = state.peer_of(write.peer, "write");
-  if (write.endpoint < 0 || static_cast<std::size_t>(write.endpoint) >= state.endpoints.size())
-    throw FabricError("write: there is no endpoint " + std::to_string(write.endpoint) + " [" + state.provider.full_name() + "]");
-  Endpoint& endpoint = state.endpoints[static_cast<std::size_t>(write.endpoint)];
-  if (endpoint.under_way >= endpoint.most_under_way) return Post::Again;
+// Throws where the caller is wrong: not all providers notice.
+void LibfabricFabric::State::check(const Write& write, const Endpoint& endpoint, const LocalRegion& source, const RemoteRegion& target) const {
   if (write.bytes != 0 && (write.source == nullptr || write.target == nullptr)) throw FabricError("write: bytes without a source or a target");
   if (write.bytes > endpoint.info->ep_attr->max_msg_size)
     throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) + " bytes, but the most in one write is " +
-                      std::to_string(endpoint.info->ep_attr->max_msg_size) + " [" + endpoint.name + ", " + state.provider.full_name() + "]");
-  const LocalRegion& source = write.source != nullptr ? *write.source : state.scratch_region;
-  const RemoteRegion& target = write.target != nullptr ? *write.target : peer.scratch;
+                      std::to_string(endpoint.info->ep_attr->max_msg_size) + " [" + endpoint.name + ", " + provider.full_name() + "]");
   if (write.source_offset > source.bytes || write.bytes > source.bytes - write.source_offset || write.target_offset > target.bytes ||
       write.bytes > target.bytes - write.target_offset)
     throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) + " bytes from " +
@@ -293,8 +287,20 @@ Post LibfabricFabric::write(const Write& write) {
                       std::to_string(target.bytes) + " are outside the region");
   if (write.source_offset < source.shared_bytes && write.source_offset + write.bytes > source.shared_bytes)
     throw FabricError("write: a source that is in part shared, at " + std::to_string(write.source_offset));
-  if (static_cast<std::size_t>(source.id) >= state.regions.size() || !state.regions[static_cast<std::size_t>(source.id)].registered())
+  if (static_cast<std::size_t>(source.id) >= regions.size() || !regions[static_cast<std::size_t>(source.id)].registered())
     throw FabricError("write: the source region " + std::to_string(source.id) + " is not registered");
+}
+
+Post LibfabricFabric::write(const Write& write) {
+  State& state = open();
+  const Peer& peer = state.peer_of(write.peer, "write");
+  if (write.endpoint < 0 || static_cast<std::size_t>(write.endpoint) >= state.endpoints.size())
+    throw FabricError("write: there is no endpoint " + std::to_string(write.endpoint) + " [" + state.provider.full_name() + "]");
+  Endpoint& endpoint = state.endpoints[static_cast<std::size_t>(write.endpoint)];
+  if (endpoint.under_way >= endpoint.most_under_way) return Post::Again;
+  const LocalRegion& source = write.source != nullptr ? *write.source : state.scratch_region;
+  const RemoteRegion& target = write.target != nullptr ? *write.target : peer.scratch;
+  state.check(write, endpoint, source, target);
 
   Operation* operation = endpoint.operations.take();
   operation->context = write.context;

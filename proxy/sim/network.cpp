@@ -54,6 +54,39 @@ void Network::close(std::uint32_t number) {
 
 // ---- posting -------------------------------------------------------------------------------------------------------------
 
+// EAGAIN: towards a busy peer, with a full queue, or from a peer that does not know the initiator.
+bool Network::refuses(Port& from, const Port& to, int peer, bool unknown) {
+  Time& busy_until = from.busy_until[peer];
+  if (clock_.now() < busy_until) return true;
+  if (random_.chance(profile_.busy)) {
+    busy_until = clock_.now() + random_.between<Time>(1, 10 * profile_.latency);
+    totals_.count(Fault::Busy);
+    log_.line("rank %u: EAGAIN towards rank %d", from.rank, peer);
+    return true;
+  }
+  if (from.under_way >= profile_.queue_depth) {
+    totals_.count(Fault::QueueFull);
+    return true;
+  }
+  if (unknown && profile_.refuses_unknown) {
+    totals_.count(Fault::UnknownRefused);
+    log_.line("rank %u: EAGAIN, rank %u has not inserted it yet", from.rank, to.rank);
+    busy_until = clock_.now() + random_.between<Time>(1, profile_.latency);
+    return true;
+  }
+  return false;
+}
+
+Network::Flight& Network::take_flight(std::uint32_t* number) {
+  if (free_.empty()) {
+    *number = static_cast<std::uint32_t>(flights_.size());
+    return flights_.emplace_back();
+  }
+  *number = free_.back();
+  free_.pop_back();
+  return flights_[*number] = Flight();
+}
+
 Post Network::post(Port& from, const Write& write) {
   const auto peer = from.peers.find(write.peer);
   if (peer == from.peers.end()) throw Violation("a write to rank " + std::to_string(write.peer) + ", which was never inserted");
@@ -64,39 +97,14 @@ Post Network::post(Port& from, const Write& write) {
     throw Violation("a write that reads outside of registered memory");
   const Immediate immediate = unpack(write.immediate);
 
-  Time& busy_until = from.busy_until[write.peer];
-  if (clock_.now() < busy_until) return Post::Again;
-  if (random_.chance(profile_.busy)) {
-    busy_until = clock_.now() + random_.between<Time>(1, 10 * profile_.latency);
-    totals_.count(Fault::Busy);
-    log_.line("rank %u: EAGAIN towards rank %d", from.rank, write.peer);
-    return Post::Again;
-  }
-  if (from.under_way >= profile_.queue_depth) {
-    totals_.count(Fault::QueueFull);
-    return Post::Again;
-  }
-  const bool known = to.peers.count(static_cast<int>(from.rank)) != 0;
-  if (!known && profile_.refuses_unknown && to.open) {
-    totals_.count(Fault::UnknownRefused);
-    log_.line("rank %u: EAGAIN, rank %u has not inserted it yet", from.rank, to.rank);
-    busy_until = clock_.now() + random_.between<Time>(1, profile_.latency);
-    return Post::Again;
-  }
+  const bool unknown = to.open && to.peers.count(static_cast<int>(from.rank)) == 0;
+  if (refuses(from, to, write.peer, unknown)) return Post::Again;
   Fate fate = Fate::Whole;
   if (trapped(from, write, immediate, &fate))
     throw FabricError("fi_writemsg to rank " + std::to_string(write.peer) + ": planted failure");
 
   std::uint32_t number;
-  if (free_.empty()) {
-    number = static_cast<std::uint32_t>(flights_.size());
-    flights_.emplace_back();
-  } else {
-    number = free_.back();
-    free_.pop_back();
-    flights_[number] = Flight();
-  }
-  Flight& f = flights_[number];
+  Flight& f = take_flight(&number);
   f.from = from.number;
   f.to = to.number;
   f.write = write;
@@ -114,7 +122,7 @@ Post Network::post(Port& from, const Write& write) {
     log_.line("rank %u -> rank %u: %s of step ..%02x, object %u, shard %u of %u, %zu bytes: posted on endpoint %d", from.rank,
               to.rank, op_name(immediate.op), immediate.step, immediate.object, immediate.shard, immediate.shards, write.bytes,
               write.endpoint);
-  if (!known && to.open) {
+  if (unknown) {
     totals_.count(Fault::UnknownDropped);
     f.patience = profile_.latency;
     schedule(number, kTryPeer, random_.between(f.patience, 4 * f.patience));

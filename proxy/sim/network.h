@@ -147,6 +147,8 @@ class Network final : public Clock::Task {
     std::array<std::uint32_t, kOpCodes> shard{};
   };
 
+  bool refuses(Port& from, const Port& to, int peer, bool unknown);
+  Flight& take_flight(std::uint32_t* number);
   bool trapped(Port& from, const Write& write, const Immediate& immediate, Fate* fate);
   void launch(std::uint32_t number);
   void schedule(std::uint32_t number, std::uint32_t action, Time delay);

@@ -11,12 +11,10 @@
 
 #include "../proxy.h"
 #include "sim_fabric.h"
+#include "trouble.h"
 #include "walker.h"
 
 namespace pplx::sim {
-
-// How a generation ends: in order, or with one of these.
-enum class Trouble : std::uint8_t { None, Kill, Vanish, Leave, FailWrite, FailSomewhere, FailPost, Overrun, Corrupt };
 
 class World {
  public:
@@ -75,6 +73,7 @@ class World {
   Config draw_config(std::uint32_t object, Random& replicas, Random& pieces);
   void draw_pieces(Config& config, Random& pieces) const;
   void build();
+  void make_object(std::uint32_t number, const Config& config);
   void connect();                              // fabrics and proxies of a generation
   void start(Rank& rank);
   void run_proxy(std::uint32_t rank);
@@ -90,7 +89,6 @@ class World {
   void plan_trouble();
   void strike();
   void failed(Rank& rank, Object& object, const PeerFailure& failure);
-  void tell_others(const Rank& from, const PeerFailure& failure);
   void tell(Rank& rank, const Abort& abort, const std::string& message);
   void leave(Rank& rank);
   void stop_fabric(Rank& rank);
@@ -103,6 +101,8 @@ class World {
   void finish_generation();
   void finish_in_trouble();
   void reset();
+  void drain();
+  void make_stale(Object& object);
   void check_noticed();
   void check_notices();
   bool steps_done() const;

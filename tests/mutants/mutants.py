@@ -149,8 +149,8 @@ MUTANTS = [
     Mutant(
         "the set is swapped",
         PROXY,
-        "object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank);",
-        "object.heap.slot_at(c, set_of(c, out.step + 1), job.op, c.rank);",
+        "object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank) + cut.at;",
+        "object.heap.slot_at(c, set_of(c, out.step + 1), job.op, c.rank) + cut.at;",
         "with several steps in flight a block lands in another step's slot",
     ),
     Mutant(
@@ -424,7 +424,7 @@ MUTANTS = [
     Mutant(
         "what has left is not counted from the first",
         PROXY,
-        "    while (sender.left < sender.begun && object.out[word + object.words * (sender.left % object.places())].unsent == 0) ++sender.left;\n",
+        "    while (sender.left < sender.begun && object.out[object.out_index(word, sender.left)].unsent == 0) ++sender.left;\n",
         "    ++sender.left;\n",
         "the second of two pieces leaves first, and the first one's place is written again",
     ),
@@ -452,16 +452,16 @@ MUTANTS = [
     Mutant(
         "a part goes before the mail has it",
         PROXY,
-        "  if (part == std::min(mail.parts, sender.parts)) return false;\n",
-        "  if (part == sender.parts) return false;\n",
+        "  if (part == std::min(mail.parts, sender.parts)) return std::nullopt;\n",
+        "  if (part == sender.parts) return std::nullopt;\n",
         "rows travel that no kernel has stored yet",
         catch="test_proxy_pieces",
     ),
     Mutant(
         "a part goes to the end of its block",
         PROXY,
-        "layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at;\n",
-        "layout.bytes(mail.rows) - at;\n",
+        "layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at};\n",
+        "layout.bytes(mail.rows) - at};\n",
         "rows of later parts travel before they are stored, and a late write puts old ones over new ones",
         catch="test_proxy_pieces",
     ),
@@ -483,8 +483,8 @@ MUTANTS = [
     Mutant(
         "the last piece lacks a row",
         PROXY,
-        "bytes(std::min(rows, its_rows));",
-        "bytes(std::min(rows, its_rows - (piece > 0)));",
+        "bytes(std::min(rows, its_rows))};",
+        "bytes(std::min(rows, its_rows - (piece > 0)))};",
         "rows of an earlier piece are taken for the last ones",
     ),
     Mutant(

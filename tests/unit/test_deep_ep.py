@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.gpu.deep_ep import MOST_LOW_LATENCY, SMS, DeepEp, rows_of_a_rank
-from bench.gpu.peers import Inputs
+from bench.gpu.deep_ep import DeepEp
+from bench.gpu.deep_ep_buffers import MOST_LOW_LATENCY, SMS, rows_of_a_rank
+from bench.gpu.inputs import Inputs
 from bench.harness.batch import Shape
 from bench.harness.options import Options
 from bench.harness.options import from_arguments as options_from

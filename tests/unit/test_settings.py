@@ -80,3 +80,13 @@ def test_one_place() -> None:
         if path.suffix in (".py", ".cpp", ".cu", ".h", ".cuh") and looks.search(path.read_text()) is not None
     }
     assert readers == {*named, "pplx_comm/settings.py"}
+
+
+def test_variables_of_others() -> None:
+    """They are read here, too. wiring/nvshmem.py sets some for NVSHMEM while it starts."""
+    readers = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "pplx_comm").rglob("*.py")
+        if re.search(r"\bos\.(environ|getenv)\b", path.read_text()) is not None
+    }
+    assert readers == {"pplx_comm/settings.py", "pplx_comm/wiring/nvshmem.py"}

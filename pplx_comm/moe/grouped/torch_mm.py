@@ -4,12 +4,11 @@ Rows that lie as Padded lays them are a batch for torch.bmm, which computes all 
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from pplx_comm.errors import Error
 from pplx_comm.moe.segments import Segments
+from pplx_comm.settings import foreign
 
 
 class TorchGroupedMm:
@@ -44,4 +43,4 @@ def has_a_part(device: torch.device) -> bool:
 
     Seen with 20 of an H200's 132, torch 2.11 and CUDA 13.0: of 4 to 8 products of 16 or 32 rows about half were old memory.
     """
-    return device.type == "cuda" and os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") != "100"
+    return device.type == "cuda" and foreign("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100") != "100"

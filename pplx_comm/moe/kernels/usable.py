@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 
 import torch
+
+from pplx_comm.settings import foreign
 
 INTERPRETED_PROGRAMS = 3
 """Of a persistent kernel in Triton's interpreter, which runs them one after the other: several, so that tiles are shared out."""
@@ -19,7 +20,7 @@ def _has_triton() -> bool:
 
 def usable(device: torch.device) -> bool:
     """On GPUs where triton is installed; on CPUs only in its interpreter, as tests do with TRITON_INTERPRET=1."""
-    return _has_triton() and (device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    return _has_triton() and (device.type == "cuda" or foreign("TRITON_INTERPRET") == "1")
 
 
 @functools.cache

@@ -1,0 +1,45 @@
+"""What the peers of GPUs are given, and what they must do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from bench.harness.batch import Shape
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """On the device, by input."""
+
+    x: list[torch.Tensor]
+    ids: list[torch.Tensor]
+    weights: list[torch.Tensor]
+
+
+class GpuPeer(Protocol):
+    name: str
+    how: str
+    """How it is called at the size that was prepared."""
+    in_graphs: bool
+    """Whether these calls can be captured."""
+
+    def has_num_sms(self, shape: Shape) -> bool:
+        """Whether the multiprocessors that it takes can be set at this size."""
+        ...
+
+    def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:
+        """Collective, before any call at this size, and with this setting."""
+        ...
+
+    def dispatch(self, i: int) -> None:
+        """Input i."""
+        ...
+
+    def combine(self, i: int) -> None:
+        """Answers to input i, which was dispatched before."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,159 @@
+// Draws what a run is made of: its ranks, nodes and AllToAlls, and the trouble of each generation.
+#include "world.h"
+
+#include <algorithm>
+
+namespace pplx::sim {
+
+using namespace cpu;
+
+std::string World::describe() const {
+  const Config& c = ranks_.front().objects.front().config;
+  return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " +
+         std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
+         ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
+         std::to_string(c.in_flight) + ", " +
+         (in_pieces(c) ? "slots of " + std::to_string(heap_of(c).slot_rows) + " rows, " : "") + (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
+         std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) + " generation(s)";
+}
+
+Config World::draw_config(std::uint32_t object, Random& replicas, Random& pieces) {
+  const auto world = static_cast<std::uint32_t>(ranks_.size());
+  const bool small = world <= 8, large = world > 24;
+  Config c;
+  c.object = object;
+  c.world = world;
+  c.num_experts = random_.between(1u, 3 * world);
+  c.top_k = random_.chance(0.1) && small ? random_.between(9u, kMaxTopK) : random_.between(1u, large ? 4u : 8u);
+  c.dtype = static_cast<Dtype>(random_.below(3));
+  c.wire = kWires[random_.below(std::size(kWires))];
+  const std::uint32_t unit = 16 / dtype_bytes(c.dtype);
+  c.hidden = unit * random_.between(1u, (large ? 32u : small ? 200u : 64u) / unit);
+  c.max_tokens = random_.between(1u, large ? 3u : small ? 16u : 6u);
+  const bool goes_in_pieces = pieces.chance(0.35);
+  if (goes_in_pieces && small && pieces.chance(0.5)) c.max_tokens *= pieces.between(2u, 4u);
+  c.in_flight = 1u << random_.below(large ? 2 : 4);
+  c.align = random_.chance(0.5) ? 1u : random_.chance(0.5) ? 8u : random_.between(2u, 40u);
+  c.layout = static_cast<LayoutKind>(random_.below(3));
+  c.zero_pad = random_.chance(0.3);
+  c.first_step = random_.chance(0.4)   ? 0u - random_.between(1u, 12u)
+                 : random_.chance(0.5) ? 1u
+                                       : static_cast<std::uint32_t>(random_.bits());
+  const std::uint32_t most = world * c.max_tokens * c.top_k;
+  c.max_rows = c.layout == LayoutKind::Compact ? world * c.max_tokens : most + experts_per_rank(c) * c.align;
+  c.max_per_expert = most;
+  if (replicas_ > 1 && replicas.chance(0.8)) c.replicas = replicas_;
+  if (random_.chance(0.06)) c.max_rows = c.max_per_expert = random_.between(1u, std::max(1u, most / 4));
+  if (goes_in_pieces) draw_pieces(c, pieces);
+  return c;
+}
+
+// Slots of a few rows: from one row in a piece to the whole block in two.
+void World::draw_pieces(Config& c, Random& pieces) const {
+  const std::uint32_t most = std::max(1u, max_rows_of_block(c) / kPlaces), rows = pieces.chance(0.6) ? std::min(most, pieces.between(1u, 3u)) : pieces.between(1u, most);
+  c.whole_tokens = pieces.between(1u, kPlaces * rows);
+  c.slot_bytes = std::uint64_t{c.world} * kPlaces * (dispatch_block(c).bytes(rows) + combine_block(c).bytes(rows) + 2 * 63);
+}
+
+void World::build() {
+  const double size = static_cast<double>(random_.below(1000)) / 1000;
+  // Drawn separately, so that worlds without replicas stay as they were.
+  Random replicas(mix(seed_ + 2)), pieces(mix(seed_ + 3));
+  replicas_ = replicas.chance(0.75) ? 1 : replicas.chance(0.6) ? 2 : replicas.between(3u, 4u);
+  const std::uint32_t drawn = size < 0.70    ? random_.between(2u, 6u)
+                              : size < 0.93  ? random_.between(7u, 16u)
+                              : size < 0.985 ? random_.between(17u, 32u)
+                                             : random_.between(33u, 64u);
+  const auto world = static_cast<std::uint32_t>(align_up(drawn, replicas_));
+  ranks_ = std::vector<Rank>(world);
+  alive_.assign(world, true);
+  objects_ = world <= 16 && random_.chance(0.35) ? random_.between(2u, 3u) : 1;
+  endpoints_ = random_.chance(0.3) ? 1 : random_.between(2, random_.chance(0.1) ? kMaxEndpoints : 4);
+  shard_bytes_ = random_.between<std::uint64_t>(64, random_.chance(0.5) ? 512 : 8192);
+  timeout_ = static_cast<double>(random_.between(1500, 3000)) * 1e-3;
+  slow_ = random_.chance(0.3) ? 0.004 : 0.0005;
+  leaves_ = random_.chance(0.4);
+  gossip_ = random_.chance(0.3) ? 400 * kMillisecond : kMillisecond;
+  long_ = world <= 3 && random_.chance(0.06);
+  const bool troubled = random_.chance(0.55);
+  generations_ = troubled ? random_.between(2u, world > 24 ? 2u : 5u) : 1;
+
+  // Nodes of random size; most worlds have remote peers.
+  const bool one_node = random_.chance(0.04);
+  std::uint32_t node = 0, left = one_node ? world : random_.between(1u, std::max(1u, world / 2));
+  for (std::uint32_t r = 0; r < world; ++r, left -= left > 0) {
+    if (left == 0 && r % replicas_ == 0) {
+      ++node;
+      left = random_.between(1u, std::max(1u, world / 2));
+    }
+    ranks_[r].number = r;
+    ranks_[r].node = node;
+    ranks_[r].slowness = random_.chance(0.1) ? random_.between<Time>(5, 40) : 1;
+    ranks_[r].objects.resize(objects_);
+    actors_.push_back(std::make_unique<Actor>(*this, r, true));
+    ranks_[r].proxy_actor = actors_.back().get();
+    actors_.push_back(std::make_unique<Actor>(*this, r, false));
+    ranks_[r].phases_actor = actors_.back().get();
+  }
+  scripts_.resize(objects_);
+  for (std::uint32_t o = 0; o < objects_; ++o) {
+    const Config config = draw_config(o, replicas, pieces);
+    in_pieces_ |= in_pieces(config);
+    make_object(o, config);
+  }
+}
+
+// One AllToAll, on every rank.
+void World::make_object(std::uint32_t number, const Config& config) {
+  for (Rank& rank : ranks_) {
+    Object& object = rank.objects[number];
+    object.config = config;
+    object.config.rank = rank.number;
+    for (const Rank& peer : ranks_) object.config.remote_peers += peer.node != rank.node;
+    object.memory.resize(heap_of(object.config).bytes / sizeof(std::uint64_t));
+  }
+  for (Rank& rank : ranks_) {
+    Object& object = rank.objects[number];
+    Memory memory;
+    memory.own = object.base();
+    for (Rank& peer : ranks_) memory.peers.push_back(peer.node == rank.node ? peer.objects[number].base() : nullptr);
+    object.exchange = std::make_unique<Exchange>(object.config, memory, 1, timeout_, [this] { return clock_.seconds(); });
+  }
+}
+
+World::Rank& World::any_alive() {
+  for (;;) {
+    Rank& rank = ranks_[random_.below(ranks_.size())];
+    if (rank.alive) return rank;
+  }
+}
+
+void World::plan_trouble() {
+  trouble_ = Trouble::None;
+  struck_.reset();
+  late_.assign(ranks_.size(), false);
+  node_raised_.clear();
+  network_.set_trap({});
+  const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
+  steps_ = ranks_.size() > 24 ? random_.between(2u, 3u) : random_.between(3u, 8u);
+  if (random_.chance(0.3)) steps_ += ranks_[0].objects[0].config.in_flight;
+  if (long_) steps_ = random_.between(260u, 400u);
+  if (generation_ == generations_) return;
+  Rank& victim = any_alive();
+  victim_ = victim.number;
+  bool remote = false;
+  for (const Rank& peer : ranks_) remote |= peer.alive && peer.node != victim.node;
+  // At least two ranks must be left.
+  if (living < 3 && !remote) return;
+  do {
+    trouble_ = random_.chance(0.25) ? Trouble::Corrupt : static_cast<Trouble>(random_.between(1, 8));
+  } while (is_trap(trouble_) ? !remote : living < 3);
+  trouble_step_ = random_.between(0u, 3u);
+  polls_left_ = random_.between(0u, in_pieces_ ? 40u : 6u);
+  // By then nobody can have finished all steps.
+  steps_ = std::max(steps_, trouble_step_ + ranks_[0].objects[0].config.in_flight + 3);
+  log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_,
+            trouble_step_);
+}
+
+}  // namespace pplx::sim
