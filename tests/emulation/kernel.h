@@ -48,6 +48,7 @@ inline constexpr unsigned kLanes = 32, kBarriers = 16;
 
 struct Warp {
   std::uint64_t lanes[2][kLanes];    // each lane's value in a shuffle, and in the one after it
+  unsigned votes[2] = {};            // and in a ballot
   unsigned arrived = 0;              // lanes that are at the warp's barrier
   unsigned turn = 0;
   unsigned runs = ~0u;               // lanes that neither wait at a barrier nor have ended
@@ -160,12 +161,15 @@ T __shfl_up_sync(unsigned, T value, unsigned delta) {
   const unsigned lane = emulation::here().lane();
   return __shfl_sync(~0u, value, static_cast<int>(lane >= delta ? lane - delta : lane));
 }
+// The warp's votes, which lanes that wait for memory ask for all the time: counted as they come.
 inline unsigned __ballot_sync(unsigned, bool vote) {
-  return emulation::shuffle(std::uint64_t{vote}, [](const std::uint64_t* lanes) {
-    unsigned votes = 0;
-    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) votes |= static_cast<unsigned>(lanes[lane]) << lane;
-    return votes;
-  });
+  emulation::Thread& thread = emulation::here();
+  emulation::Warp& warp = thread.warp();
+  const unsigned turn = warp.turn % 2, lane = 1u << thread.lane();
+  unsigned& votes = warp.votes[turn];
+  votes = vote ? votes | lane : votes & ~lane;
+  emulation::warp_sync();
+  return warp.votes[turn];
 }
 inline unsigned __reduce_or_sync(unsigned, unsigned value) {
   return emulation::shuffle(value, [](const std::uint64_t* lanes) {
@@ -203,9 +207,9 @@ inline unsigned __vmaxu2(unsigned a, unsigned b) {
 }
 inline void __threadfence_system() {}
 inline void __threadfence() {}
-// All other threads have their turns meanwhile.
+// Lets all other threads have turns, the more the longer it is. A turn takes microseconds here: the pauses of a fuzz build would be seconds.
 inline void __nanosleep(unsigned nanoseconds) {
-  for (unsigned turns = 1 + nanoseconds / 1024; turns > 0; --turns) emulation::yield();
+  for (unsigned turns = 1 + nanoseconds / 4096; turns > 0; --turns) emulation::yield();
 }
 
 // ---- memory ----
