@@ -105,7 +105,7 @@ def main(words: list[str]) -> int:
         started = time.monotonic()
         build(mutant, WORK)
         pytest = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", "-m", "not long", TESTS]
-        environment = [f"PPLX_TEST_EMULATION={WORK}", "PPLX_TEST_EMULATED_TIMEOUT=10", "PPLX_TEST_VOLUME=1"]
+        environment = [f"PPLX_TEST_EMULATION={WORK}", "PPLX_TEST_EMULATED_TIMEOUT=5", "PPLX_TEST_VOLUME=1"]
         code, output = run.call(["env", *environment, *pytest, "-k", mutant.tests], LIMIT, run.ROOT)
         caught = code in (None, 1)
         lines = [line.removeprefix("E").strip() for line in output.splitlines()]

@@ -22,8 +22,10 @@ def seed() -> int:
 
 
 def clean_environment() -> dict[str, str]:
-    """This process's, without what any launcher may have put there."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    """This process's, without what any launcher may have put there. What is for the tests themselves stays."""
+    environment = {
+        name: value for name, value in os.environ.items() if name.startswith("PPLX_TEST_") or not name.startswith(LAUNCHERS)
+    }
     environment["PYTHONPATH"] = os.pathsep.join([*FOLDERS, str(ROOT), environment.get("PYTHONPATH", "")])
     return environment
 
