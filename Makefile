@@ -25,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build tests-built test test-all bench check check-serving check-long two-hosts docs stubs lint machine-code carrier-calls \
+.PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint machine-code carrier-calls \
     mutants mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
@@ -166,11 +166,16 @@ check-long: tests-built carrier-calls mutants-carrier  ## what `make check` leav
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
+check-serving:  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
+	$(MAKE) -j2 --no-print-directory --output-sync=line serving-kernels serving-engines
+
+serving-engines: build
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
 	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
 	    $(pytest) tests/serving
-	$(call serving_env,training) -m pytest --junitxml=build/tests/$@-kernels.xml tests/ranks/test_moe_kernels.py
+
+serving-kernels: build
+	$(call serving_env,training) -m pytest --junitxml=build/tests/$@.xml tests/ranks/test_moe_kernels.py
 
 wheel: $(deps)  ## a wheel in dist/, with kernels for any GPU
 	CMAKE_ARGS="-DPPLX_CUDA=ON $(CMAKE_ARGS)" $(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
