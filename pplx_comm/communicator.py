@@ -78,7 +78,7 @@ class Communicator:
 
     @classmethod
     def from_env(cls, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-        """From what torchrun, Open MPI, MPICH, Slurm, or RANK and WORLD_SIZE say. With none of them: a world of one.
+        """Reads rank and world size from torchrun, Open MPI, MPICH, Slurm, or RANK and WORLD_SIZE. None of them: one rank.
 
         Where rank 0 listens: PPLX_COMM_ADDR=host:port; else, if all ranks are on this host, an abstract unix socket
         named after the job; else MASTER_ADDR or SLURM_LAUNCH_NODE_IPADDR, with PPLX_COMM_PORT. Between hosts
@@ -86,9 +86,9 @@ class Communicator:
 
         A rank that died or was left out comes back this way: its new process starts as at first, the others call this
         again, and all meet anew. Their old Communicator works on meanwhile, so this may wait in a thread of its own while
-        the steps go on without the rank; `agree` on the old one says when everybody has the new one. Whoever restarts a
-        rank must give it the variables that it had; where the launcher's process is all that names the job (mpich), also
-        set PPLX_COMM_JOB on all ranks from the start.
+        the steps go on without the rank; `agree` on the old one says when all have the new one. A rank must be restarted with the
+        variables that it had; where the launcher's process is all that names the job (mpich), also set PPLX_COMM_JOB on all ranks
+        from the start.
         """
         timeout = checked_timeout(timeout)
         with _starting:
@@ -122,8 +122,8 @@ class Communicator:
             yield
 
     def reset(self, timeout: float | None = None) -> list[int]:
-        """After a failure: the survivors agree on who is left, and all open AllToAlls go on from a fresh first step. Returns the
-        ranks that are left.
+        """After a failure: the survivors agree on the ranks that are left, and all open AllToAlls go on from a fresh first step.
+        Returns the ranks that are left.
 
         Collective over the survivors: call it where a PeerError is caught. All survivors must have the same AllToAlls open. The
         experts of the other ranks answer nothing. Handles and plans from before are invalid; CUDA graphs must be captured again.
@@ -149,7 +149,7 @@ class Communicator:
         return self.control.failure
 
     def close(self) -> None:
-        """Idempotent, waits for nobody, 2 s at most."""
+        """Leaves the job. Idempotent. Does not wait for peers; returns within 2 s."""
         self.control.close("close() was called")
 
     def __enter__(self) -> Communicator:

@@ -35,7 +35,8 @@ def close_all() -> None:
 def rows_by_expert(
     group: Any, like: torch.Tensor, *, num_experts: int, top_k: int, most_tokens: int, precision: str, align: int
 ) -> AllToAll:
-    """For rows [tokens, hidden] like these. most_tokens: that any rank has; the same on each. Collective at first use."""
+    """Returns the AllToAll that fits rows [tokens, hidden] like these. Collective at first use. most_tokens: the most that any rank
+    has; the same on each."""
     if precision not in WIRES:
         raise Error(f"precision={precision!r}: there are {', '.join(map(repr, WIRES))}")
     return shared_all_to_all(

@@ -118,7 +118,7 @@ def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool]
             if rank in mesh.lost:
                 raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
         busy, was_busy = mesh.someone_is_busy(), busy
-        if busy or was_busy:  # the time begins when nobody is
+        if busy or was_busy:  # the time begins when no rank is busy
             deadline = time.monotonic() + timeout
         if not remaining(deadline):
             raise StepTimeout(

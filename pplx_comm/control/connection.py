@@ -115,7 +115,7 @@ class Connection:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 self._received_fds += fds
         if len(self._received_fds) > FDS_PER_FRAME:
-            raise FrameError("file descriptors that nobody announced")
+            raise FrameError("file descriptors that were not announced")
         return data
 
     def finish_sending(self) -> None:

@@ -1,4 +1,4 @@
-"""Lets connections in whose callers have proved which rank they are, and nobody else."""
+"""Admits only connections whose callers have proved their rank."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Descriptors:
-    """The descriptors that one rank sends in one call, in as many messages as it takes."""
+    """Collects the descriptors that one rank sends in one call, over one or more messages."""
 
     total: int
     announced: int = 0

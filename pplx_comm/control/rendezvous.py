@@ -336,7 +336,7 @@ def _listen(addresses: list[Address], deadline: float) -> list[socket.socket]:
             raise Error(
                 f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR to a free one"
             )
-        time.sleep(0.05)  # until whoever holds the address has closed it: nothing announces that
+        time.sleep(0.05)  # until the process that holds the address has closed it: nothing announces that
 
 
 def _listen_host(host: str, port: int) -> socket.socket:

@@ -145,7 +145,7 @@ def environment(host: Host) -> dict[str, str]:
 
 def run(command: list[str], options: Options, *, keep: bool = False, joined: Path | None = None) -> int:
     """COMMAND's exit code. Whatever comes, nothing is left: neither processes nor memory. `joined`: another one's fabric."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives COMMAND becomes this process's child
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a process that outlives COMMAND becomes this process's child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     try:
         if joined is not None:
@@ -204,7 +204,7 @@ def _children(remover: int) -> list[int]:
 
 
 def _end_the_rest(remover: int = 0) -> None:
-    """What COMMAND started and left running would hold on to a fabric that is no more."""
+    """Ends processes that COMMAND left running: they would hold on to a fabric that no longer exists."""
     list(_ended())
     left = _children(remover)
     if left:

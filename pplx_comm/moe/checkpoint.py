@@ -15,11 +15,11 @@ from pplx_comm.moe.sharding import local
 
 @dataclass(frozen=True)
 class Names:
-    """What a family of models calls the parts of a layer, behind the layer's prefix. {e} is an expert's number."""
+    """Names that a family of models gives the parts of a layer, behind the layer's prefix. {e} is an expert's number."""
 
     router: str
     bias: str
-    """Of the router's correction bias; empty where the family has none."""
+    """The router's correction bias; empty where the family has none."""
     gate_up: tuple[str, ...]
     """Two names, of gate and up; or one, of both in one tensor, the gate first."""
     down: str
@@ -88,7 +88,7 @@ def load(layer: MoE, tensors: Mapping[str, torch.Tensor], family: str, prefix: s
 def _checked(
     layer: MoE, tensors: Mapping[str, torch.Tensor], name: str, memory: torch.Tensor, of_expert: bool
 ) -> Callable[[], torch.Tensor]:
-    """What makes the numbers for `memory` of a tensor and its scales, if there are some."""
+    """Returns the function that makes the numbers for `memory` from a tensor and its scales, if it has scales."""
     scale_name = f"{name}_scale_inv"
     found, scale = tensors.get(name), tensors.get(scale_name)
     if found is None:

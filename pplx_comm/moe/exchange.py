@@ -37,7 +37,7 @@ class Exchange:
     def __init__(self, a2a: AllToAll, *, weighted: bool, together: bool = True) -> None:
         """a2a: of layout Ragged, with zero_pad=True where experts' weights need gradients.
 
-        weighted: whether combine applies the router's weights; otherwise experts do, or nobody.
+        weighted: whether combine applies the router's weights; otherwise experts apply them, or they are not applied.
         together: one backward pass goes through all parts, or leaves out receive()'s. Otherwise each part has a pass of its own, as
             schedules have it that put other work between them, and none is left out.
         """

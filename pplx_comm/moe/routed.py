@@ -66,11 +66,11 @@ class Options:
 
 @dataclass
 class Extras:
-    """What a pass may be given besides weights.
+    """Optional inputs of a pass besides weights.
 
     main_gate_up, main_down: like the weights, of any dtype: the weights' gradients are added there, and the weights get none.
     subnormal: int64 []: codes that became subnormal when MXFP8 was rescaled are added.
-    codes: of both weights, where they are known already: for weights that do not change.
+    codes: the codes of both weights, if known already: weights that do not change.
     """
 
     main_gate_up: torch.Tensor | None = None
@@ -90,9 +90,9 @@ class Pass:
         self.a2a = a2a
         self.options = Options()
         self.combines_whole = False
-        """Whether compute() is followed by finish(), and backwards finish() by compute()."""
+        """True if compute() is followed by finish(), and backwards finish() by compute()."""
         self.keeps = True
-        """Whether there may be a backward pass, which wants what is between the products."""
+        """True if there may be a backward pass, which needs the rows between the products."""
         self.x: torch.Tensor | None = x
         self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged")
         self.tokens = len(x)

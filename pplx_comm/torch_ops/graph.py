@@ -98,7 +98,7 @@ class Graph:
     # ---- whether ---------------------------------------------------------------------------------------------------------
 
     def wanted(self, x: Any, weights: Any, tail: Any = None, out: Any = None) -> bool:
-        """Whether this call is for here. Arguments are what may need a gradient."""
+        """True if this call goes through the operators. Arguments are those that may need a gradient."""
         if is_compiling():
             return True
         if is_grad_enabled():
@@ -173,7 +173,7 @@ class Graph:
         self.steps.device.checks.out(out, accumulate, d.plan.tokens)
         if torch.is_grad_enabled():
             self._check_gradients(expert_out, d, weights, tail, out)
-        weighted = weighted and not self._compact  # which are weighted already
+        weighted = weighted and not self._compact  # its rows are weighted already
         plan = d.plan
         y, back = torch.ops.pplx_comm.combine(
             self.spec, expert_out, d._row_weights, d._ticket, plan._ticket, plan.tokens, weights, weighted, tail,

@@ -42,7 +42,7 @@ QUEUE = 880
 """Requests of a peer's queue that have not been answered, of eight AllToAlls: 17 puts of three requests for each of two steps in
 flight, or 3 puts for each of eight; and room."""
 _DEPTH = 1024
-"""NVSHMEM_QP_DEPTH where nobody has set it."""
+"""NVSHMEM_QP_DEPTH where the environment does not set it."""
 
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
@@ -52,7 +52,7 @@ MODULE_PROBE = (
 
 
 def library_path() -> Path | None:
-    """Of the wheel, whose file has no unversioned name."""
+    """Returns the wheel's library, whose file has no unversioned name."""
     try:
         spec = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:
@@ -89,18 +89,18 @@ def usable_kernels() -> Any:
 
 @dataclass(frozen=True)
 class Reach:
-    """What all ranks know of each other, by rank; of the dead and of those left out anything."""
+    """Reachability that all ranks know, by rank. Entries of dead or left-out ranks are undefined."""
 
     pes: list[int]
-    mapped: list[set[int]]  # of the rank's node
+    mapped: list[set[int]]  # ranks of the same node
     near: list[set[int]]  # ranks that its GPU's stores reach by NVSHMEM, as it says
 
     def _both_near(self, a: int, b: int) -> bool:
         return a in self.near[b] and b in self.near[a]
 
     def near_of(self, rank: int) -> set[int]:
-        """Ranks of other nodes whose memory it maps all the same. A rank's peers find its memory in one place: so where some of a
-        node cannot reach each other by NVSHMEM, nobody has any."""
+        """Returns the ranks of other nodes whose memory it maps all the same. A rank's peers find its memory in one place: so where
+        some of a node cannot reach each other by NVSHMEM, none of them has any."""
         ranks = range(len(self.pes))
         if not all(self._both_near(a, b) for a in ranks for b in self.mapped[a]):
             return set()
@@ -119,7 +119,7 @@ class Segment:
     nbytes: int
     pes: list[int]  # see Reach
     near: dict[int, int] = field(default_factory=dict)  # where this GPU's stores reach that of other ranks
-    number: int | None = None  # of those that this module has made; None: the caller's own memory
+    number: int | None = None  # index among those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
     """True: nothing is on its way any more, so that another AllToAll may have it."""
 
@@ -135,28 +135,28 @@ class _Made:
 
 @dataclass(frozen=True)
 class Alone:
-    """What one PE in a process of its own came to."""
+    """Result of one PE in a process of its own."""
 
     refused: str | None
     """Why it does not start."""
     ibgda: bool = False
-    """Whether it posts to a NIC itself."""
+    """True if it posts to a NIC itself."""
 
 
 @dataclass
 class Library:
-    """What the process has of NVSHMEM."""
+    """The process's view of NVSHMEM."""
 
     attached: bool = False
     lost: str | None = None
     """Why it is not to be used any more."""
     probed: dict[tuple[int, bool], Alone] = field(default_factory=dict)
-    """By GPU, and whether IBGDA was asked for."""
+    """(GPU, whether IBGDA was asked for) -> result."""
     made: list[_Made] = field(default_factory=list)
     depth: int = _DEPTH
-    """Of its queues, if NVSHMEM_QP_DEPTH does not say."""
+    """Depth of its queues, if NVSHMEM_QP_DEPTH does not say."""
     place: int | None = None
-    """An address of symmetric memory, for the question whom stores reach: before it is known how much an AllToAll needs."""
+    """An address of symmetric memory, to ask which ranks stores reach before an AllToAll's size is known."""
 
     def start(
         self,
@@ -169,8 +169,8 @@ class Library:
         looks: bool,
         queue: int = QUEUE,
     ) -> Reach:
-        """Collective over the living. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether it
-        wants to know whom its stores reach. queue: see queue_of()."""
+        """Collective over the living ranks. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether
+        it wants to know which ranks its stores reach. queue: see queue_of()."""
         attempts = Attempts()
         module = attempts.run(usable_kernels)
         begun = attempts.run(lambda: bool(module.is_initialized()))  # type: ignore[union-attr]
@@ -308,7 +308,7 @@ class Library:
 
 
 def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
-    """For calls that may wait for ever: then the thread stays behind."""
+    """Runs a call that may never return, in a thread: after `seconds` it raises, and the thread stays behind."""
     result: list[T] = []
     problem: list[BaseException] = []
 
@@ -388,7 +388,7 @@ def _all_have_connectx(answers: Answers) -> bool:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For NVSHMEM alone, which reads it once."""
+    """Sets variables for NVSHMEM alone, which reads them once."""
     os.environ.update(values)
     try:
         yield
@@ -427,8 +427,9 @@ def _check_all_are_here(module: Any, alive: list[int], nbytes: int) -> None:
 
 
 def queue_of(config: _core.Config) -> int:
-    """How deep queues must be for eight such AllToAlls. In pieces at most 9 posts of three requests have not been answered, for
-    each step in flight: two pieces and two credits of a dispatch, as many of a combine, and weights."""
+    """Returns the queue depth that eight such AllToAlls need. In pieces at most 9 posts of three requests have not been answered,
+    for
+    each step in flight: two pieces and two credits of a dispatch, the same of a combine, and weights."""
     return max(QUEUE, 8 * 9 * 3 * config.in_flight + 64) if config.in_pieces else QUEUE
 
 
@@ -460,4 +461,4 @@ def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:
 
 
 library = Library()
-"""Of this process, as NVSHMEM is."""
+"""One a process, as NVSHMEM is."""

@@ -59,7 +59,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     try:
         if proxied:
             connect(control, request, wiring, alive)
-        # Nobody writes before everybody can receive.
+        # No rank writes before all can receive.
         agree(control, "AllToAll: ready", {}, request.patience)
     except BaseException:
         wiring.close(deadlines.CLOSE_FAILED)
@@ -104,7 +104,7 @@ def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Ans
                     f"reset: of {expected[rank]} puts that rank {rank} posted before, {landed[rank]} have landed on rank "
                     f"{control.rank} within {request.patience:.0f} s: the network between them is broken"
                 )
-            time.sleep(0.001)  # puts land in a GPU's memory, which wakes nobody
+            time.sleep(0.001)  # puts land in a GPU's memory, which wakes no thread
 
     attempts.run(wait)
     agree(control, "reset: puts", {"error": attempts.error}, 2 * request.patience)

@@ -126,7 +126,7 @@ def test_what_a_dispatcher_refuses(results: list[dict[str, Any]]) -> None:
         "order": "combine_b was called when dispatch_a was to come",
         "nvfp4": "--deepep-dispatcher-output-dtype bf16",
         "overlap": "--enable-single-batch-overlap",
-        "uneven": "as many experts on every rank",
+        "uneven": "the same number of experts on every rank",
     }
     for rank in results:
         for asked, words in says.items():

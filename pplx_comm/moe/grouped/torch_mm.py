@@ -39,7 +39,7 @@ class TorchGroupedMm:
 
 
 def has_a_part(device: torch.device) -> bool:
-    """Whether MPS gives this process a part of the multiprocessors. torch.bmm then leaves out matrices of a batch.
+    """True if MPS gives this process a part of the multiprocessors. torch.bmm then leaves out matrices of a batch.
 
     Seen with 20 of an H200's 132, torch 2.11 and CUDA 13.0: of 4 to 8 products of 16 or 32 rows about half were old memory.
     """
