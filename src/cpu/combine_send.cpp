@@ -19,7 +19,7 @@ class CombineWriter {
   const ExpertOutputs& input() const { return in_; }
   std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
 
-  // Whether the weights of a peer's tokens are here, where it sends any.
+  // True if the weights of a peer's tokens are here, where it sends any.
   bool has_weights(std::uint32_t peer) const {
     if (!in_.uses_weights) return true;
     if (b_.has_arrived(step_, Signal::Weights, peer)) return true;
@@ -218,7 +218,7 @@ class CombineSend final : public StagedRun {
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
+  std::vector<Blocks::Announced> before_;   // contents of the send area from the set's last step
 };
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------
