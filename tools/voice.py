@@ -17,9 +17,11 @@ WORD = re.compile(r"\b(who|whoever|whom|nobody|so many|as many)\b", re.IGNORECAS
 # History, measurements, and pages of docs/ that get a rewrite of their own. The text of docs/api.md stands in docstrings.
 LEFT_OUT = ("CHANGELOG.md", "bench/results/", "bench/notes.md", "docs/", "tools/voice.py", "tests/unit/test_voice.py")
 # src/cuda is being restructured; its comments are rewritten with it. The rest follows folder by folder.
-LATER = ("src/cuda/", "bench/", "examples/", "proxy/", "tests/", "tools/")
+LATER = ("src/cuda/", "bench/", "examples/", "tests/", "tools/")
 LATER += ("pplx_comm/all_to_all.py", "pplx_comm/device/", "pplx_comm/settings.py", "pplx_comm/hooks.py", "pplx_comm/handles.py")
-ALLOWED: dict[tuple[str, str], str] = {}
+ALLOWED: dict[tuple[str, str], str] = {
+    ("proxy/sim/faults.cpp", "immediate of nobody"): "a key of saved states of `make sim-long`, and of its results",
+}
 """Path and words of a text that may stay: why. At most 40."""
 
 Text = tuple[int, str, bool]

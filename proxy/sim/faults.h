@@ -32,7 +32,7 @@ enum class Fault : std::uint8_t {
   UnknownDropped,      // the target has not inserted this initiator yet, and dropped it; the provider tried again
   UnknownSource,       // an immediate that names no peer
   Unasked,             // an immediate that answers a dispatch that was never sent
-  Poisoned,            // a block that nobody may read any more was overwritten
+  Poisoned,            // the memory of a finished block was overwritten
   Slow,                // a rank did nothing for milliseconds
   Killed,              // a rank died, and its control connections said so
   Vanished,            // a rank stopped, and nothing said so
