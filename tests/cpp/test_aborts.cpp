@@ -26,7 +26,7 @@ struct Node {
       config.rank = r;
       memory.own = memory.peers[r];
       const auto clock = [this] {
-        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // by then it is waiting
+        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // it is waiting by then
         return time += 0.1;
       };
       exchanges.push_back(std::make_unique<Exchange>(config, memory, 1, 10.0, clock));
@@ -143,7 +143,7 @@ void goodbye() {
   CHECK(node.time > 6 && node.time < 7);
 }
 
-// Nobody writes to a dead rank's memory, and after a reset no trace of the abort is left.
+// No rank writes to a dead rank's memory, and after a reset no trace of the abort is left.
 void reset() {
   Node node(3);
   node.wait_in_vain(0);

@@ -74,7 +74,7 @@ def test_the_exit_code(command: str, code: int) -> None:
     assert "software device" in done.stderr and not Path(done.stdout.strip()).exists()
 
 
-def test_what_the_command_gets() -> None:
+def test_environment_of_the_command() -> None:
     done = launched(
         "--nics",
         "3",
@@ -312,7 +312,7 @@ def page(rows: dict[str, list[int]], names: list[str]) -> bytes:
 
 
 def test_counters_add_up(tmp_path: Path) -> None:
-    """Of two processes, one of another version with a counter more, and two that were killed as they began."""
+    """Adds up two processes, one of another version with a counter more, and two that were killed as they began."""
     (tmp_path / "counters-1-a").write_bytes(page({"rdmap2s0": [1, 0, 7], "rdmap10s0": [0, 0, 0]}, ["sends", "reads", "bytes"]))
     (tmp_path / "counters-2-b").write_bytes(page({"rdmap2s0": [2, 0, 5, 1]}, ["sends", "reads", "bytes", "error_13"]))
     (tmp_path / "counters-3-c").write_bytes(b"")
@@ -323,6 +323,6 @@ def test_counters_add_up(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left() -> None:
-    """Of all the tests above: this user's launchers that still live are those of other programs."""
+    """After all the tests above, this user's launchers that still live are those of other programs."""
     device.remove_abandoned()
     until("no folder of this process is left", lambda: not list(device.MEMORY.glob(f"{device.PREFIX}{os.getpid()}.*")), 1.0)

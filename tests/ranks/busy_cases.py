@@ -1,4 +1,4 @@
-"""What ranks do while one of them says that it is busy; see harness."""
+"""Cases in which one rank says that it is busy; see harness."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of test_communicator.py, test_launchers.py and test_rendezvous.py do."""
+"""Cases of test_communicator.py, test_launchers.py and test_rendezvous.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _told(problem: BaseException) -> dict[str, Any]:
 
 
 def _raised(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What `call` raises, and after how many seconds."""
+    """Returns what `call` raises, and after how many seconds."""
     from outcomes import Starved
 
     from pplx_comm.errors import Error
@@ -273,7 +273,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
 
 
 def leave_after_barrier(me: Member, rounds: int) -> int:
-    """Who comes out of the last barrier first closes at once; nobody else may fail for that."""
+    """The first rank out of the last barrier closes at once; no other rank may fail for that."""
     for number in range(rounds):
         comm = me.communicator(node_size=1 + number % 2)
         comm.barrier()
@@ -304,13 +304,13 @@ def wrong_order(me: Member) -> dict[str, Any]:
         mesh.condition.notify_all()
     waiter.join()
     me.say("told")
-    me.hear()  # who left earlier would be named for leaving
+    me.hear()  # a rank that left earlier would be named for leaving
     comm.close()
     return told[0]
 
 
 def stopped(me: Member, seconds: float) -> dict[str, Any]:
-    """Rank 1 is stopped by the test for a while. Nobody may take that for its death."""
+    """Rank 1 is stopped by the test for a while. No rank may take that for its death."""
     with me.communicator(node_size=1) as comm:
         comm.barrier()
         me.say("ready")
@@ -377,7 +377,7 @@ def abort_with_nonsense(me: Member) -> dict[str, Any]:
 
 
 def bad_timeouts(me: Member, timeouts: list[Any]) -> list[list[str]]:
-    """What is said of each, by every entry that takes one; the Communicator stays as good as before."""
+    """Returns the error of each, from every entry that takes one; the Communicator stays as good as before."""
     from pplx_comm.communicator import Communicator
 
     with me.communicator() as comm:
@@ -618,7 +618,7 @@ def weak_callback(me: Member) -> bool:
         gone = weakref.ref(listener)
         del listener
         gc.collect()
-        comm.control.abort("nobody hears this")
+        comm.control.abort("no rank hears this")
         return gone() is None
 
 

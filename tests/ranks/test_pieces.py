@@ -82,7 +82,8 @@ def test_order(crew: Crews) -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
 def test_a_rank_that_does_not_come(phase: str, transport: str) -> None:
-    """It has sent, and does not receive. The other says who, where, and which piece it waits for; then both reset and go on."""
+    """It has sent, and does not receive. The other names the peer, the place, and the piece that it waits for; then both reset and
+    go on."""
     case = in_pieces(Case(2, 2, max_tokens=1000, transport=transport, num_experts=2))
     with Crew(2) as crew:
         _, r = crew.run("pieces_cases:does_not_come", case, phase)

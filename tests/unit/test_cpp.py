@@ -17,7 +17,7 @@ SOURCES = sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
 
 def run(*command: str | Path, timeout: float) -> str:
     """The output; a failure shows it."""
-    # cmake and ninja may be the environment's own, and nobody has to have activated it.
+    # cmake and ninja may be the environment's own, which need not be activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
         [str(part) for part in command],
