@@ -391,7 +391,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the configuration (8)")
     parser.add_argument("--in-flight", type=int, default=1, help="steps open at once (1)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse.Namespace) -> str:

@@ -101,7 +101,7 @@ class Connection:
             except OSError as problem:
                 return frames, f"its connection broke without a goodbye ({problem.strerror})"
             except FrameError as problem:
-                return frames, f"it sent what it should not ({problem})"
+                return frames, f"it sent an invalid message ({problem})"
         return frames, None
 
     def _read(self) -> bytes:

@@ -275,7 +275,7 @@ class Mesh:
                     else:
                         self._handle(connection.rank, kind, decode_object(payload))
             except FrameError as problem:
-                end = f"it sent what it should not ({problem})"
+                end = f"it sent an invalid message ({problem})"
             self.condition.notify_all()
             if end is not None and connection.rank not in self.lost:
                 self._lose(Failure("death", connection.rank, message=f"rank {connection.rank} died: {end}"))

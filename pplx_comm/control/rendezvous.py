@@ -219,9 +219,7 @@ class _Visitor:
             try:
                 return connect(addresses, me, 0, max(0.05, min(remaining(self._deadline), HANDSHAKE_SECONDS)))
             except WrongKey as problem:
-                raise Error(
-                    f"rank {self.rank} and rank 0 at {self._where} do not belong together: {problem}. {_SAME_SECRET}"
-                ) from None
+                raise Error(f"rank {self.rank} and rank 0 at {self._where} are not of one job: {problem}. {_SAME_SECRET}") from None
             except NotReached as problem:
                 if problem.strangers and not (told and told.strangers):  # rank 0 may come to an address that is still free
                     log.warning("rank %d still looks for rank 0: %s. %s", self.rank, problem.answers, _SAME_SECRET)
@@ -252,14 +250,18 @@ class _Visitor:
                 phase="rendezvous",
             ) from None
         except FrameError as problem:
-            raise PeerError(f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous") from None
+            raise PeerError(f"rank 0 sent an invalid message during start-up: {problem}", peer=0, phase="rendezvous") from None
         except OSError:
             raise PeerError("rank 0 went away during start-up: see its own error", peer=0, phase="rendezvous") from None
         if kind == Kind.FAIL:
             kind_of_error = StepTimeout if answer.get("timeout") is True else PeerError
             raise kind_of_error(str(answer.get("message")), phase="rendezvous")
         if not isinstance(answer, list) or [type(entry) for entry in answer] != [dict] * self.world_size:
-            raise PeerError("rank 0 gathered a list of the wrong shape", peer=0, phase="rendezvous")
+            raise PeerError(
+                "rank 0 sent a list of the wrong length during start-up: install one version of pplx_comm everywhere",
+                peer=0,
+                phase="rendezvous",
+            )
         return answer
 
     def _hear(self) -> tuple[Kind, bytes]:

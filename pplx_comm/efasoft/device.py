@@ -158,7 +158,7 @@ def set_port(folder: Path, nic: str | int, up: bool) -> None:
     every = sorted({name for sysfs in folder.glob("sys-*") for name in nics_of(sysfs)}, key=natural)
     name = every[int(nic)] if str(nic).isdecimal() and int(nic) < len(every) else str(nic)
     if name not in every:
-        raise Error(f"there is no NIC {nic!r}: give a number below {len(every)}, or one of {', '.join(every)}")
+        raise Error(f"there is no NIC {nic!r}: pass a number below {len(every)}, or one of {', '.join(every)}")
     found = 0
     with contextlib.suppress(FileNotFoundError), open(folder / "control", "r+b") as file, mmap.mmap(file.fileno(), 0) as page:
         mark, _, nics, size, first = CONTROL.unpack_from(page)

@@ -42,7 +42,7 @@ def find(wanted: str | None = None, environ: Mapping[str, str] | None = None) ->
     for path, who in candidates(wanted, whole_environment() if environ is None else environ):
         if not path.is_file():
             if not who.startswith("the wheel"):
-                raise Error(f"{who} names {path}, which is no file: give the path of a libfabric.so.1")
+                raise Error(f"{who} names {path}, which is not a file: give the path of a libfabric.so.1")
             continue
         found = _with_efa(path)
         if found is None:

@@ -66,7 +66,7 @@ def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
     prefix: in front of every name, with its dot: "model.layers.3.mlp.".
     """
     if layer.placement.slices > 1 and not family.startswith("megatron"):
-        raise Error(f"checkpoints of {family!r} have whole experts, and this layer has slices of them")
+        raise Error(f"checkpoints of {family!r} have whole experts, but this layer has slices (expert_tp)")
     return {prefix + name: tensor for name, tensor in _parts(layer, family)}
 
 
@@ -115,7 +115,7 @@ def _checked(
         return _slice(layer, whole, memory) if of_expert and whole.dim() == 2 else whole
 
     if fitting(found.to("meta")).shape != memory.shape:
-        raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
+        raise Error(f"load: {name!r} is {tuple(found.shape)}, but the layer's is {tuple(memory.shape)}")
     return lambda: fitting(found if scale is None else dequantise_weights(found, scale))
 
 
@@ -129,7 +129,7 @@ def _parts(layer: MoE, family: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _names(family: str) -> Names:
     if family not in FAMILIES:
-        raise Error(f"checkpoints of {family!r} are unknown; there are {', '.join(map(repr, FAMILIES))}")
+        raise Error(f"checkpoints of {family!r} are not supported; supported are {', '.join(map(repr, FAMILIES))}")
     return FAMILIES[family]
 
 
@@ -176,5 +176,5 @@ def _split(names: tuple[str, ...], both: torch.Tensor, number: int) -> Iterator[
 
 def _exists(name: str, family: str, what: str) -> str:
     if not name:
-        raise Error(f"checkpoints of {family!r} have no {what}, and this layer has one")
+        raise Error(f"checkpoints of {family!r} have no {what}, but this layer has one")
     return name

@@ -42,7 +42,7 @@ class Exchange:
             schedules have it that put other work between them, and none is left out.
         """
         if not isinstance(a2a.layout, Ragged):
-            raise Error(f"Exchange: rows must lie as Ragged lays them, not as {a2a.layout}")
+            raise Error(f"Exchange: layout must be Ragged, not {a2a.layout}")
         self.a2a, self.weighted, self.together = a2a, weighted, together
         self.dispatched: Dispatched | None = None
         """The step that is open: forward that of the tokens, backward that of the gradients."""

@@ -264,7 +264,7 @@ class MoE(nn.Module):
         if most_tokens is None or self.decode_a2a is None:
             return self.a2a
         if tokens > most_tokens:
-            raise Error(f"MoE: {tokens} tokens, but most_tokens={most_tokens}")
+            raise Error(f"MoE: got {tokens} tokens, more than most_tokens={most_tokens}")
         return self.decode_a2a if most_tokens <= self.decode_a2a.max_tokens_per_rank else self.a2a
 
     def _note(self, to: Routing) -> None:
@@ -282,7 +282,7 @@ class MoE(nn.Module):
         group: a torch process group over which to add up the load; None takes the ranks of `comm`.
         """
         if self.router.correction_bias is None:
-            raise Error("update_bias: this router has none; RouterOptions(correction_bias=True) gives it one")
+            raise Error("update_bias: this router has no bias; pass RouterOptions(correction_bias=True)")
         if group is not None:
             torch.distributed.all_reduce(self.load, group=group)
         elif self.comm.world_size > 1:
@@ -336,7 +336,7 @@ def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]
 
 def _quantised(precision: str, compute: str | None) -> bool:
     if precision not in WIRES:
-        raise Error(f"precision={precision!r}: there are {', '.join(map(repr, WIRES))}")
+        raise Error(f"precision={precision!r}: must be one of {', '.join(map(repr, WIRES))}")
     if compute not in (None, "bf16", "fp8"):
-        raise Error(f"compute={compute!r}: there are 'bf16' and 'fp8', and None, which follows precision")
+        raise Error(f"compute={compute!r}: must be 'bf16', 'fp8' or None, which follows precision")
     return precision != "bf16" if compute is None else compute == "fp8"

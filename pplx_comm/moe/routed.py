@@ -57,7 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
-            raise Error(f"recompute={self.recompute!r}: there are {', '.join(map(repr, RECOMPUTE))}")
+            raise Error(f"recompute={self.recompute!r}: must be one of {', '.join(map(repr, RECOMPUTE))}")
         if self.backend != "auto":
             named(backends(), self.backend)
         if self.scaled_backend != "auto":
@@ -124,9 +124,9 @@ def send(
         tokens: never from what there is room for.
     """
     if isinstance(a2a.layout, Compact):
-        raise Error("send: rows must lie as Ragged or Padded lays them, not as Compact does")
+        raise Error("send: layout must be Ragged or Padded, not Compact")
     if isinstance(a2a.layout, Padded) and torch.is_grad_enabled():
-        raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
+        raise Error("send: rows in Padded layout have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
     one.options = options or one.options
     one.tokens = one.tokens if most_tokens is None else most_tokens
@@ -203,7 +203,7 @@ class _Compute(torch.autograd.Function):
         """sender: the node of _Send, which a backward pass may leave out."""
         sent, one.sent = one.sent, None
         if sent is None:
-            raise Error("compute: this pass is past it already")
+            raise Error("compute: this pass was computed already")
         with one.ran.noted(), telling(sent, "compute"):
             rows, h = _computed(one, sent, gate_up, down, extras)
         ctx.one, ctx.extras, ctx.sender, ctx.expected = one, extras, sender, rows.where.expected

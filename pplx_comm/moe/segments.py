@@ -52,5 +52,5 @@ def segments(d: Dispatched, expected: int = 0) -> Segments:
     if d.offsets is not None:
         return Segments(d.offsets, expected=expected)
     if d.x.dim() != 3:
-        raise Error("segments: rows that lie as Compact lays them belong to no single expert")
+        raise Error("segments: rows in Compact layout belong to no single expert")
     return Segments(d.counts, d.x.shape[1], expected)

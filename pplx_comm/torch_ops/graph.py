@@ -93,7 +93,7 @@ class Graph:
 
     def _check_current(self, what: str, spec: str) -> None:
         if spec != self.spec:
-            raise Error(f"{what} is from before reset()")
+            raise Error(f"{what} is from before reset(): dispatch again")
 
     # ---- whether ---------------------------------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Graph:
         raise Error(f"{call}: torch.compile and autograd take dispatch() and combine() whole, without async_op or halves")
 
     def refuse_hooks(self, call: str, argument: str) -> None:
-        raise Error(f"{call}: torch.compile and autograd know nothing of what runs beside their operators, so not of {argument}=")
+        raise Error(f"{call}: torch.compile and autograd cannot follow kernels beside their operators: leave out {argument}=")
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Graph:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         given, d = d, self._adopt(d)
         if d.owner is not self.steps:
-            raise Error("combine: this handle belongs to another AllToAll")
+            raise Error("combine: this handle belongs to another AllToAll: combine it there")
         if d.used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
         self._check_current("combine: this dispatch", d.plan._spec)

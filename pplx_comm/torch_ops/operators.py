@@ -91,9 +91,9 @@ def _steps(spec: str) -> Steps:
     known = Spec.of(spec)
     steps = _of_number.get(known.number)
     if steps is None:
-        raise Error("the AllToAll that this code was compiled with is gone")
+        raise Error("the AllToAll that this code was compiled with is gone: compile it again with a live one")
     if known.generation != steps.device.core.generation:
-        raise Error("this backward pass, or compiled code, is from before reset()")
+        raise Error("this backward pass, or compiled code, is from before reset(): run the forward pass again")
     return steps
 
 

@@ -117,7 +117,7 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
             even = -(-tokens * c.top_k // c.world) + experts * (layout.align - 1)
             raise Error(
                 f"the worst case, all tokens to one rank, needs {worst} rows, {_gib(worst * row_bytes)}, above the "
-                f"1 GiB that is taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Say which: "
+                f"1 GiB that is taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Pass "
                 f"layout=pc.Ragged(align={layout.align}, max_rows=...)"
             )
         c.max_rows = layout.max_rows if layout.max_rows is not None else worst
@@ -129,7 +129,7 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
         if layout.max_tokens_per_expert is None and rows * row_bytes > _WORST_CASE_LIMIT:
             raise Error(
                 f"the worst case, every token to each expert, needs {rows} rows, {_gib(rows * row_bytes)}, above the "
-                "1 GiB that is taken without asking. Say how many: layout=pc.Padded(max_tokens_per_expert=...)"
+                "1 GiB that is taken without asking. Pass layout=pc.Padded(max_tokens_per_expert=...)"
             )
     elif isinstance(layout, Compact):
         c.layout = _core.LayoutKind.COMPACT
@@ -216,7 +216,7 @@ class Arguments:
             raise Error(f"transport={self.transport!r} must be 'auto', 'mapped', 'proxy' or 'nvshmem'")
         if self.transport == "nvshmem":
             if where.type != "cuda":
-                raise Error("transport='nvshmem' needs device='cuda': it is GPUs that post to the network")
+                raise Error("transport='nvshmem' needs device='cuda': GPUs post to the network")
             nvshmem.kernels()
         elif self.symmetric_memory is not None:
             raise Error(f"symmetric_memory= is for transport='nvshmem', not for {self.transport!r}")

@@ -73,8 +73,8 @@ def kernels() -> Any:
         import pplx_comm._nvshmem as _nvshmem
     except (ImportError, OSError) as problem:
         raise Error(
-            f"transport='nvshmem': this build has no module for it ({problem}). Build with an nvcc and "
-            "nvidia-nvshmem-cu13==3.4.5 at hand: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
+            f"transport='nvshmem': this build has no module for it ({problem}). Rebuild with nvcc on PATH and "
+            "nvidia-nvshmem-cu13==3.4.5 installed: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
         ) from None
     return _nvshmem
 
@@ -336,7 +336,7 @@ def _check_far(module: Any, gpu: int, far: list[int]) -> None:
     if far and not module.runs_ibgda(gpu):
         raise Error(
             f"transport='nvshmem': only a NIC reaches {name_ranks(far)}, and NVSHMEM's IBGDA does not run on this rank; puts of "
-            "kernels would wait for a host thread of NVSHMEM's without end. `python -m pplx_comm doctor` says what is missing, and "
+            "kernels would wait for ever for an NVSHMEM host thread. `python -m pplx_comm doctor` says what is missing, and "
             "NVSHMEM_DEBUG=INFO why it did not start; an NVSHMEM that something else starts needs NVSHMEM_IB_ENABLE_IBGDA=1 "
             f"(here: {foreign('NVSHMEM_IB_ENABLE_IBGDA', 'not set')}). Or take transport='auto'"
         )
@@ -402,7 +402,7 @@ def _check_alike(answers: Answers) -> None:
         some = [rank for rank, answer in enumerate(answers) if answer is not None and answer[name]]
         others = [rank for rank, answer in enumerate(answers) if answer is not None and not answer[name]]
         if some and others:
-            raise Error(f"transport='nvshmem': {name_ranks(some)} {text}, and {name_ranks(others)} not: all must, or none")
+            raise Error(f"transport='nvshmem': {name_ranks(some)} {text}, but {name_ranks(others)} not: all must, or none")
     if any(answer is not None and answer["given"] and not answer["begun"] for answer in answers):
         raise Error("symmetric_memory= must come from an NVSHMEM that is initialised: this process has none")
 
@@ -457,7 +457,7 @@ def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:
     if given.data_ptr() % 64:
         raise Error("symmetric_memory= must begin at a multiple of 64 bytes")
     if has < nbytes:
-        raise Error(f"symmetric_memory= has {has} bytes, and this AllToAll needs {nbytes}")
+        raise Error(f"symmetric_memory= has {has} bytes, but this AllToAll needs {nbytes}")
 
 
 library = Library()

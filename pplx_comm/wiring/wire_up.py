@@ -101,7 +101,7 @@ def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Ans
             if time.monotonic() > end:
                 rank = late[0]
                 raise Error(
-                    f"reset: of {expected[rank]} puts that rank {rank} posted before, {landed[rank]} have landed on rank "
+                    f"reset: only {landed[rank]} of {expected[rank]} puts of rank {rank} have landed on rank "
                     f"{control.rank} within {request.patience:.0f} s: the network between them is broken"
                 )
             time.sleep(0.001)  # puts land in a GPU's memory, which wakes no thread
@@ -140,7 +140,6 @@ def _free_number(answers: Answers) -> int:
     free = [number for number in range(MOST) if number not in taken]
     if not free:
         raise Error(
-            f"{MOST} AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all "
-            "layers of a shape"
+            f"{MOST} AllToAlls live on this Communicator already, its limit: close one, or use one for all layers of a shape"
         )
     return free[0]

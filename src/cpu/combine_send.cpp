@@ -268,7 +268,7 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.expect(step, OpenStep::Progress::Received, input.release ? "release" : "combine_send");
   if (!input.release && (!input.received || input.received->generation != generation()))
-    throw Misuse("combine: this handle is from before reset()");
+    throw Misuse("combine: this handle is from before reset(): dispatch again");
   if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
   open.released = input.release;
   open.has_tail = input.has_tail;

@@ -75,7 +75,7 @@ inline std::string abort_text(const Abort& a, const std::string& network = "") {
     case AbortReason::Fabric:
       return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
                                 : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
-    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
+    case AbortReason::Protocol: return rank_text(a.origin) + " received an invalid message from " + rank_text(a.peer) + where;
     case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
     case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
     case AbortReason::Refused: return rank_text(a.origin) + " refused to take a step" + where;

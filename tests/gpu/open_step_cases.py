@@ -564,7 +564,7 @@ def bad_ids(me: Any, case: Case, clumsy: int) -> None:
         world.close(step, "whole")
         streams.settle()
         if me.rank == clumsy:
-            mistake(a2a.check, f"ids that are not 0 to {case.num_experts - 1}, nor -1: they counted as -1")
+            mistake(a2a.check, f"ids outside 0 to {case.num_experts - 1} other than -1: they counted as -1")
         world.settle()
         world.close(world.open(draw_inputs(case, r), 1, stream, True), "whole")
         world.settle()

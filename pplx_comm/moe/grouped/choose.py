@@ -62,7 +62,7 @@ def named(found: list[Some], name: str) -> Some:
     for backend in found:
         if backend.name == name:
             return backend
-    raise Error(f"there is no backend {name!r} here; there are {', '.join(repr(b.name) for b in found)}")
+    raise Error(f"backend {name!r} is not usable here; usable are {', '.join(repr(b.name) for b in found)}")
 
 
 def pick(found: list[Some], key: tuple[Any, ...], device: torch.device, run: Callable[[Some], object]) -> Some:

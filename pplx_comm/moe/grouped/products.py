@@ -26,7 +26,7 @@ def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, wher
 
 def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
     if where.room and op != "forward":
-        raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
+        raise Error("products of rows in Padded layout have no gradients: use Ragged")
     if name != "auto":
         return named(backends(), name)
     found = [each for each in backends() if each.takes(rows.device, rows.dtype)]
@@ -91,7 +91,7 @@ def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype:
         return named(scaled_backends(), backend)
     found = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
     if not found:
-        raise Error("no backend here multiplies MXFP8 as it is: rescale_mx() makes it 1x128")
+        raise Error("no backend here multiplies MXFP8 directly: convert it to 1x128 with rescale_mx()")
 
     def run(each: ScaledBackend) -> object:
         return each.product(x, w, where, transposed, dtype)

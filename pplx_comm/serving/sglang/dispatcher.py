@@ -30,7 +30,7 @@ def make(config: Any) -> Dispatchers:
             "--ep-num-redundant-experts"
         )
     if config.apply_router_weight_on_input:
-        raise Error("pplx_comm applies the router's weights to what the experts give back, and this layer wants them on its input")
+        raise Error("pplx_comm applies the router's weights to the experts' output, but this layer needs them on its input")
     overlap = is_tbo_enabled()
     layer = Layer(
         num_experts=int(config.num_experts),

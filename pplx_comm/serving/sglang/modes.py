@@ -220,8 +220,8 @@ class Normal(Mode):
     def dispatch(self, call: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Error(
-                "normal dispatch asks the GPU how many rows came, which no CUDA graph can hold: use --deepep-mode auto or "
-                "low_latency for what is captured"
+                "normal dispatch asks the GPU how many rows came, and a CUDA graph cannot: use --deepep-mode auto or "
+                "low_latency under capture"
             )
         return super().dispatch(call, x, topk_ids, topk_weights)
 

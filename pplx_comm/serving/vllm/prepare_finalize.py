@@ -317,7 +317,7 @@ class Batches(PrepareAndFinalize):
         self, rows: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weighted_already: bool, reduce: Any
     ) -> torch.Tensor:
         if not isinstance(reduce, TopKWeightAndReduceDelegate):
-            raise Error(f"finalize: combine adds up and weights, but these experts do so themselves ({type(reduce).__name__})")
+            raise Error(f"finalize: combine adds up and weights, but these experts do it themselves ({type(reduce).__name__})")
         return rows
 
 
