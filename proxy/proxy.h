@@ -59,14 +59,14 @@ class Proxy {
   void detach(std::uint32_t object);
   bool step();                                     // true if anything moved
   bool unused() const;                             // nothing is attached
-  bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is under way
+  bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is in flight
   // Writes that are not complete, posted or not; blocks that were announced since the last step() count too.
   std::uint32_t outstanding(std::uint32_t object) const;
   void fail_all(const std::string& message);
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // A block, or a part or a piece of one, on its way from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
+  // A block, or a part or a piece of one, in flight from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
   // shard each, without data.
   struct Outgoing {
     std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
@@ -90,7 +90,7 @@ class Proxy {
     bool next_has_credit = false;    // the one behind those has come before it
   };
   struct Incoming {
-    ShardMask masks[kMostParts];     // masks of the parts, or of the pieces under way, by place
+    ShardMask masks[kMostParts];     // masks of the parts, or of the pieces in flight, by place
     std::uint32_t step = 0;          // whose they are
     std::uint32_t done = 0;          // leading ones of it that have landed
     std::uint32_t next = 0;          // dispatch: the step that comes next

@@ -158,7 +158,7 @@ def split(instruction: Instruction) -> tuple[set[str], set[str]]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A load on its way."""
+    """A load in flight."""
 
     load: int  # its index
     scoreboard: int

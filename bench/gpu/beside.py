@@ -10,7 +10,7 @@ bytes           beside the composite floor of both steps (composite.py), on the 
 steps           beside the two steps
 delayed steps   the same with random delays before each phase, different on each rank and stream
 
-After each round every error of the steps is asked for, and their results must be the same bits as ever.
+After each round every error of the steps is asked for, and their results must keep the same bits.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class Plan:
         self._area = np.array(places.area, dtype=np.uint64)
         self._me = shape.rank
         self._ring = (shape.rank + 1 + np.arange(shape.world)) % shape.world
-        """Other ranks first, each rank's next one first, oneself last: not everybody sends to one at a time."""
+        """Other ranks first, each rank's next one first, oneself last: ranks do not all send to one at a time."""
         p = batch.placement
         distinct = np.unique(np.stack([p.source * shape.tokens + p.token, p.place]), axis=1)
         self._key, self._place = distinct[0], distinct[1]

@@ -114,7 +114,7 @@ def _derived(name: str, m: Microbenchmarks) -> Fabric:
                 "paged 1 KiB writes, Table 2: a NIC is at least as fast as the host that fed it",
             ),
             Parameter("poll_us", POLL_US, "us", "assumed: an empty completion queue is a read of cached memory"),
-            Parameter("depth", 4096, "writes", "the proxy's limit of writes under way on an endpoint"),
+            Parameter("depth", 4096, "writes", "the proxy's limit of writes in flight on an endpoint"),
             Parameter("interleave", 0, "", "assumed: a NIC sends all that it has by turns"),
         ),
     )

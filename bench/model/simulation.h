@@ -1,4 +1,4 @@
-// A network of NICs under a virtual clock: the costs of a write on its way from one rank's memory to another's.
+// A network of NICs under a virtual clock: the costs of a write in flight from one rank's memory to another's.
 //
 //   post (host CPU) -> the NIC's message rate -> link out, by turns in chunks -> latency -> link in -> landed -> acknowledged
 //
@@ -21,7 +21,7 @@ struct FabricCosts {
   double post_us = 0.1;               // host CPU per write
   double completion_us = 0.03;        // host CPU per completion
   double poll_us = 0.05;              // host CPU to find a NIC's completion queue empty
-  std::uint32_t depth = 4096;         // writes under way on one NIC
+  std::uint32_t depth = 4096;         // writes in flight on one NIC
   std::uint32_t interleave = 0;       // how many messages a NIC sends by turns; 0: all that it has
   std::uint32_t chunk_bytes = 8192;   // bytes of one turn
 };

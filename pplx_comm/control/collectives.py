@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: everybody's payload, or everybody's file descriptors."""
+"""Calls that all ranks make together: they exchange payloads, or file descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pplx_comm.errors import Error, PeerError, StepTimeout
 
 
 def all_gather(mesh: Mesh, payload: Any, tag: str, timeout: float, ranks: Iterable[int] | None = None) -> list[Any]:
-    """Everybody's payload, by rank; None for ranks that do not take part.
+    """Returns all payloads, by rank; None for ranks that do not take part.
 
     ranks: a subset, which all of them name alike.
     """

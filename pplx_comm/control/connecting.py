@@ -1,4 +1,4 @@
-"""Connects to a rank that may be reached at several addresses, some of which may lead to somebody else."""
+"""Connects to a rank that may be reached at several addresses, some of which may lead to a stranger."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Connection:
                 except (BlockingIOError, InterruptedError):
                     return True
                 except OSError as problem:
-                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors on their way; the peer is about to read them
+                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors in flight; the peer is about to read them
                         time.sleep(0.001)
                         return True
                     self._broken = True

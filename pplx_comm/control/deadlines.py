@@ -60,7 +60,7 @@ PROXY_TURN = Deadline(0.1, "without a turn of the proxy's thread: then a timeout
 
 # close() of an AllToAll, in this order.
 
-CLOSE_STEPS = Deadline(1.0, "for kernels and writes under way")
+CLOSE_STEPS = Deadline(1.0, "for running kernels and writes in flight")
 CLOSE_FAILED = Deadline(0.1, "instead, after a failure and in reset(): writes to a dead peer never end")
 CLOSE_PROXY = Deadline(0.1, "for each proxy thread, at least")
 CLOSE_KERNELS = _CPP["CLOSE_KERNELS"]

@@ -1,4 +1,4 @@
-"""Collective messages, kept by call until everybody's has come. Pure data: the mesh holds the lock."""
+"""Collective messages, kept by call until all have come. Pure data: the mesh holds the lock."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Mesh:
         self.condition.notify_all()
 
     def _spread(self, failure: Failure) -> None:
-        """Tell everybody: only two ranks notice a cut cable."""
+        """Tells all ranks: only two of them notice a cut cable."""
         self.send(sorted(self.connections.keys() & self.members), json_frame(Kind.ABORT, self._failure_report()))
 
     def _failure_report(self) -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ class Mesh:
                 self._say_busy()
 
     def _say_busy(self) -> None:
-        """To everybody, also beyond a reset: it is about this process."""
+        """Tells all ranks, also beyond a reset: it is about this process."""
         said = {"busy": bool(self._busy_with), "what": one_line(self._busy_with[-1])[:200] if self._busy_with else ""}
         self.send(sorted(self.connections), json_frame(Kind.BUSY, said))
 

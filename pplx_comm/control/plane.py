@@ -38,7 +38,7 @@ class ControlPlane:
     # ---- collectives -----------------------------------------------------------------------------------------------------
 
     def all_gather(self, payload: dict[str, Any] | None, tag: str, timeout: float | None = None) -> list[Any]:
-        """Collective: everybody's JSON-able payload, by rank; None for ranks that `agree_survivors` found dead.
+        """Collective: returns all JSON-able payloads, by rank; None for ranks that `agree_survivors` found dead.
 
         Calls are matched by tag and by how often the tag was used. A failure latched here or anywhere ends it with that
         cause.

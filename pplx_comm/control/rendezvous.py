@@ -44,7 +44,7 @@ class Bootstrap(Protocol):
 
 
 def meet(launch: Launch, timeout: float, environ: Mapping[str, str]) -> Bootstrap:
-    """Rank 0 listens, the others knock until it is there. Returns at once; the first allgather waits for everybody."""
+    """Rank 0 listens, the others knock until it is there. Returns at once; the first allgather waits for all."""
     deadline = time.monotonic() + timeout
     addresses, key = _where(launch, environ)
     me = Identity("rendezvous", key, launch.rank, launch.world_size, launch.job, launch.launcher)

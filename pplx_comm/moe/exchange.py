@@ -1,4 +1,4 @@
-"""Tokens to the rows of experts that somebody else computes, and the experts' outputs back to tokens, with gradients.
+"""Brings tokens to the rows of experts that the caller computes, and the experts' outputs back to tokens, with gradients.
 
 What pplx_comm.compat puts under other libraries' layers. It is routed.py with a hole in the middle, and steps go the same way:
 

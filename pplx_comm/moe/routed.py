@@ -245,7 +245,7 @@ class _Finish(torch.autograd.Function):
 def _computed(
     one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
 ) -> tuple[Rows, torch.Tensor | None]:
-    """Received rows, and what the first product made of them, for a pass that keeps it. Combine is on its way, or was."""
+    """Received rows, and what the first product made of them, for a pass that keeps it. Combine is in flight, or was."""
     a2a = one.a2a
     d = a2a.dispatch_recv(sent)
     rows = received(a2a, d, one.tokens)
@@ -258,7 +258,7 @@ def _computed(
 
 
 def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of both weights. Those of the tokens are on their way, if anybody wants them."""
+    """The gradients of both weights. Those of the tokens are in flight, if they are wanted."""
     one, extras, a2a = ctx.one, ctx.extras, ctx.one.a2a
     gate_up, down, offsets, x, scale, h = ctx.saved_tensors
     again, one.rows = one.rows, None
@@ -272,7 +272,7 @@ def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | N
     assert g.weights is not None
     dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
     if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
-        # The weights' gradients need no other rank, and follow while this is on its way.
+        # The weights' gradients need no other rank, and follow while this is in flight.
         one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
     else:
         g.release()

@@ -121,7 +121,7 @@ class Segment:
     near: dict[int, int] = field(default_factory=dict)  # where this GPU's stores reach that of other ranks
     number: int | None = None  # index among those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
-    """True: nothing is on its way any more, so that another AllToAll may have it."""
+    """True: nothing is in flight any more, so that another AllToAll may have it."""
 
 
 @dataclass

@@ -49,7 +49,7 @@ class Wiring:
         return self.exchange if isinstance(self.exchange, _core.Exchange) else self.exchange.host
 
     def detach(self, timeout: float) -> None:
-        """Takes the AllToAll off its proxy, if it has one, waiting that long for kernels and writes under way. Gives its
+        """Takes the AllToAll off its proxy, if it has one, waiting that long for running kernels and writes in flight. Gives its
         registrations back."""
         carrier, self.carrier = self.carrier, None
         end = time.monotonic() + timeout
@@ -60,7 +60,7 @@ class Wiring:
         carrier.detach(self.carried, self.regions, max(0.0, end - time.monotonic()))
 
     def close(self, timeout: float, failed: bool = True) -> None:
-        """detach(), and the memory is given back as soon as no call uses it any more. failed: something may be on its way."""
+        """detach(), and the memory is given back as soon as no call uses it any more. failed: something may be in flight."""
         if self.exchange is CLOSED:
             return
         self.detach(timeout)

@@ -1,4 +1,4 @@
-/* One work request on its way, from the doorbell to its completion. */
+/* One work request, from the doorbell to its completion. */
 #pragma once
 #include "abi.h"
 #include "shared.h"

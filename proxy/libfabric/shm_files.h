@@ -1,7 +1,7 @@
 // The files that libfabric's shm provider keeps in /dev/shm, and what to do about those of a process that was killed.
 //
 // The provider removes them on close and on SIGTERM, SIGINT, SIGSEGV and SIGBUS, but not after SIGKILL. It makes one file per endpoint, named as we
-// say, and (1.17, large writes without CMA) "<name>_<number>" per write under way.
+// say, and (1.17, large writes without CMA) "<name>_<number>" per write in flight.
 #pragma once
 
 #include <cstdint>

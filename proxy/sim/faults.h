@@ -22,7 +22,7 @@ enum class Fault : std::uint8_t {
   Duplicated,          // an arrival was reported twice
   Replayed,            // an immediate of long ago was reported again
   Busy,                // a burst of EAGAIN
-  QueueFull,           // EAGAIN: the endpoint holds no more writes under way
+  QueueFull,           // EAGAIN: the endpoint holds no more writes in flight
   CompletionsHeld,     // more completions than the queue holds; the provider kept them back
   CompletionsLost,     // more completions than the queue holds; it overran
   FailedWrite,         // a write that completed with an error

@@ -30,7 +30,7 @@ struct Profile {
   Time latency;
   double ns_per_byte;
   double late_read, split, delayed, duplicated, replayed, stranger, busy;
-  std::uint32_t queue_depth;        // a port's limit of writes under way
+  std::uint32_t queue_depth;        // a port's limit of writes in flight
   std::uint32_t completions;        // a port's completion queue holds that many
   bool refuses_unknown;             // a target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
   bool offsets;                     // targets are named by offsets, else by addresses

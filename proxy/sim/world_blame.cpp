@@ -128,7 +128,7 @@ void World::wake_too_late(Rank& rank) {
   schedule(*rank.phases_actor, true);
 }
 
-// As in Python after a call raised a failure: tells everybody, unless everybody knows.
+// As in Python after a call raised a failure: tells all ranks, unless all know.
 void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   log_.line("rank %u: object %u raises: %s", rank.number, object.config.object, failure.what());
   if (!rank.alive) {   // the others went on without it

@@ -274,7 +274,7 @@ void World::run() {
     }
     reset();
   }
-  // Writes still under way must not disturb anything either.
+  // Writes still in flight must not disturb anything either.
   pump(clock_.now() + 20 * kMillisecond, [] { return false; });
   ++totals_.seeds;
   totals_.events += clock_.events();

@@ -32,7 +32,7 @@ class Failures {
   // Throws the latched failure, if there is one; the arguments say what this rank was doing.
   void raise(Phase phase = Phase::None, std::uint32_t step = 0);
   [[noreturn]] void latch(PeerFailure failure);
-  // Throws if this wait should end: somebody failed, the peer has left, or it took longer than `patience`.
+  // Throws if this wait should end: a rank failed, the peer has left, or it took longer than `patience`.
   void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
   // Any rank: the one that is waited for may wait for the busy one itself.
   bool someone_is_busy(double at) const;

@@ -29,7 +29,7 @@ constexpr Deadline kBusy{
 constexpr Deadline kPassedOn{
     "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on"};
 constexpr Deadline kCloseKernels{
-    "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for kernels under way"};
+    "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for running kernels"};
 constexpr Deadline kCloseAborted{
     "CLOSE_ABORTED", 0.3, "for the kernels that did not end, after they were told to"};
 

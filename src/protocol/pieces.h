@@ -111,7 +111,7 @@ constexpr std::uint32_t most_rounds(const Config& c) {
 }
 
 // Three bits of a piece's number travel. `known`: leading pieces known so far. Returns how far behind those the piece is. Two at
-// most are under way, so a piece further behind is an old one.
+// most are in flight, so a piece further behind is an old one.
 constexpr std::uint32_t pieces_ahead(std::uint32_t low, std::uint32_t known) { return (low - known) & 7u; }
 
 }  // namespace pplx

@@ -66,7 +66,7 @@ struct Node {
   }
 
   double time = 0;
-  std::function<void()> meanwhile;   // happens once, while somebody waits
+  std::function<void()> meanwhile;   // happens once, while a rank waits
   std::vector<std::unique_ptr<std::uint64_t[]>> heaps;
   std::vector<std::unique_ptr<Exchange>> exchanges;
 };
@@ -132,7 +132,7 @@ void two_failures() {
   CHECK_EQ(node.heard(1).peer, 0u);
 }
 
-// A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be on their way.
+// A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be in flight.
 void goodbye() {
   Node node(3);
   node.meanwhile = [&] { node.exchanges[0]->failures().peer_left(1); };

@@ -441,7 +441,7 @@ void test_two_in_one_process(const std::string& provider, int a_endpoints, int b
 }
 
 void test_three_in_one_process(const std::string& provider, std::uint64_t seed) {
-  // A ring: everybody writes to the next and hears from the one before.
+  // A ring: each side writes to the next and hears from the one before.
   const Traffic traffic = make_traffic(seed, 60, 100000);
   std::vector<std::unique_ptr<Side>> sides;
   for (int rank = 0; rank < 3; ++rank) sides.push_back(std::make_unique<Side>(options(provider), traffic.source_bytes, traffic.target_bytes));
@@ -656,7 +656,7 @@ void test_zero_bytes_without_regions(const std::string& provider) {
   });
 }
 
-// Writes under way to a removed peer fail once. Their later outcome does not matter, although the peer lives.
+// Writes in flight to a removed peer fail once. Their later outcome does not matter, although the peer lives.
 void test_removed_peer_that_lives(const std::string& provider) {
   Side a(options(provider), kMiB, kMiB), b(options(provider), kMiB, kMiB);
   introduce(a, 0, b, 1);
@@ -725,7 +725,7 @@ void test_killed_peer(const std::string& provider, Victim victim) {
     CHECK_EQ(kill(child.pid, SIGKILL), 0);
     CHECK_EQ(child.wait(), SIGKILL);
     const Clock::time_point death = Clock::now();
-    // Shared memory completes nothing more; tcp and net fail what is under way, and when nothing was they connect again for ever.
+    // Shared memory completes nothing more; tcp and net fail what is in flight, and when nothing was they connect again for ever.
     const bool notices = provider == "tcp;ofi_rxm" || provider == "sockets";
     until("the death to be seen", [&] {
       step();

@@ -131,7 +131,7 @@ void stray_immediates() {
     CHECK(!w.has(1, Op::Dispatch, 2));
     w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, shard, 3));
     for (std::uint32_t bits : stray) w.fabric.arrive(bits);
-    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, 3, 4));   // says four where three are under way
+    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, 3, 4));   // says four where three are in flight
     w.run();
   }
   CHECK(w.has(1, Op::Dispatch, 2));

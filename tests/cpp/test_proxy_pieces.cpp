@@ -108,7 +108,7 @@ void pieces_that_arrive() {
       std::vector<std::uint32_t> come(20, 0);
       std::uint32_t done = 0;
       while (done < 18) {
-        // Two pieces are under way at most. Older ones are repeated.
+        // At most two pieces are in flight. Older ones are repeated.
         const std::uint32_t back = random.chance(0.3) ? static_cast<std::uint32_t>(random.integer(1, 5)) : 0;
         const std::uint32_t piece = back > 0 ? done - std::min(done, back) : done + static_cast<std::uint32_t>(random.integer(0, 1));
         const auto shard = static_cast<std::uint32_t>(random.integer(0, 2));
@@ -139,7 +139,7 @@ void credits() {
   CHECK_EQ(writes[0].bytes, std::size_t{0});
   CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 0));
   CHECK_EQ(writes[1].immediate, w.credit(Op::Dispatch, 0, 1, 1));
-  w.give_credit(1, Op::Dispatch, 2, 3);   // while those are under way
+  w.give_credit(1, Op::Dispatch, 2, 3);   // while those are in flight
   writes = w.take_writes();
   CHECK_EQ(writes.size(), std::size_t{1});
   CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 2));

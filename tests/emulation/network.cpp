@@ -29,7 +29,7 @@ struct Window {
   char* theirs;                 // the peer's, laid out alike
 };
 // PPLX_EMULATION_CUT. "lost=0-2@40": the 40th put of rank 0 to rank 2 and all behind it do not land, which is rank 0's error as soon as the
-// first was to. "unheard=0-2@40": they land, and it is an error once somebody asks whether they have left, which they never have.
+// first was to. "unheard=0-2@40": they land, and it is an error once a rank asks whether they have left, which they never have.
 constexpr std::uint64_t kCutError = 12;
 class Cut {
  public:
@@ -53,7 +53,7 @@ struct Flight {
   Clock::time_point due;        // time of the next event
   bool landed = false, lost = false, unheard = false;
   unsigned counts = 1;
-  unsigned asks = 0;            // how often somebody must still ask before it has left
+  unsigned asks = 0;            // how often a rank must still ask before it has left
 };
 
 class Network {

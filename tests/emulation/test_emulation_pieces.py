@@ -226,7 +226,7 @@ def test_a_cut_link_between_pieces(how: str, half: str) -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("place", ["in_dispatch_recv", "amid_dispatch_recv", "in_combine_recv", "amid_combine_recv"])
 def test_death_in_a_receive_half(place: str, transport: str, tmp_path: Path) -> None:
-    """in: while it waits for somebody's first piece. amid: for later ones, which wait for a rank that reads nothing."""
+    """in: while it waits for a peer's first piece. amid: for later ones, which wait for a rank that reads nothing."""
     case = Case(21, 3, transport=transport, max_tokens=40, hidden=64, crowd="full")
     with Crew(3, {"PPLX_TEST_STEP_TIMEOUT": "30"}) as crew:
         crew.start("emulated:in_pieces", module(), 4, "failure_cases:survive", case, 1, place, str(tmp_path / "died"))

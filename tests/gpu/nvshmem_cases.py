@@ -143,7 +143,7 @@ def remade(me: Any, case: Case, times: int, steps: int) -> None:
                 with torch.cuda.stream(streams[number]):
                     step(number, 2 * (time * steps + n) + number)
         if time < times:
-            # The peer's steps of this time are still under way. Memory that close() frees may wait for them.
+            # The peer's steps of this time are still in flight. Memory that close() frees may wait for them.
             settled = torch.cuda.Event()
             settled.record(streams[0])
             while not settled.query():

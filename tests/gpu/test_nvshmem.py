@@ -75,7 +75,7 @@ def small(transport: str, **changes: object) -> Case:
 
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_ranks_that_are_put_to(crew: Crews, transport: str, reach: str) -> None:
-    """Over P2P everybody is near."""
+    """Over P2P all ranks are near."""
     remote = crew.run("nvshmem_cases:remote", small(transport), timeout=120)
     node = 2 if transport == "nvshmem-mixed" else 1
     assert remote == [[peer for peer in range(RANKS) if reach == "far" and peer // node != rank // node] for rank in range(RANKS)]

@@ -90,7 +90,7 @@ def dies_busy(me: Any, late: int) -> dict[str, Any]:
 
 
 def stops_after(me: Any, late: int) -> dict[str, Any]:
-    """It was busy, and is no longer: it is blamed as ever."""
+    """It was busy, and is no longer: it is blamed again."""
     a2a = _all_to_all(me, "mapped")
     with me.comm.busy():
         pass

@@ -106,7 +106,7 @@ def many_starts(me: Member, times: int) -> int:
 
 
 def share_files(me: Member, count: int) -> dict[str, Any]:
-    """Everybody maps everybody's memory, writes there, and reads what the others wrote."""
+    """Each rank maps all others' memory, writes there, and reads what the others wrote."""
     from pplx_comm.control import memfd
 
     with me.communicator() as comm:
@@ -256,7 +256,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
             os._exit(3)
         sys.exit(0)
     result = _raised(comm.barrier, timeout=20)
-    # The waiting thread may learn it before the control thread has told everybody.
+    # The waiting thread may learn it before the control thread has told all ranks.
     until("rank 1 is dead and the callback was called", lambda: not comm.control.alive()[1] and bool(heard))
     result["alive"] = comm.control.alive()
     result["failure"] = comm.failure.kind if comm.failure else None
@@ -282,7 +282,7 @@ def leave_after_barrier(me: Member, rounds: int) -> int:
 
 
 def wrong_order(me: Member) -> dict[str, Any]:
-    """Time is up when everybody has called, and for all together: what each sees of the others depends on no clock."""
+    """Time is up when all have called, and for all together: what each sees of the others depends on no clock."""
     from pplx_comm.control import collectives as _collectives
 
     comm = me.communicator()
@@ -325,7 +325,7 @@ def stopped(me: Member, seconds: float) -> dict[str, Any]:
 
 
 def abort(me: Member) -> dict[str, Any]:
-    """Rank 2 aborts, then rank 3 does; everybody keeps the first they heard, and it ends their waits."""
+    """Rank 2 aborts, then rank 3 does; each rank keeps the first that it heard, and it ends their waits."""
     comm = me.communicator(node_size=2)
     heard: list[Any] = []
     forgotten: list[Any] = []
@@ -364,7 +364,7 @@ def abort(me: Member) -> dict[str, Any]:
 
 
 def abort_with_nonsense(me: Member) -> dict[str, Any]:
-    """Rank 1 passes on what it found in a word that somebody has damaged."""
+    """Rank 1 passes on what it found in a damaged word."""
     comm = me.communicator()
     comm.barrier()
     if comm.rank == 1:

@@ -32,7 +32,7 @@ def held_as_long_as_wanted(me: Any, case: Case) -> None:
             made.append(good.runner.made[d.expert_out.data_ptr()][1:])  # the experts', before any peer fetched
         for _ in range(3):
             d = step()
-            must(d.expert_out is None, "a dispatch has memory that somebody holds")
+            must(d.expert_out is None, "a dispatch has memory that is held")
         for x, rows in zip(held, made, strict=True):
             must(torch.equal(x.view(torch.uint8), rows), "rows that are held do not change")
         freed = held.pop(0).data_ptr()

@@ -258,7 +258,7 @@ TURNS = 0.02, 0.2
 
 
 def pair_of_processes(me: Any, path: str, seed: int) -> dict[str, bool]:
-    """Two processes with one program each share a launch, and its memory, in which nothing is until somebody writes it."""
+    """Two processes with one program each share a launch, and its memory, which is empty until one of them writes it."""
     from triton.runtime.interpreter import interpreter_builder
 
     from pplx_comm.moe.grouped import pair as of_pair

@@ -351,7 +351,7 @@ def test_a_door_may_close_while_a_guest_is_heard() -> None:
                 guest.recv(100)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_another_user_is_turned_away(house: _House) -> None:
     code = (
         "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "

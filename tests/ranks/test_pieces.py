@@ -1,4 +1,4 @@
-"""Blocks in pieces (slot_bytes) on real ranks: the same bits as whole blocks, and what happens when somebody is late or dies.
+"""Blocks in pieces (slot_bytes) on real ranks: the same bits as whole blocks, and what happens when a rank is late or dies.
 
 The simulation draws pieces of a few rows by the thousand (proxy/sim), and tests/cpp/test_pieces.cpp looks into the memory of two ranks.
 Here steps are as large as they must be to go in pieces: more than 256 rows from one rank to another.

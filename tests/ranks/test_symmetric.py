@@ -295,7 +295,7 @@ def test_leftovers_of_a_job() -> None:
 
 
 class Given:
-    """A tensor on a GPU, as far as anybody looks."""
+    """Looks like a tensor on a GPU."""
 
     device = torch.device("cuda", 0)
 

@@ -22,7 +22,7 @@ class Shape:
     stages: int
     flat: bool = False
     programs: int = 1
-    """On a multiprocessor: several have more of the weights on their way."""
+    """On a multiprocessor: several have more of the weights in flight."""
     masked: bool = False
     """Rows are read by pointers, and none behind an expert's last: a descriptor reads whole tiles."""
     ahead: int = 0
