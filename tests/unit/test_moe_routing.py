@@ -88,7 +88,7 @@ def test_refused_arguments(comm: pc.Communicator) -> None:
         ({"compute": "int8"}, "int8"),
         ({"recompute": "all"}, "recompute='all'"),
         ({"router": RouterOptions(score="relu")}, "relu"),
-        ({"router": RouterOptions(groups=3)}, "3 groups"),
+        ({"router": RouterOptions(groups=3)}, "groups=3"),
         ({"router": RouterOptions(groups=8)}, "top_k=2"),
         ({"gemm": "abacus"}, "abacus"),
     ):
