@@ -19,7 +19,7 @@ LEFT_OUT = ("CHANGELOG.md", "bench/results/", "bench/notes.md", "docs/", "tools/
 # src/cuda is being restructured; its comments are rewritten with it. Sentences of mutants say what a planted bug does.
 LATER = ("src/cuda/", "tests/mutants/")
 # Benches' tests are being thinned out, and the emulation's own kernels are restructured with src/cuda.
-LATER += ("tests/unit/test_benches.py", "tests/unit/test_deep_ep.py", "tests/ranks/test_bench", "tests/ranks/bench_cases.py")
+LATER += ("tests/unit/test_bench", "tests/unit/test_deep_ep.py", "tests/ranks/test_bench", "tests/ranks/bench_cases.py")
 LATER += tuple(f"tests/emulation/{name}" for name in ("launch.cpp", "kernel.h", "emulated.py", "conftest.py", "emulation_cases.py"))
 ALLOWED: dict[tuple[str, str], str] = {
     ("proxy/sim/faults.cpp", "immediate of nobody"): "a key of saved states of `make sim-long`, and of its results",

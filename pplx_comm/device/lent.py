@@ -62,7 +62,7 @@ class Lender:
     def __init__(self, buffers: list[Lent], in_flight: int) -> None:
         self._buffers, self._in_flight = deque(buffers), in_flight
         self.dispatches = 0
-        """Dispatches launched so far, with or without a loan."""
+        """Launches, with lent memory or without."""
         self.lent = 0
 
     def __bool__(self) -> bool:

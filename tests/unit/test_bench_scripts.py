@@ -50,7 +50,7 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def test_two_ranks_over_p2p(shell: Shell) -> None:
-    """Starts them by mpirun if there is one."""
+    """By an mpirun if there is one."""
     latency = ["bench/latency.py", *MEASURED, "--transport", "mapped,nvshmem", "--node-size", "1", "--json", "a b.json", "NVLS=1"]
     for version, options in ((OPEN_MPI, ["--allow-run-as-root", "--oversubscribe"]), (MPICH, [])):
         shell.command("mpirun", version)
@@ -123,7 +123,7 @@ def test_forms_of_one_mpi_alone_are_refused(shell: Shell, line: str) -> None:
     assert "names no host" in shell.run("p5.sh", "--hosts", "hosts").stderr
 
 
-def test_missing_arguments_are_named(shell: Shell) -> None:
+def test_what_is_missing_is_said(shell: Shell) -> None:
     shell.command("mpirun", OPEN_MPI)
     for arguments, words in (
         ([], "--hosts FILE, or --p2p N"),
