@@ -102,10 +102,11 @@ make_stubs = $(if $(emulation),cmake --build $(BUILD) --target $(emulation) &&) 
 stubs: build  ## the .pyi files of the extension modules, as the modules give them
 	$(call make_stubs)
 
-lint: build  ## ruff, mypy, who may import whom, and whether the .pyi files are up to date
+lint: build  ## ruff, mypy, allowed imports, the voice of comments, and whether the .pyi files are up to date
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tools/voice.py
 	$(PY) -c 'from importlinter.cli import lint_imports_command; lint_imports_command()' --no-cache
 	$(call make_stubs,--check)
 

@@ -62,7 +62,7 @@ def wins_from(points: Sequence[Both], phase: str) -> int | None:
 
 
 def crossovers(points: Sequence[Both]) -> list[dict[str, Any]]:
-    """By number of multiprocessors, and by phase."""
+    """Crossovers for each number of multiprocessors and each phase."""
     found = []
     for num_sms in dict.fromkeys(point.num_sms for point in points):
         of = [point for point in points if point.num_sms == num_sms]
@@ -94,7 +94,7 @@ def record(options: Options, world: World, points: Sequence[Both], arguments: li
 
 @contextlib.contextmanager
 def setting(value: int) -> Iterator[None]:
-    """Of AllToAlls that are made meanwhile."""
+    """Sets the variable for AllToAlls that are made meanwhile."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(value)
     try:

@@ -11,7 +11,7 @@
 #     mpirun -n 2 python bench/stages.py --tokens 128 --transport mapped,nvshmem:1
 #
 # Ranks on other hosts get PATH, LD_LIBRARY_PATH, PYTHONPATH and all PPLX_*, FI_*, NCCL_* and NVSHMEM_* that are set here.
-# What else is given goes to bench/latency.py; PYTHON names the interpreter.
+# Further arguments go to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
 . "$(dirname "$0")/over_mpi.sh"
 

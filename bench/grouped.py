@@ -1,4 +1,4 @@
-"""Grouped products of an MoE layer, and the kernels between them: ours beside what else there is, on one device.
+"""Grouped products of an MoE layer, and the kernels between them: ours beside other backends, on one device.
 
 python bench/grouped.py --device cuda                              # bfloat16 and e4m3, forward and backward
 python bench/grouped.py --device cuda --formats bf16 --ops forward --rows 512 --experts 8 --shapes 2048x7168 --group 1
@@ -13,7 +13,7 @@ with the loop's, both a call's and a replay's, in memory that holds NaN elsewher
 one launch of them, the others three.
 
 "host" is what one call costs the thread that makes it, beside an idle device: the median of calls, each after the one before has
-ended. Who calls product after product without a graph gets the larger of both times.
+ended. A caller of product after product without a graph gets the larger of both times.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ LIMITS = {"bf16": 0.01, "fp8": 0.01, "pair": 0.03}
 """Relative difference from the loop: both round to bfloat16 once, and add up in other orders. Between two products some codes are
 then rounded another way, which is an eighth of each."""
 HOST_CALLS = 15
-"""Of which the host's time is the median, if there are not more rounds."""
+"""Calls behind the median of the host's time, if there are not more rounds."""
 CACHE = 256 << 20
 """Bytes that are written before each call, so that it finds nothing in a cache."""
 PADDED_UP_TO = 64
@@ -75,7 +75,7 @@ class Problem:
     width: int
     experts: int
     rows: int
-    """Of an expert, on average."""
+    """Rows of an expert, on average."""
     spread: str
 
 
@@ -83,9 +83,9 @@ class Problem:
 class Point:
     problem: Problem
     us: dict[str, float] = field(default_factory=dict)
-    """By backend: the median of replays, or of calls where there is no graph."""
+    """Backend -> the median of replays, or of calls where there is no graph."""
     host_us: dict[str, float] = field(default_factory=dict)
-    """By backend that does not wait: what a call costs the host. Of a GPU only."""
+    """Backend that does not wait -> the host's cost of a call. Only on a GPU."""
     work: int = 0
     """Rows that there are: padding is not among them."""
 
@@ -143,7 +143,7 @@ class Operands:
         return (backend.forward if p.op == "forward" else backend.dgrad)(self.x, self.w, self.where)
 
     def told(self, result: torch.Tensor) -> torch.Tensor:
-        """What of a result means something."""
+        """Returns the part of a result that is defined."""
         return result if self.p.op == "wgrad" else result[self.used]
 
     def backends(self, only: list[str] | None) -> Iterator[Any]:
@@ -171,14 +171,14 @@ def counts(p: Problem) -> list[int]:
 
 @dataclass
 class Call:
-    """What is timed: one call, or a graph that holds it."""
+    """The timed call, or a graph that holds it."""
 
     call: Callable[[], Any]
     waits: bool = False
-    """Whether the host waits for the device, so that no graph can hold it."""
+    """True if the host waits for the device, so that no graph can hold it."""
     graph: torch.cuda.CUDAGraph | None = None
     result: Any = None
-    """Of a replay. Its memory is the graph's."""
+    """Result of a replay. Its memory is the graph's."""
 
     def capture(self) -> None:
         """After calls that have compiled and chosen what there is to compile and to choose."""
@@ -264,7 +264,7 @@ def measured(p: Problem, timer: Timer, seed: int, only: list[str] | None) -> Poi
 
 @contextlib.contextmanager
 def supergroups(height: int | None) -> Iterator[None]:
-    """While this lasts, our kernels take so many tiles of rows before the next column. None: what they choose by themselves."""
+    """While this lasts, our kernels take `height` tiles of rows before the next column. None: their own choice."""
     if height is None:
         yield
         return
@@ -279,13 +279,13 @@ def supergroups(height: int | None) -> Iterator[None]:
 
 
 def passes(timer: Timer, rows: int, width: int) -> list[dict[str, Any]]:
-    """The kernels between the products, beside a copy of as many bytes: those of a forward pass, then what training adds."""
+    """The kernels between the products, beside a copy of the same bytes: those of a forward pass, then what training adds."""
     device = timer.device
     where = Segments(torch.tensor([0, rows], dtype=torch.int32, device=device))
     h = torch.randn(rows, 2 * width, device=device).bfloat16()
     x, codes = h[:, :width].contiguous(), torch.randint(0, 120, (rows, width), dtype=torch.uint8, device=device)
     mx = codes.view(torch.float8_e4m3fn), torch.randint(118, 134, (rows, width // 32), dtype=torch.uint8, device=device)
-    of_rows, of_weights = torch.rand(rows, device=device), h[None]  # as many weights: a block is like another, whosever it is
+    of_rows, of_weights = torch.rand(rows, device=device), h[None]  # the same number of weights: blocks do not differ by owner
     quantised = quantise(x, where)
     one, scales, squares = rows * width, rows * width // 128 * 4, -(-rows // 128) * (2 * width // 128) * 4
     calls: dict[str, tuple[Callable[[], Any], int]] = {

@@ -1,4 +1,4 @@
-"""What a CUDA dispatch + combine costs the calling thread in Python, up to the launches: no GPU is needed.
+"""Measures the calling thread's time in Python for a CUDA dispatch + combine, up to the launches: no GPU is needed.
 
     python bench/host.py [--profile]
 

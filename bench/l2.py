@@ -1,4 +1,4 @@
-"""What bench/l2.sh has let ncu write, as a table: python bench/l2.py FOLDER/HEIGHT ..., whose files are FOLDER/HEIGHT.csv"""
+"""Prints ncu's output from bench/l2.sh as a table: python bench/l2.py FOLDER/HEIGHT ..., whose files are FOLDER/HEIGHT.csv"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MICROSECONDS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e
 
 
 def figures(text: str) -> dict[str, list[float]]:
-    """Of each launch: percent, and microseconds. Lines around the CSV are ncu's own."""
+    """Returns percent and microseconds of each launch. Lines around the CSV are ncu's own."""
     lines = text.splitlines()
     begin = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     found: dict[str, list[float]] = {HITS: [], TIME: []}
@@ -32,7 +32,7 @@ def figures(text: str) -> dict[str, list[float]]:
 
 
 def table(logs: dict[str, str]) -> str:
-    """By height: medians of the launches."""
+    """One row a height: medians of the launches."""
     cells = [["supergroup, tiles of rows", "launches", "L2 hit rate, %", "us", "beside the first"]]
     first = 0.0
     for height, text in logs.items():

@@ -76,7 +76,7 @@ def table(options: Options, world: World, points: list[Beside], device: str) -> 
         f"pplx_comm {__version__}: {world.size} ranks, {device}",
         f"hidden {o.hidden}, {o.experts} experts, top-{o.top_k}, wire {o.wire}, {o.layout}, {o.routing} routing"
         f"{report.slots(o, world)}",
-        f"{STREAMS} steps in flight beside as many GEMMs as last longer; microseconds of a round, slowest rank",
+        f"{STREAMS} steps in flight beside GEMMs that last longer; microseconds of a round, slowest rank",
         "",
     ]
     for name, about in dict.fromkeys((point.gemm, point.about) for point in points):
@@ -110,7 +110,7 @@ def record(options: Options, asked: Asked, world: World, points: list[Beside], a
 
 
 def lines_of(record: dict[str, Any], gemm: str, tokens: int) -> dict[str, list[tuple[int, float, float]]]:
-    """By way: multiprocessors of a step, microseconds lost in the median round, and how much more that is at p99."""
+    """Way -> multiprocessors of a step, microseconds lost in the median round, and how much more that is at p99."""
     points = [p for p in record["points"] if (p["gemm"], p["tokens"]) == (gemm, tokens)]
     points.sort(key=lambda p: int(p["num_sms"]))
     return {

@@ -10,7 +10,7 @@
 #     PPLX_COMM_PLACEMENT=host python -m pplx_comm efa-soft --machine p5 -- bench/p5.sh --ranks 2 --node-size 1 --provider efa
 #
 # Ranks on other hosts get PATH, LD_LIBRARY_PATH, PYTHONPATH and all PPLX_*, FI_*, NCCL_* and NVSHMEM_* that are set here.
-# What else is given goes to bench/latency.py; PYTHON names the interpreter.
+# Further arguments go to bench/latency.py; PYTHON names the interpreter.
 set -euo pipefail
 . "$(dirname "$0")/over_mpi.sh"
 

@@ -1,4 +1,4 @@
-"""What the proxy costs: from a device's mailbox words to the posts of the writes, over a null fabric."""
+"""Measures the proxy: from a device's mailbox words to the posts of the writes, over a null fabric."""
 
 from __future__ import annotations
 

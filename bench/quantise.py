@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=7168, help="elements of a row (7168)")
     parser.add_argument("--rows", type=int, default=64, help="rows at a time; 64 of bf16 stay in a second-level cache (64)")
-    parser.add_argument("--repeats", type=int, default=100, help="the least of so many (100)")
+    parser.add_argument("--repeats", type=int, default=100, help="repetitions, of which the fastest counts (100)")
     o = parser.parse_args()
     print(f"{o.rows} rows of {o.hidden}, one thread; GB/s of what is read, and the time as a multiple of FP8's")
     print(f"{'isa':<9} {'dtype':<5}  " + "  ".join(f"{wire.value:>16}" for wire in WIRES))

@@ -71,7 +71,7 @@ Numbers = dict[str, list[float]]
 
 
 def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.Size, a2a: AllToAll) -> tuple[Numbers, Numbers]:
-    """By stage: when the first, the middle and the last warp came there, in the median of all replays.
+    """Returns when the first, the middle and the last warp came to each stage, in the median of all replays.
 
     And by what the warps of this rank spent their time with: those of a thread block, in the median of all thread blocks.
     """
@@ -91,7 +91,7 @@ def _stages(module: Any, options: Options, world: World, device: Any, size: gpu.
         begin = 0
         for name, row in zip(names, noted.cpu().numpy(), strict=False):
             if name.endswith(BEGINS):
-                begin = row[row > 0].max()  # of the last launch; its thread blocks begin within a microsecond
+                begin = row[row > 0].max()  # the last launch's; its thread blocks begin within a microsecond
             came = row[row >= begin] - begin  # a warp that had nothing to do has noted an earlier launch
             if len(came):
                 each[name].append([float(np.quantile(came, share)) / 1000 for share in (FIRST, MEDIAN, LAST)])

@@ -31,7 +31,7 @@ def sms(num_sms: int | None) -> str:
 
 
 def rows(runs: list[dict[str, Any]], point: dict[str, Any], peers: list[str]) -> list[str]:
-    """Of a point of the first run, which all have."""
+    """Rows of a point of the first run, which all runs have."""
     which = {name: point.get(name) for name in ("transport", "tokens", "num_sms")}
     points = [find(run["points"], **which) for run in runs]
     begin = [str(which["transport"]), str(which["tokens"]), sms(which["num_sms"])]
@@ -68,7 +68,7 @@ def _beside(run: dict[str, Any], peer: str, which: dict[str, Any], phase: str) -
 
 
 def _to_best(points: list[dict[str, Any]], ours: list[float], phase: str) -> str:
-    """What ours takes of the fastest peer's time, and which that is."""
+    """Our time relative to the fastest baseline's, with the baseline's name."""
     best = [point.get("best_peer", {}).get(phase) for point in points]
     ratio = middle([us / one["p50"] if one else None for one, us in zip(best, ours, strict=True)], ".2f")
     names = dict.fromkeys(one["peer"] + (f" on {one['num_sms']}" if one["num_sms"] else "") for one in best if one)

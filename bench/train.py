@@ -45,7 +45,7 @@ from pplx_comm.moe import MoE, expert_parameters
 
 VARIANTS = ("bf16", "fp8", "mxfp8", "nccl")
 SIZES = {"hidden": 1024, "intermediate": 512, "layers": 6, "experts": 64, "batch": 64, "length": 512}
-"""On GPUs, where the example's model is as small as its text wants it. Nobody learns here."""
+"""Sizes on GPUs, where the example's model is as small as its text wants it. Nothing is learnt here."""
 LIMIT = 0.01
 """How far losses of one step may be apart."""
 
@@ -74,7 +74,7 @@ def example() -> ModuleType:
 
 
 def theirs(moe: MoE, x: torch.Tensor) -> torch.Tensor:
-    """What MoE.forward is in `nccl`: the same router, parameters and shared expert."""
+    """Replaces MoE.forward in `nccl`: the same router, parameters and shared expert."""
     tokens = x.reshape(-1, x.shape[-1]).to(moe.a2a.dtype)
     to = moe.router(tokens)
     moe.aux_loss = to.loss
@@ -119,7 +119,7 @@ class Trained:
 
 
 def seconds_of(call: Callable[[], None], options: Options, world: World, device: Any) -> float:
-    """Of some steps, until the slowest rank is done."""
+    """Seconds of some steps, until the slowest rank is done."""
     device.synchronize()
     world.barrier()
     begin = time.perf_counter()

@@ -81,7 +81,7 @@ configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BI
 file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu"
   "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp" "${PROJECT_SOURCE_DIR}/src/bindings/cuda/*.cpp")
 pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
-# What every module with CUDA in it is built like.
+# Properties of every module with CUDA in it.
 function(pplx_as_cuda_module target)
   # The C++ files call the runtime too.
   target_include_directories(${target} SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

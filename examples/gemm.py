@@ -1,4 +1,4 @@
-"""Which layout, wire and scales each grouped GEMM takes, tried: mpirun -n 2 python examples/gemm.py --device cuda
+"""Tries the layout, wire and scales that each grouped GEMM takes: mpirun -n 2 python examples/gemm.py --device cuda
 
 Tokens are dispatched, every expert multiplies its rows with its weights, and combine brings the results back. The GEMM reads
 what dispatch wrote, with no copy between. docs/gemm.md says why each wants what it gets.
@@ -45,7 +45,7 @@ BF16_ERROR, FP8_ERROR = 0.01, 0.04
 
 
 class Missing(Exception):
-    """What a GEMM needs is not here."""
+    """Raised if something that a GEMM needs is missing."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Layer:
     fp8_scale: torch.Tensor
     """float32 [local experts, out / 128, in / 128]"""
     rows_expected: int
-    """Of an expert, on average."""
+    """Rows of an expert, on average."""
     reference: dict[str, torch.Tensor]
     """float32 [tokens, hidden] by weights: "bf16" or "fp8"."""
 
@@ -78,9 +78,9 @@ class Gemm:
     wire: str = "native"
     scale_layout: str = "row"
     weights: str = "bf16"
-    """What it takes: "bf16" or "fp8"."""
+    """Format of its inputs: "bf16" or "fp8"."""
     in_graph: bool = True
-    """Whether a CUDA graph takes it: the host knows nothing of the counts."""
+    """True if a CUDA graph can capture it: the host knows nothing of the counts."""
 
     @property
     def limit(self) -> float:
@@ -300,7 +300,7 @@ def synchronize(layer: Layer) -> None:
 
 
 def microseconds(gemm: Gemm, d: pc.Dispatched, layer: Layer) -> float:
-    """Of one call, of several back to back. The weights may come from the L2 cache."""
+    """Time of one call, from several back to back. The weights may come from the L2 cache."""
     if layer.device.type != "cuda":
         begin = time.perf_counter()
         gemm.run(d, layer)
@@ -330,7 +330,7 @@ def said(problem: BaseException) -> str:
 
 
 def attempt(comm: pc.Communicator, gemm: Gemm, layer: Layer, arguments: argparse.Namespace) -> tuple[bool, str]:
-    """Whether nothing is wrong, and what to print. Collective: where one rank fails, the others must not wait for it."""
+    """Returns success, and the text to print. Collective: where one rank fails, the others must not wait for it."""
     why = ""
     try:
         gemm.needs(layer)
@@ -349,7 +349,7 @@ def attempt(comm: pc.Communicator, gemm: Gemm, layer: Layer, arguments: argparse
             try:
                 out = gemm.run(d, layer)
                 synchronize(layer)
-            except Exception as problem:  # the other ranks need this rank's combine all the same
+            except Exception as problem:  # peers need this rank's combine all the same
                 why = said(problem)
                 out = torch.zeros(d.x.shape, dtype=torch.bfloat16, device=layer.device)
         y = a2a.combine(out, d)

@@ -20,7 +20,7 @@ x = torch.randn(64, 1024)
 weights, ids = torch.rand(64, 16).softmax(-1).topk(4)
 
 d = a2a.dispatch(x, ids, weights)
-expert = torch.repeat_interleave(torch.arange(len(d.counts)), d.offsets.diff())  # of each row, padding included
+expert = torch.repeat_interleave(torch.arange(len(d.counts)), d.offsets.diff())  # expert of each row, padding included
 scale = 1 + comm.rank * len(d.counts) + expert  # expert e multiplies by 1 + e
 y = a2a.combine(d.x[: len(scale)] * scale[:, None], d)
 

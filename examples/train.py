@@ -38,22 +38,22 @@ SIZES = {
     "cuda": {"hidden": 512, "intermediate": 256, "layers": 4, "experts": 16, "batch": 64, "length": 512},
 }
 RATES = {"cpu": 2e-3, "cuda": 5e-4}
-"""Of learning, at its highest. At twice that on CPUs, and on GPUs, chance alone can part losses by 1 %."""
+"""Highest learning rates. At twice that on CPUs, and on GPUs, chance alone can part losses by 1 %."""
 HELD_OUT = 10
-"""One file of so many."""
+"""One file of HELD_OUT is held out."""
 HELD_OUT_BATCHES = 32
 
 
 @dataclass(frozen=True)
 class Trained:
     losses: list[float]
-    """Of each step."""
+    """One a step."""
     held_out: float
     """At the end, of text that no step has seen."""
 
 
 Results = dict[str, Trained]
-"""By precision."""
+"""Precision -> result."""
 
 
 # ---- the model -----------------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def batch(text: torch.Tensor, sizes: dict[str, int], step: int, comm: pc.Communi
 
 
 def rate(step: int, steps: int) -> float:
-    """Of the highest: up in 20 steps, then down along a cosine, so that the end is not noise."""
+    """Share of the highest rate: up in 20 steps, then down along a cosine, so that the end is not noise."""
     return min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
@@ -133,7 +133,7 @@ def mean_of(loss: torch.Tensor, comm: pc.Communicator) -> float:
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: torch.Tensor, sizes: dict[str, int], comm: pc.Communicator, device: str) -> float:
-    """Of the same batches for every model."""
+    """Loss on the same batches for every model."""
     model.eval()
     losses = [mean_of(loss_of(model, batch(text, sizes, n, comm).to(device)), comm) for n in range(HELD_OUT_BATCHES)]
     return sum(losses) / len(losses)
@@ -162,7 +162,7 @@ def train(comm: pc.Communicator, precision: str, arguments: argparse.Namespace) 
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """What each rank does."""
+    """Runs one rank."""
     torch.set_num_threads(1)
     if arguments.device == "cuda":
         need_gpus(int(os.environ["LOCAL_WORLD_SIZE"]), arguments.share_gpus)

@@ -203,7 +203,7 @@ class Config:
     @property
     def in_pieces(self) -> bool:
         """
-        Whether blocks may go in pieces.
+        True if blocks may go in pieces.
         """
     @property
     def invalid(self) -> str:
@@ -211,7 +211,7 @@ class Config:
     @property
     def least_slot_bytes(self) -> int:
         """
-        What steps that never go in pieces need.
+        The least slot_bytes for steps that never go in pieces.
         """
     @property
     def lent(self) -> int:
@@ -297,7 +297,7 @@ class Config:
     @property
     def shared_bytes(self) -> int:
         """
-        Of the part that peers write into.
+        Size of the part that peers write into.
         """
     @property
     def slot_bytes(self) -> int:
@@ -314,7 +314,7 @@ class Config:
     @property
     def whole_slot_bytes(self) -> int:
         """
-        With so many slot_bytes all blocks are whole.
+        The least slot_bytes with which all blocks are whole.
         """
     @property
     def whole_tokens(self) -> int:
@@ -330,7 +330,7 @@ class Config:
         ...
 class Plan:
     """
-    Who gets which row, and where each choice goes.
+    The destinations of each row, and the place of each choice.
     """
     def rows(self, rank: int) -> int:
         ...
@@ -390,16 +390,16 @@ class OutputLayout:
     @property
     def nbytes(self) -> int:
         """
-        Of the buffer.
+        Size of the buffer.
         """
     @property
     def parts(self) -> dict[str, OutputPart]:
         """
-        By name; without what this layout and wire do not have.
+        Tensors by name; only those that this layout and wire have.
         """
 class HookLayout:
     """
-    Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.
+    Offsets of the words of a dispatch's hooks, in words from their start. The first one is `planned`.
     """
     @property
     def arrived(self) -> int:
@@ -416,25 +416,25 @@ class HookLayout:
         """
 class Tokens:
     """
-    What a dispatch sends: addresses, 0 for none, and strides in bytes.
+    Inputs of a dispatch: addresses, 0 for none, and strides in bytes.
     """
     def __init__(self, *, x: int, stride: int, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0, weights: int = 0, keep_own_rows: bool = False) -> None:
         ...
 class Outputs:
     """
-    Where a dispatch writes: addresses of x, of scale, and of the buffer of output_layout().
+    Outputs of a dispatch: addresses of x, of scale, and of the buffer of output_layout().
     """
     def __init__(self, *, x: int, scales: int = 0, small: int, hooks: int = 0) -> None:
         ...
 class ExpertOutputs:
     """
-    What a combine sends: addresses, 0 for none, and strides in bytes.
+    Inputs of a combine: addresses, 0 for none, and strides in bytes.
     """
     def __init__(self, *, expert_out: int, stride: int, weighted: bool, uses_weights: bool = False, weights: int = 0, has_tail: bool = False, tail: int = 0) -> None:
         ...
 class Result:
     """
-    Where a combine writes: addresses, 0 for none, and a stride in bytes.
+    Outputs of a combine: addresses, 0 for none, and a stride in bytes.
     """
     def __init__(self, *, y: int, stride: int, accumulate: bool, tail: int = 0) -> None:
         ...
@@ -638,7 +638,7 @@ def isa() -> str:
     """
 def libfabric_status(wheels: collections.abc.Sequence[str] = []) -> dict:
     """
-    What libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.
+    Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.
     """
 def make_plan(config: Config, ids: int, wide: bool, tokens: int, alive: collections.abc.Sequence[bool]) -> Plan:
     ...
@@ -652,11 +652,11 @@ def pick_cpus(localities: collections.abc.Sequence[tuple[str, collections.abc.Se
     """
 def pick_nics(names: collections.abc.Sequence[str], localities: collections.abc.Sequence[tuple[str, collections.abc.Sequence[int]]], sysfs: str = '/sys') -> list[tuple[list[str], str, int]]:
     """
-    For each process of a host, (PCI address of its GPU or "", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.
+    Processes of a host are (PCI address of its GPU or "", its CPUs). Returns for each the NICs of these names that it takes, why, and the CPU of its proxy.
     """
 def proxy_of(rank: int, peer: int, proxies: int) -> int:
     """
-    Which of a rank's proxies carries to and from that peer.
+    Index of the proxy that carries to and from that peer.
     """
 BOTH: int = 3
 FIRST_STEP_FACTOR: int = 3

@@ -9,13 +9,13 @@ import typing
 __all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'many_tokens', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
-    Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.
+    The halves to launch and their stream; addresses of the plan and of the dispatch's results.
     """
     def __init__(self, *, stream: int, halves: int, plan: int, buffer: int, hooks: int = 0) -> None:
         ...
 class Tokens:
     """
-    What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.
+    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.
     """
     def __init__(self, *, count: int, x: int = 0, stride: int = 0, ids: int = 0, wide_ids: bool = False, weights: int = 0, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0) -> None:
         ...
@@ -27,13 +27,13 @@ class Outputs:
         ...
 class ExpertOutputs:
     """
-    What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
+    Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
     """
     def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
         ...
 class Result:
     """
-    Where a combine writes: addresses, 0 for none, and a stride in bytes.
+    Outputs of a combine: addresses, 0 for none, and a stride in bytes.
     """
     def __init__(self, *, tokens: int, y: int, stride: int, accumulate: bool, has_tail: bool = False, tail: int = 0) -> None:
         ...
@@ -81,12 +81,12 @@ class StreamEvent:
         ...
 class HostHeap(pplx_comm._core.Carried):
     """
-    What the proxy moves, and the words about it.
+    Blocks that the proxy moves, and their words.
     """
     @property
     def pinned_bytes(self) -> int:
         """
-        Of host memory.
+        Bytes of host memory.
         """
 class Exchange:
     def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, many_tokens: int, sending_share: int) -> None:
@@ -113,13 +113,13 @@ class Exchange:
         ...
     def ended(self, seconds: float) -> bool:
         """
-        Whether all that was launched has ended by then.
+        True if everything launched has ended by then.
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
     def made_at(self, buffer: int) -> int:
         """
-        Where in `memory` a buffer begins that peers fetch from.
+        Offset in `memory` of a buffer that peers fetch from.
         """
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
@@ -146,7 +146,7 @@ class Exchange:
     @property
     def arrivals_on_gpu(self) -> bool:
         """
-        Whether the proxy raises its words in GPU memory.
+        True if the proxy raises its words in GPU memory.
         """
     @property
     def bulk_combines(self) -> int:
@@ -160,17 +160,17 @@ class Exchange:
     @property
     def host(self) -> HostHeap | None:
         """
-        What the proxy carries for; None inside a node.
+        Memory that the proxy carries for; None inside a node.
         """
     @property
     def many_tokens(self) -> int:
         """
-        From so many on a step goes by bulk copies, where any does.
+        Steps of this many tokens go by bulk copies, where any do.
         """
     @property
     def memory(self) -> SharedMemory:
         """
-        What peers write into, and fetch from.
+        Memory that peers write into, and fetch from.
         """
     @property
     def open_steps(self) -> int:
@@ -180,12 +180,12 @@ class Exchange:
         ...
 class PlanLayout:
     """
-    Where the parts of a plan lie that Python reads: bytes from its start.
+    Offsets of the parts of a plan that Python reads: bytes from its start.
     """
     @property
     def nbytes(self) -> int:
         """
-        Of a plan for any number of tokens.
+        Size of a plan for any number of tokens.
         """
     @property
     def rows(self) -> int:
@@ -215,15 +215,15 @@ def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
     """
 def many_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
     """
-    From how many tokens on this GPU's steps should go by bulk copies. num_sms: 0: all.
+    The number of tokens from which steps should go by bulk copies on this GPU. num_sms: 0: all.
     """
 def output_layout(config: pplx_comm._core.Config) -> pplx_comm._core.OutputLayout:
     """
-    Where the tensors that a dispatch fills lie in its buffer. Before x, scale and weights there is all that its combine reads.
+    Offsets of the tensors that a dispatch fills in its buffer. Everything that its combine reads comes before x, scale and weights.
     """
 def pci_address(device: int) -> str:
     """
-    Of that GPU.
+    PCI address of that GPU.
     """
 def plan_layout(config: pplx_comm._core.Config) -> PlanLayout:
     ...
@@ -233,5 +233,5 @@ def runtime_version() -> int:
     """
 def write_ordering(pci: str) -> int | None:
     """
-    Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.
+    Ordering of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.
     """

@@ -36,7 +36,7 @@ class AllToAll:
     top_k: choices per token, 1 to 16.
     hidden: elements of a token; a row must be a multiple of 16 bytes.
     max_tokens_per_rank: the most tokens that any rank dispatches in a step; with replicas, the most that a group of them holds.
-    dtype: what dispatch takes and combine returns: bfloat16, float16 or float32.
+    dtype: dtype of dispatch's input and combine's output: bfloat16, float16 or float32.
     wire: the format of dispatched rows: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: the shape of d.x: Ragged(align=128), Padded() or Compact().
     device: "cpu", the default; "cuda" for torch's current GPU, or "cuda:1". Ranks of one node may share a GPU.
@@ -58,10 +58,10 @@ class AllToAll:
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
         order of the steps. None: no limit.
-    lent_outputs: with device="cuda" and Compact(), so many whole dispatches at a time have d.expert_out, memory that peers reach.
-        In a combine of many tokens on few multiprocessors they fetch what experts have written there, and nobody copies it once
-        more. Whoever holds d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep
-        what they were captured with, and may have it in common.
+    lent_outputs: with device="cuda" and Compact(), up to this number of live dispatches get a peer-readable d.expert_out. In a
+        combine of many tokens on few multiprocessors, peers fetch what experts have written there, without another copy. A
+        reference to d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what
+        they were captured with, and may have it in common.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=.
         On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
@@ -166,8 +166,9 @@ class AllToAll:
             ceil(hidden / 128)], powers of two with FP8_UE8M0; with MXFP8 uint8 (or float8_e8m0fnu) [tokens, ceil(hidden / 32)].
             With any strides.
         plan: the plan of an earlier dispatch, in place of topk_ids: the same routing for other tokens, as in a backward pass.
-        expert_groups: for Ragged and Padded, with hooks=True: d.group(i) is the i-th of so many parts of the local experts, and
-            d.group(i).wait() waits for their rows alone, so that a GEMM of any kind begins while rows of others travel.
+        expert_groups: for Ragged and Padded, with hooks=True: d.group(i) is the i-th of `expert_groups` equal parts of the local
+            experts, and d.group(i).wait() waits for their rows alone, so that a GEMM of any kind begins while rows of others
+            travel.
         async_op: returns after the send half; d.wait() is the receive half.
         """
         if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
@@ -348,7 +349,7 @@ class AllToAll:
         return int(c.heap_bytes) + staging
 
     def close(self) -> None:
-        """Gives everything back. Idempotent. Talks to nobody, and returns within 2 s even if peers are dead.
+        """Releases all memory and threads. Idempotent. Does not wait for peers; returns within 2 s even if they are dead.
 
         Calls in which other threads wait raise an Error that says so.
         """

@@ -17,7 +17,7 @@ The benchmarks are not part of the package: they run from a checkout, for exampl
 """
 DOCTOR = """\
 Says what this machine has for pplx_comm, what is off and how to turn it on, and the memory that one rank needs for a configuration.
-Exits 0 whatever is off: nothing of it is needed by everybody.
+Exits 0 whatever is off: no part is needed by all users.
 """
 
 

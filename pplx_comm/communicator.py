@@ -49,7 +49,7 @@ class Communicator:
 
     @classmethod
     def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-        """Over an mpi4py communicator, MPI.COMM_WORLD by default. MPI is used during this call only."""
+        """Makes one over an mpi4py communicator, MPI.COMM_WORLD by default. MPI is used during this call only."""
         if comm is None:
             from mpi4py import MPI
 
@@ -58,7 +58,7 @@ class Communicator:
 
     @classmethod
     def from_torch(cls, group: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-        """Over a torch.distributed process group of any backend, the default group if None. It is used during this call
+        """Makes one over a torch.distributed process group of any backend, the default group if None. It is used during this call
         only.
         """
         import torch.distributed as dist
@@ -78,17 +78,17 @@ class Communicator:
 
     @classmethod
     def from_env(cls, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
-        """From what torchrun, Open MPI, MPICH, Slurm, or RANK and WORLD_SIZE say. With none of them: a world of one.
+        """Reads rank and world size from torchrun, Open MPI, MPICH, Slurm, or RANK and WORLD_SIZE. None of them: one rank.
 
         Where rank 0 listens: PPLX_COMM_ADDR=host:port; else, if all ranks are on this host, an abstract unix socket
         named after the job; else MASTER_ADDR or SLURM_LAUNCH_NODE_IPADDR, with PPLX_COMM_PORT. Between hosts
         PPLX_COMM_SECRET must be set. `timeout`: seconds for all ranks to come, and for later waits that name none.
 
-        A rank that died or was left out comes back this way: its new process starts as at first, the others call this
-        again, and all meet anew. Their old Communicator works on meanwhile, so this may wait in a thread of its own while
-        the steps go on without the rank; `agree` on the old one says when everybody has the new one. Whoever restarts a
-        rank must give it the variables that it had; where the launcher's process is all that names the job (mpich), also
-        set PPLX_COMM_JOB on all ranks from the start.
+        A rank that died or was left out returns this way: its new process starts as at first, the others call this again, and
+        all meet anew. Their old Communicator keeps working, so this call may wait in a thread of its own while steps go on
+        without the rank. `agree` on the old one says when all have the new one. A rank must be restarted with the
+        variables that it had; where the launcher's process is all that names the job (mpich), also set PPLX_COMM_JOB on all ranks
+        from the start.
         """
         timeout = checked_timeout(timeout)
         with _starting:
@@ -100,13 +100,13 @@ class Communicator:
                 bootstrap.close()
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Until every rank is here. PeerError if one died or left, StepTimeout naming those that did not come."""
+        """Waits until every rank is here. Raises PeerError if one died or left, StepTimeout naming the ranks that did not come."""
         self.control.all_gather(None, "barrier", timeout)
 
     def agree(self, ready: bool, timeout: float | None = None) -> bool:
-        """Collective over the ranks that are left: whether every one of them is ready.
+        """Collective over the ranks that are left. Returns True if all of them are ready.
 
-        For what must happen on all ranks in the same step, such as the move to a new Communicator (see `from_env`).
+        Serves actions that all ranks must take in the same step, such as the move to a new Communicator (see `from_env`).
         """
         answers = self.control.all_gather({"ready": bool(ready)}, "agree", timeout)
         return all(answer["ready"] for answer in answers if answer is not None)
@@ -115,26 +115,26 @@ class Communicator:
     def busy(self, what: str = "busy") -> Iterator[None]:
         """`with comm.busy("compiling"):` tells the other ranks that this one lives and comes later, so that they do not blame it.
 
-        Meanwhile, and for a whole `timeout` after it, no rank's wait is given up; but half an hour at most, for what a rank is busy
-        with may hang. A death is noticed all the same. May be nested, and entered by several threads.
+        Until then, and for a whole `timeout` after it, no rank's wait is given up. The limit is half an hour, since a busy rank may
+        hang. A death is noticed all the same. May be nested, and entered by several threads.
         """
         with self.control.busy(what):
             yield
 
     def reset(self, timeout: float | None = None) -> list[int]:
-        """After a failure: the survivors agree on who is left, and all open AllToAlls go on from a fresh first step. Returns the
-        ranks that are left.
+        """After a failure: the survivors agree on the ranks that are left, and all open AllToAlls go on from a fresh first step.
+        Returns the ranks that are left.
 
         Collective over the survivors: call it where a PeerError is caught. All survivors must have the same AllToAlls open. The
         experts of the other ranks answer nothing. Handles and plans from before are invalid; CUDA graphs must be captured again.
         If no rank died, as after a timeout, and all ranks come, they all go on.
 
         Each thread that caught the failure may call it: one of them resets, the others wait, and all get the same ranks. Meanwhile
-        calls of other threads raise the failure. With no failure since the last reset, it changes nothing; but if this rank has
-        begun steps that it cannot end, since its own code raised, it gives them up: that is a failure on all ranks. With
+        calls of other threads raise the failure. With no failure since the last reset, it changes nothing. Exception: if this rank
+        has begun steps that it cannot end, since its own code raised, it gives them up; that is a failure on all ranks. With
         device="cuda" it waits until the work on the streams of earlier calls has ended.
 
-        timeout: seconds for the other living ranks to come here too. A rank that is stopped or stuck elsewhere is then left out
+        timeout: seconds for the other living ranks to call reset. A rank that is stopped or stuck elsewhere is then left out
             like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout, at least 30 s.
 
         To take a rank back, all ranks make a new Communicator and new AllToAlls on it: see `from_env`.
@@ -149,7 +149,7 @@ class Communicator:
         return self.control.failure
 
     def close(self) -> None:
-        """Idempotent, waits for nobody, 2 s at most."""
+        """Leaves the job. Idempotent. Does not wait for peers; returns within 2 s."""
         self.control.close("close() was called")
 
     def __enter__(self) -> Communicator:

@@ -1,4 +1,4 @@
-"""What this machine has, what is off and why, and the command that turns it on."""
+"""Reports what this machine has, what is off and why, and the command that turns it on."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _fabric(settings: Settings) -> list[Finding]:
 
 
 GPU_CLASSES = ("0x0300", "0x0302")
-"""What sysfs calls display and 3D controllers."""
+"""PCI classes of display and 3D controllers, as sysfs writes them."""
 
 
 def _gpu_addresses(sysfs: Path | None = None) -> list[str]:
@@ -168,7 +168,7 @@ def _gpu_addresses(sysfs: Path | None = None) -> list[str]:
 
 
 def _choices(settings: Settings) -> list[Finding]:
-    """What ranks would take: one for each GPU, or one for this host."""
+    """Lists the choices that ranks would make: one for each GPU, or one for this host."""
     localities = [libfabric.this_locality(gpu) for gpu in _gpu_addresses()] or [libfabric.this_locality()]
     findings = []
     for number, locality in enumerate(localities):
@@ -286,7 +286,7 @@ def _version(number: int) -> str:
 
 
 def _nvshmem() -> list[Finding]:
-    """Whether transport='nvshmem' works here, and who would post to a ConnectX: that is the host's, whatever is installed."""
+    """Checks that transport='nvshmem' works here. A ConnectX's doorbell is rung as the host allows, with any NVSHMEM."""
     return [_nvshmem_module(), _ibgda(), _nvshmem_settings()]
 
 
@@ -305,7 +305,7 @@ def _nvshmem_module() -> Finding:
 
 
 def _ibgda() -> Finding:
-    """What files say of this host, and where NVSHMEM can be started what came of it."""
+    """Reports IBGDA by this host's files, and by a started NVSHMEM where that is possible."""
     expected = ibgda.verdict(sysfs_here(), PROC)
     if expected.rung_by is None or not _nvshmem_usable():
         return Finding("ibgda", expected.rung_by is not None, expected.says, expected.turn_on)
@@ -344,7 +344,7 @@ def _environment() -> list[Finding]:
 
 
 def _settings() -> tuple[Settings, list[Finding]]:
-    """What is set, if all of it is right, and what is not."""
+    """Returns the settings, with defaults if some are wrong, and the findings about them."""
     try:
         read(Start)
         return read(Settings), []
@@ -391,7 +391,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_layer_arguments(parser)
     parser.add_argument("--ranks", type=int, default=8, help="ranks of the configuration (8)")
     parser.add_argument("--in-flight", type=int, default=1, help="steps open at once (1)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _text(found: list[Finding], needs: list[dict[str, Any]], arguments: argparse.Namespace) -> str:

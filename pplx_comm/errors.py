@@ -13,8 +13,8 @@ class PeerError(Error):
     """Another rank died, left, aborted or sent something wrong.
 
     peer: the rank at fault.
-    phase, step: where it showed.
-    expected, seen: what was waited for, and what came.
+    phase, step: the place where it showed.
+    expected, seen: the value that was waited for, and the value that came.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What dispatch and combine return."""
+"""Results of dispatch and combine."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ class Dispatched:
     """The routing of the tokens that this rank sent."""
     step: int
     received = False
-    """Whether the receive half is done."""
+    """True once the receive half is done."""
     used = False
-    """Whether it was combined or released."""
+    """True once it was combined or released."""
     owner: Owner
     receiving: threading.Lock
     """Held by the thread that receives: several may wait."""
@@ -125,7 +125,7 @@ class Dispatched:
         self.owner.watch(self)
 
     def group(self, number: int) -> ExpertGroup:
-        """Of dispatch(expert_groups=g), the group number 0 to g - 1: local experts in order, in equal parts."""
+        """Returns group 0 to g - 1 of dispatch(expert_groups=g): local experts in order, in equal parts."""
         groups = self.expert_groups
         if not 0 <= number < groups:
             raise Error(f"d.group({number}): this dispatch has {groups} groups; dispatch(expert_groups=) says how many")
@@ -146,7 +146,7 @@ class Combining:
     """A combine whose send half is done."""
 
     done = False
-    """Whether the receive half is done."""
+    """True once the receive half is done."""
 
     def __init__(self, dispatched: Dispatched, out: torch.Tensor, accumulate: bool, tail: torch.Tensor | None) -> None:
         self.owner = dispatched.owner

@@ -30,7 +30,7 @@ class Hooks:
 
 
 class Rows(Protocol):
-    """What a group shows of its dispatch."""
+    """The part of a dispatch that a group shows."""
 
     x: torch.Tensor
     scale: torch.Tensor | None

@@ -37,11 +37,13 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     shape.add_argument("--hidden", type=positive, default=7168, help="elements of a token (7168)")
     shape.add_argument("--experts", type=positive, default=256, help="experts of all ranks together (256)")
     shape.add_argument("--top-k", type=positive, default=8, help="experts per token (8)")
-    shape.add_argument("--dtype", choices=DTYPES, default="bf16", help="what dispatch takes and combine returns (bf16)")
+    shape.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of dispatch's input and combine's output (bf16)")
     shape.add_argument(
-        "--wire", type=_wire, default="native", help="what travels in dispatch: native, fp8, fp8_ue8m0 or mxfp8 (native)"
+        "--wire", type=_wire, default="native", help="format of dispatched rows: native, fp8, fp8_ue8m0 or mxfp8 (native)"
     )
-    shape.add_argument("--layout", choices=("ragged", "padded", "compact"), default="ragged", help="how received rows lie (ragged)")
+    shape.add_argument(
+        "--layout", choices=("ragged", "padded", "compact"), default="ragged", help="layout of received rows (ragged)"
+    )
     shape.add_argument("--align", type=positive, help="each expert's rows start at a multiple of it (ragged: 128, padded: 1)")
 
 

@@ -16,7 +16,7 @@ def _positive(name: str, value: int | None, most: int = 2**31 - 1) -> None:
 class Ragged:
     """Rows by expert: ``d.x`` is [rows, hidden], and ``d.offsets`` says where each expert's rows start.
 
-    align: every expert's segment starts at a multiple of it (128 is what grouped GEMMs want).
+    align: every expert's segment starts at a multiple of it (grouped GEMMs need 128).
     zero_pad: the rows between segments are zero; otherwise they are undefined.
     max_rows: rows of ``d.x``. None takes the worst case, all tokens to this rank, if that is at most 1 GiB.
     """
@@ -50,7 +50,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Compact:
-    """Each token once, however many local experts want it: ``d.x`` [rows, hidden], ``d.topk_ids``, ``d.topk_weights``.
+    """Each token once, even if several local experts are chosen: ``d.x`` [rows, hidden], ``d.topk_ids``, ``d.topk_weights``.
 
     ``combine`` takes one row per received row: the caller adds up its experts' outputs, weighted.
     """

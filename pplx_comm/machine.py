@@ -1,4 +1,4 @@
-"""What this machine is, for the benchmark's record and for doctor."""
+"""Describes this machine, for the benchmark's record and for doctor."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Variable:
-    """What is known of a variable besides its value."""
+    """Name, rule and meaning of a variable."""
 
     name: str
     parse: Callable[[str], Any]
     """Raises ValueError."""
     must: str
-    """What the value must be, for the error."""
+    """The rule for its value, for the error."""
     help: str
     default: str
     """In words."""
@@ -125,7 +125,7 @@ def _c_integer(text: str) -> int:
 
 @dataclass(frozen=True)
 class Start:
-    """What Communicator.from_env() reads."""
+    """Settings of Communicator.from_env()."""
 
     address: tuple[str, int | None] | None = _variable(
         "PPLX_COMM_ADDR", _host_and_port, "host:port, with a port between 1 and 65535 and an IPv6 address in brackets",
@@ -150,7 +150,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Settings:
-    """What AllToAll() reads."""
+    """Settings of AllToAll()."""
 
     threads: int | None = _variable(
         "PPLX_COMM_THREADS", _whole(1, 1024), "1 to 1024", "CPU threads of a rank's phases",
@@ -183,7 +183,7 @@ class Settings:
     )  # fmt: skip
     bulk_tokens: int = _variable(
         "PPLX_COMM_BULK_TOKENS", _whole(1, 2**31), "1 to 2^31",
-        "On GPUs of one node, steps of at least so many tokens go by bulk copies; the same on all ranks", value=0,
+        "On GPUs of one node, steps of at least this number of tokens go by bulk copies; the same on all ranks", value=0,
         default="by GPU, num_sms and shape: src/cuda/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(
@@ -193,7 +193,7 @@ class Settings:
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",
-        "On GPUs, a block for another node leaves in up to eight parts of at least so many bytes; the same on all ranks",
+        "On GPUs, a block for another node leaves in up to eight parts of at least this size; the same on all ranks",
         value=64 * 1024, default="65536",
     )  # fmt: skip
     gdrcopy: bool = _variable(
@@ -220,7 +220,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Serving:
-    """What vLLM's plug-in reads."""
+    """Settings of vLLM's plug-in."""
 
     alias: str | None = _variable(
         "PPLX_COMM_VLLM_ALIAS", _one_of("deepep_low_latency"), "'deepep_low_latency'",
@@ -251,7 +251,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Sglang:
-    """What SGLang's plug-in reads."""
+    """Settings of SGLang's plug-in."""
 
     max_tokens: int | None = _variable(
         "PPLX_COMM_SGLANG_MAX_TOKENS", _whole(1), "a positive integer",
@@ -311,7 +311,7 @@ def foreign(name: str, default: str = "") -> str:
 
 
 def whole_environment() -> Mapping[str, str]:
-    """For the launcher's variables, and for what a child process inherits."""
+    """Returns the launcher's variables, and those that a child process inherits."""
     return os.environ
 
 

@@ -37,7 +37,7 @@ class Wire(str, Enum):
 
     @property
     def quantised(self) -> bool:
-        """Whether dispatched rows are codes with scales."""
+        """True if dispatched rows are codes with scales."""
         return self is not Wire.NATIVE
 
     @property

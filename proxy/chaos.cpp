@@ -10,8 +10,8 @@
 namespace pplx {
 namespace {
 
-// Of the number of a piece three bits travel, of the step five, so eight pieces later, or 32 steps, a copy would look current. A replay
-// may be twice as many arrivals old.
+// Three bits of a piece's number travel, and five of a step's, so eight pieces later, or 32 steps, a copy would look current. A
+// replay is at most 2 * kPast arrivals old.
 constexpr std::size_t kPast = 3;
 constexpr std::size_t kMostParts = 4096;       // may wait: real queues are finite
 constexpr std::size_t kErrorsKept = 64;

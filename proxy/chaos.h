@@ -30,13 +30,13 @@ struct ChaosOptions {
   };
 
   std::uint64_t seed = 1;
-  double delay = 0.2;           // of writes, and again of completions: how many wait, up to delay_us
+  double delay = 0.2;           // share of writes, and again of completions, that wait up to delay_us
   std::uint32_t delay_us = 200;
-  double shuffle = 0.5;         // of writes and completions: how many overtake others that wait
-  double split = 0.3;           // of blocks: their writes become two to four, each a shard of its own
-  double duplicate = 0.1;       // of arrivals: how many come twice
-  double replay = 0.05;         // of arrivals: how many bring an earlier one with them
-  double again = 0.2;           // of posts: how many are refused, and some after them
+  double shuffle = 0.5;         // share of writes and completions that overtake waiting ones
+  double split = 0.3;           // share of blocks whose writes become two to four, each a shard of its own
+  double duplicate = 0.1;       // share of arrivals that come twice
+  double replay = 0.05;         // share of arrivals that bring an earlier one with them
+  double again = 0.2;           // share of posts that are refused, and some after them
   std::vector<Cut> cuts;
   std::vector<Stall> stalls;
 };
@@ -85,12 +85,12 @@ class ChaosFabric final : public Fabric {
     LocalRegion source;
     RemoteRegion target;
     std::uint32_t pieces = 0;        // not ended yet
-    bool swallowed = false;          // by a mute link
+    bool swallowed = false;          // a mute link swallowed it
     int error = 0;
     std::string text;
   };
   struct Piece {
-    std::uint64_t operation;         // what the inner fabric gets as context
+    std::uint64_t operation;         // the inner fabric's context
     std::size_t begin, bytes;
     std::uint32_t immediate;
     int endpoint;
@@ -126,11 +126,11 @@ class ChaosFabric final : public Fabric {
   std::uint32_t refusals_ = 0;                         // still to come in this burst
   std::uint64_t arrivals_ = 0;                         // handed out
   std::unordered_map<std::uint64_t, Operation> operations_;
-  std::unordered_map<int, std::uint64_t> written_;     // by peer: writes accepted
+  std::unordered_map<int, std::uint64_t> written_;     // indexed by peer: writes accepted
   std::deque<Piece> pieces_;                             // not posted yet
   std::deque<Held> held_;
   std::deque<std::uint32_t> past_;                     // immediates that came lately
-  std::deque<std::pair<std::uint64_t, std::string>> errors_;   // by the caller's context
+  std::deque<std::pair<std::uint64_t, std::string>> errors_;   // keyed by the caller's context
   ChaosCounts counts_;
 };
 

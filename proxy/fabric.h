@@ -34,7 +34,7 @@ struct LocalRegion {
 struct RemoteRegion {
   std::uint64_t base = 0;                    // added to every offset: the region's address, or 0 where the provider counts from 0
   std::uint64_t bytes = 0;
-  std::uint64_t key[kMaxEndpoints] = {};     // by the peer's endpoint
+  std::uint64_t key[kMaxEndpoints] = {};     // indexed by the peer's endpoint
 };
 
 struct Write {
@@ -72,10 +72,10 @@ class Fabric {
  public:
   virtual ~Fabric() = default;
 
-  virtual std::string name() const = 0;                 // for logs and errors: "tcp;ofi_rxm (libfabric 1.17)"
+  virtual std::string name() const = 0;                 // name in logs and errors: "tcp;ofi_rxm (libfabric 1.17)"
   virtual int endpoints() const = 0;                    // 1..kMaxEndpoints
   virtual std::string endpoint_name(int endpoint) const = 0;   // the NIC, for errors: "rdmap16s27-rdm"
-  virtual Blob address() const = 0;                     // of all endpoints, for insert_peer on the other side
+  virtual Blob address() const = 0;                     // covers all endpoints; the other side passes it to insert_peer
   virtual void insert_peer(int peer, const Blob& address) = 0;   // before any write from or to that peer
   virtual void remove_peer(int peer) = 0;               // a dead one; never talks to it
   virtual LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) = 0;

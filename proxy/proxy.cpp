@@ -202,7 +202,7 @@ Proxy::Cut Proxy::whole(Object& object, const Job& job, std::uint32_t word, Mail
   return {mail.step, 0, 0, object.layout[std::uint32_t(job.op)].bytes(mail.rows)};
 }
 
-// The next part that the mail announces; none: all of them are under way.
+// The next part that the mail announces; none: all of them are in flight.
 std::optional<Proxy::Cut> Proxy::next_part(Object& object, const Job& job, std::uint32_t word, Mail mail) {
   const PartSizes& sizes = object.parts[std::uint32_t(job.op)];
   const BlockLayout& layout = object.layout[std::uint32_t(job.op)];
@@ -215,7 +215,7 @@ std::optional<Proxy::Cut> Proxy::next_part(Object& object, const Job& job, std::
   return Cut{mail.step, part, at, layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at};
 }
 
-// The next piece that the mail announces, in its place; none: all of them are under way. The device announces a piece when its place is
+// The next piece that the mail announces, in its place; none: all of them are in flight. The device announces a piece when its place is
 // free here and at the peer.
 std::optional<Proxy::Cut> Proxy::next_piece(Object& object, const Job& job, std::uint32_t word, Mail mail) {
   const Config& c = object.o.config;

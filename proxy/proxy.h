@@ -26,8 +26,8 @@ struct ProxyFailure {
   std::string text(std::uint32_t rank) const;
 };
 
-// Which of a rank's proxies carries to and from `peer`. Each proxy has a fabric of its own, so both ranks must come to the same answer.
-// endpoint_of() deals blocks to endpoints by the same sum, so the small blocks of two proxies take different NICs.
+// Index of the rank's proxy that carries to and from `peer`. Each proxy has a fabric of its own, so both ranks must come to the
+// same answer. endpoint_of() deals blocks to endpoints by the same sum, so the small blocks of two proxies take different NICs.
 constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) { return (rank + peer) % proxies; }
 
 // One AllToAll of this rank, as the proxy sees it.
@@ -37,7 +37,7 @@ struct ProxyObject {
   char* memory = nullptr;                          // this rank's heap
   char* arrivals = nullptr;                        // see Carried
   LocalRegion region;                              // the same, registered
-  std::vector<std::unique_ptr<RemoteRegion>> peers;   // by rank: the heaps of remote peers; null: not carried by the proxy
+  std::vector<std::unique_ptr<RemoteRegion>> peers;   // indexed by rank: the heaps of remote peers; null: not carried by the proxy
   std::function<void(const ProxyFailure&)> on_failure;
   std::shared_ptr<void> owner;                     // keeps the memory while writes may read it
 };
@@ -47,7 +47,7 @@ struct ProxyStats {
   std::uint64_t again = 0;         // posts that the fabric asked to repeat
   std::uint64_t dropped = 0;       // immediates of no open step
   std::uint64_t duplicates = 0;    // shards that had landed already
-  std::uint64_t endpoint_bytes[kMaxEndpoints] = {};   // of `bytes`, by the endpoint that posted them
+  std::uint64_t endpoint_bytes[kMaxEndpoints] = {};   // share of `bytes`, by the endpoint that posted them
 };
 
 class Proxy {
@@ -59,14 +59,14 @@ class Proxy {
   void detach(std::uint32_t object);
   bool step();                                     // true if anything moved
   bool unused() const;                             // nothing is attached
-  bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is under way
+  bool waiting() const { return awaited_ > 0 || outstanding_ > 0 || !queue_.empty(); }   // a step is open, or a write is in flight
   // Writes that are not complete, posted or not; blocks that were announced since the last step() count too.
   std::uint32_t outstanding(std::uint32_t object) const;
   void fail_all(const std::string& message);
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // A block, or a part or a piece of one, on its way from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
+  // A block, or a part or a piece of one, in flight from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
   // shard each, without data.
   struct Outgoing {
     std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
@@ -90,7 +90,7 @@ class Proxy {
     bool next_has_credit = false;    // the one behind those has come before it
   };
   struct Incoming {
-    ShardMask masks[kMostParts];     // of the parts, or of the pieces under way, by place
+    ShardMask masks[kMostParts];     // masks of the parts, or of the pieces in flight, by place
     std::uint32_t step = 0;          // whose they are
     std::uint32_t done = 0;          // leading ones of it that have landed
     std::uint32_t next = 0;          // dispatch: the step that comes next
@@ -102,22 +102,22 @@ class Proxy {
     BlockLayout layout[kOps];
     PartSizes parts[kOps];
     std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
-    std::uint32_t words = 0;         // of the mailbox, without credits
+    std::uint32_t words = 0;         // words of the mailbox, without credits
     std::vector<std::uint32_t> remote;
     std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
-    std::vector<Outgoing> out;       // by word_index, and again for other parts, or the other place of an AllToAll in pieces; then the credits
-    std::vector<Sender> senders;     // by word_index; of an AllToAll in parts or in pieces
+    std::vector<Outgoing> out;       // indexed by word_index, again for other parts, or the other place in pieces; then the credits
+    std::vector<Sender> senders;     // indexed by word_index; only in an AllToAll in parts or in pieces
     std::vector<Incoming> in;
     std::uint32_t outstanding = 0;
 
     std::uint32_t places() const { return heap.in_pieces ? kPlaces : heap.in_parts ? kMostParts : 1; }
     bool goes_in_parts(Op op) const { return heap.in_parts && op != Op::Weights; }
-    std::uint32_t out_index(std::uint32_t word, std::uint32_t number) const { return word + words * (number % places()); }   // of a Cut
+    std::uint32_t out_index(std::uint32_t word, std::uint32_t number) const { return word + words * (number % places()); }   // a Cut's
     bool is_credit(std::uint32_t index) const { return index >= words * places(); }
   };
   struct Job {
     std::uint32_t object, index, peer;   // index: in `out`
-    Op op;                               // of a credit: whose pieces it counts
+    Op op;                               // a credit's: whose pieces it counts
   };
 
   // Blocks posted in one go; also the words of a cache line.

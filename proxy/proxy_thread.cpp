@@ -16,7 +16,7 @@ using Clock = std::chrono::steady_clock;
 
 // Polling a provider takes about as long as a short spin, so a few tries are enough before others get the core.
 constexpr unsigned kSpins = 16;
-// On a core of its own the thread is in nobody's way, and a yield costs more than many looks at the mailboxes.
+// On a core of its own the thread disturbs no other, and a yield costs more than many looks at the mailboxes.
 constexpr unsigned kLooksWhenPinned = 64;
 constexpr auto kAwake = std::chrono::seconds(1);
 // After this long without work, and without a core of its own, the thread naps between looks: see cpu::Backoff.

@@ -41,7 +41,7 @@ class ProxyThread {
 
   ProxyThreadStats stats() const;
 
-  // Whether the thread takes a turn within that time. If not, it is stuck inside the provider, or gets no core.
+  // True if the thread takes a turn within that time. If not, it is stuck inside the provider, or gets no core.
   bool takes_turns(double within_seconds) const;
 
  private:

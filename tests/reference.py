@@ -1,4 +1,4 @@
-"""What dispatch and combine must return, in plain torch, from docs/design.md alone: nothing here is shared with the library.
+"""Expected results of dispatch and combine, in plain torch, from docs/design.md alone: nothing here is shared with the library.
 
 Every result is meant to the last bit: sums in fp32, multiply then add, each rounded; choices in k order; every rank's partial
 sum rounded to the row's dtype; ranks ascending; one rounding at the end.
@@ -27,7 +27,7 @@ class Shape:
     wire: str = "native"
     layout: str = "ragged"  # or padded, compact
     align: int = 1
-    rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: as many as it takes
+    rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: no limit
     replicas: int = 1  # ranks in a row that hold the same tokens; those of them that live send them in turn
     dead: tuple[int, ...] = ()
 
@@ -52,7 +52,7 @@ class Shape:
 
 @dataclass
 class Tokens:
-    """What one rank puts into one step."""
+    """A rank's input to one step."""
 
     x: torch.Tensor  # [tokens, hidden]; e4m3 if the caller quantised
     ids: torch.Tensor  # int32 or int64 [tokens, top_k]
@@ -80,7 +80,7 @@ POWERS = torch.arange(-127, 128, dtype=torch.float64).exp2()
 
 
 def block_scales(wire: str, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What float32 amax calls for: the scale, and what values are multiplied with, as float64."""
+    """Returns the scale for a float32 amax, and the factor of the values, as float64."""
     none = torch.ones((), dtype=torch.float64)
     if wire == "fp8":
         # Below 2^-118 the reciprocal would overflow: such a block uses the smallest normal scale.
@@ -118,7 +118,7 @@ def quantise(x: torch.Tensor, wire: str = "fp8") -> tuple[torch.Tensor, torch.Te
 
 
 def scale_numbers(scale: torch.Tensor) -> torch.Tensor:
-    """What scales mean, as float64."""
+    """Decodes scales, as float64."""
     if scale.dtype != torch.uint8:
         return scale.double()
     return torch.where(scale == 0xFF, torch.nan, POWERS[scale.long().clamp(max=254)])
@@ -130,7 +130,7 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, wire: str = "fp8") -> t
 
 
 def payload(shape: Shape, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What travels: a row for each token, and its scales."""
+    """Returns the rows that travel, one a token, and their scales."""
     if not shape.quantised:
         return tokens.x, None
     if tokens.x_scale is not None:
@@ -152,7 +152,7 @@ class Segment:
 
 
 def segments(shape: Shape, everybody: list[Tokens], rank: int) -> list[Segment]:
-    """By local expert: its rows in (source, token, choice) order."""
+    """Returns for each local expert its rows in (source, token, choice) order."""
     result = []
     for expert in shape.experts_of(rank):
         parts = []
@@ -260,14 +260,15 @@ def _kept(shape: Shape, everybody: list[Tokens], rank: int) -> torch.Tensor:
         found = segments(shape, everybody, other)
         _, fits = places(shape, [len(s.token) for s in found])
         for segment, fit in zip(found, fits, strict=True):
-            ours = segment.source // shape.replicas == rank // shape.replicas  # who holds the same tokens lacks the same
+            ours = segment.source // shape.replicas == rank // shape.replicas  # ranks that hold the same tokens lack the same
             lost = (torch.arange(len(segment.token)) >= fit) & ours
             kept[segment.token[lost], segment.choice[lost]] = False
     return kept
 
 
 def tail(shape: Shape, everybody: list[Tokens], rank: int, given: torch.Tensor) -> torch.Tensor:
-    """What comes back to that rank, where `given` [tokens, top_k] was attached to its choices: 0 where a choice went nowhere."""
+    """Returns the tails that come back to that rank, where `given` [tokens, top_k] was attached to its choices: 0 where a choice
+    went nowhere."""
     return (
         torch.where((everybody[rank].ids >= 0) & _kept(shape, everybody, rank), as_bits(given), 0)
         .to(torch.int32)

@@ -52,12 +52,12 @@ def reached_from(kernel: str, calls: Mapping[str, set[str]]) -> set[str]:
 
 
 def readable(name: str) -> str:
-    name = re.sub(r"^__nv_static_\d+__\w+?_(?=_Z)", "", name)  # of a kernel that only its file knows
+    name = re.sub(r"^__nv_static_\d+__\w+?_(?=_Z)", "", name)  # the prefix of a kernel that only its file knows
     return machine_code.readable(run(["c++filt", name]).strip())
 
 
 def wrong_calls(ptx: str) -> list[str]:
-    """Of all kernels: calls of NVSHMEM's that are not allowed, and calls that nobody can follow."""
+    """Checks all kernels: returns calls of NVSHMEM's that are not allowed, and calls that cannot be followed."""
     kernels, calls = calls_of(ptx)
     found = []
     for kernel in sorted(kernels):

@@ -1,4 +1,4 @@
-"""What only GPUs can show: the runs that tools/on_gpus.py starts, proofs first, then figures."""
+"""Runs that need GPUs, for tools/on_gpus.py: proofs first, then figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Run:
     name: str
     about: str
     minutes: float
-    """What it takes on H200s, roughly. A run that takes twice as long is ended."""
+    """Time on H200s, roughly. A run that takes twice as long is ended."""
     command: str
     """{python}, {gpus}, {experts} (32 for each GPU) and {out}, a path for files of the run's own, are filled in."""
     gpus: int = 2
@@ -36,7 +36,7 @@ def layer(name: str, about: str, minutes: float, options: str) -> Run:
 
 
 def launched(name: str, about: str, minutes: float, script: str) -> Run:
-    """Of a script that does not start its ranks itself."""
+    """Makes a run of a script that does not start its ranks itself."""
     command = f"{{python}} -m torch.distributed.run --nproc-per-node {{gpus}} {script} --json {{out}}.json"
     return Run(name, about, minutes, command, figure=True)
 

@@ -49,7 +49,7 @@ has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p'
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
     pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
 
-# An older libfabric for tests of the efa provider: that of a wheel whose MPI nobody uses.
+# An older libfabric for tests of the efa provider: that of a wheel whose MPI is not used.
 if [ ! -d "$venv/libfabric-1.22" ]; then
     wheel=$(mktemp -d)
     if "${pip[@]:0:3}" download --quiet --disable-pip-version-check --no-deps --only-binary :all: -d "$wheel" mpich==4.3.2; then

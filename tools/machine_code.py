@@ -44,7 +44,7 @@ SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many", "dispatch_man
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a kernel, in bytes but for registers."""
+    """Sizes of a kernel, in bytes but for registers."""
 
     code: int
     registers: int
@@ -53,9 +53,8 @@ class Sizes:
     spill_loads: int
 
 
-# What a kernel may have at most. True: a plain one. Code may grow by some 3 % before somebody must look; the launch bounds leave a
-# thread 96 registers in dispatch and in sums, 168 in other kernels of combine. `--show` prints what there is, `--bounds` a new
-# table.
+# Upper bounds of each kernel. True: a plain one. Code may grow by some 3 % before the check fails; the launch bounds leave a thread
+# 96 registers in dispatch and in sums, 168 in other kernels of combine. `--show` prints the sizes, `--bounds` a new table.
 BOUNDS: dict[str, Sizes] = {
     "dispatch_kernel<Quantised<2>, false>": Sizes(174080, 96, 192, 28, 32),
     "dispatch_kernel<Quantised<4>, false>": Sizes(176128, 96, 192, 52, 36),
@@ -130,7 +129,7 @@ MAY_WAIT = {
         MayWait("combine_kernel.cuh", "load_token_row(a, ", "the same", along=True),
     ),
 }
-"""By kernel, all of its plain variants or one of them. An exception that nothing needs any more is an error, too."""
+"""Exceptions by kernel: all of its plain variants or one of them. An exception that is not needed any more is an error."""
 
 
 # ---- compiling ----
@@ -168,7 +167,7 @@ def options() -> list[str]:
 
 
 def is_built() -> bool:
-    """Whether build/dev has kernels that can be looked at, made by the compiler that the bounds are for."""
+    """True if build/dev has kernels to look at, made by the compiler that the bounds are for."""
     cache, about = DEV / "CMakeCache.txt", next(DEV.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"), None)
     if about is None or not re.search(r"^PPLX_CUDA_INSPECT:\w+=ON$", cache.read_text(), re.M):
         return False
@@ -275,7 +274,7 @@ def place(instruction: sass.Instruction) -> str:
 
 
 def check_loads(kernel: Kernel, rules: dict[str, tuple[MayWait, ...]], used: set[tuple[str, MayWait]]) -> list[str]:
-    """What is wrong. `used` gets the exceptions that there was a reason for."""
+    """Returns what is wrong. `used` gets the exceptions that there was a reason for."""
     may_wait = {what: name for name in (kernel.name, kernel.template) for what in rules.get(name, ())}
 
     def exception(load: sass.Instruction) -> MayWait | None:
@@ -295,7 +294,7 @@ def check_loads(kernel: Kernel, rules: dict[str, tuple[MayWait, ...]], used: set
     wrong = [f"cannot be followed: {what}" for what in followed.lost]
     if not followed.barriers or not followed.loads:
         wrong.append("has no barrier, or no load before it: is this still the kernel that the rule was made for?")
-    bad: dict[int, list[sass.Wait]] = {}  # by the address that waits
+    bad: dict[int, list[sass.Wait]] = {}  # keyed by the address that waits
     for wait in followed.waits:
         what = exception(wait.load)
         if what is not None and may(wait, what):

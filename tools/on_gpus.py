@@ -37,10 +37,10 @@ class Machine:
     """How many run beside each other: more than GPUs under MPS."""
 
     def lacks(self, run: Run) -> str:
-        """What keeps it from running here, or nothing."""
+        """Returns the reason that it cannot run here, or nothing."""
         have = self.gpus if run.figure else self.ranks
         if have < run.gpus:
-            return f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}" + ("" if run.figure else ", or as many ranks under MPS")
+            return f"needs {run.gpus} GPU{'s' * (run.gpus > 1)}" + ("" if run.figure else f", or {run.gpus} ranks under MPS")
         return ""
 
 
@@ -118,7 +118,7 @@ def build(out: Path, cmake: str) -> None:
 
 
 def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, str]:
-    """Whether it succeeded, or was not begun."""
+    """Returns true if it succeeded or was not begun, and its outcome in words."""
     done = out / f"{run.name}.ok"
     left = until - time.monotonic()
     lacks = machine.lacks(run)
@@ -135,7 +135,8 @@ def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, 
 
 
 def run_all(runs: list[Run], machine: Machine, out: Path, until: float, beside: int = 1) -> bool:
-    """Whether all that was begun succeeded. Of proofs that follow each other, `beside` run at a time; what measures runs alone."""
+    """True if all runs that were begun succeeded. `beside` proofs that follow each other run at a time; runs that measure run
+    alone."""
     good = True
     for figures, some in itertools.groupby(runs, key=lambda run: run.figure):
         with ThreadPoolExecutor(1 if figures else beside) as pool, (out / "summary.txt").open("a") as summary:
@@ -154,7 +155,7 @@ def main() -> int:
     parser.add_argument(
         "--minutes", type=float, default=600, help="none is begun that would take longer, none goes on longer (600)"
     )
-    parser.add_argument("--beside", type=int, default=1, metavar="N", help="so many proofs at a time (1)")
+    parser.add_argument("--beside", type=int, default=1, metavar="N", help="proofs that run at a time (1)")
     parser.add_argument("--out", type=Path, help="folder for outputs, figures and plots; made where it is not there")
     parser.add_argument("--build", action="store_true", help="build first, with this Python and what the host has")
     parser.add_argument(

@@ -18,7 +18,7 @@ class Instruction:
     guard: str  # "@!P0 ", or nothing
     opcode: str  # with its modifiers
     operands: list[str]
-    lines: tuple[Line, ...]  # of the source, innermost first: each is inlined at the next
+    lines: tuple[Line, ...]  # lines of the source, innermost first: each is inlined at the next
     control: int = 0  # see below
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Instruction:
     @property
     def waits_for(self) -> set[int]:
         waited = {i for i in range(6) if self.control >> 11 >> i & 1}
-        # Waits until a scoreboard has come down to a number: which of its loads are there by then, nobody can tell.
+        # Waits until a scoreboard has come down to a number: the loads behind it are then unknown.
         if self.name == "DEPBAR":
             waited |= {int(number) for number in re.findall(r"\bSB(\d)", ", ".join(self.operands))}
         return waited
@@ -106,7 +106,7 @@ WIDTH = re.compile(r"\.[SUB]?(64|96|128)\b")
 STORES = {"ST", "STG", "STS", "STL", "RED", "REDG", "REDS"}
 WITHOUT_RESULT = STORES | {"BAR", "BRA", "BREAK", "BSYNC", "EXIT", "NANOSLEEP", "SYNCS", "WARPSYNC"}
 ONE_PREDICATE = {"ATOM", "ATOMG", "ATOMS", "LOP3", "SHFL", "MATCH"}
-"""What may have a predicate before the register that it writes."""
+"""Instructions that may have a predicate before the register that they write."""
 
 
 def width_of(instruction: Instruction) -> int:
@@ -158,7 +158,7 @@ def split(instruction: Instruction) -> tuple[set[str], set[str]]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A load on its way."""
+    """A load in flight."""
 
     load: int  # its index
     scoreboard: int
@@ -168,18 +168,18 @@ class Pending:
 
 @dataclass
 class State:
-    """What may be so before an instruction: of all ways that lead there."""
+    """Possible facts before an instruction, over all ways that lead there."""
 
     pending: frozenset[Pending] = frozenset()
-    holds: dict[str, frozenset[int]] = field(default_factory=dict)  # by register: loads that have written it, or will
-    joins: dict[str, frozenset[str]] = field(default_factory=dict)  # by barrier register: where BSYNC goes on
-    trips: dict[str, int] = field(default_factory=dict)  # by role: that were waited for one after the other
+    holds: dict[str, frozenset[int]] = field(default_factory=dict)  # register -> loads that have written it, or will
+    joins: dict[str, frozenset[str]] = field(default_factory=dict)  # barrier register -> where BSYNC goes on
+    trips: dict[str, int] = field(default_factory=dict)  # role -> loads that were waited for one after the other
 
     def copy(self) -> State:
         return State(self.pending, dict(self.holds), dict(self.joins), dict(self.trips))
 
     def merge(self, other: State) -> bool:
-        """Whether there is anything new."""
+        """Adds the other's facts. True if any is new."""
         before = self.copy()
         self.pending |= other.pending
         for register, loads in other.holds.items():
@@ -191,7 +191,7 @@ class State:
         return before != self
 
     def trips_before(self, role: str) -> int:
-        """Of what the same warp may have waited for: in this part, or in what all warps do."""
+        """Returns the loads that the same warp may have waited for: in this part, or in what all warps do."""
         return max(self.trips.get(role, 0), self.trips.get("", 0))
 
 
@@ -213,13 +213,13 @@ class Followed:
 
     loads: list[Instruction] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    trips: dict[str, int] = field(default_factory=dict)  # by role: the most that were waited for one after the other
+    trips: dict[str, int] = field(default_factory=dict)  # role -> the most loads that were waited for one after the other
     barriers: list[Instruction] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)  # what could not be followed
+    lost: list[str] = field(default_factory=list)  # instructions that could not be followed
 
 
 def next_of(function: Function, index: int, state: State) -> list[int] | str:
-    """The instructions that may come after this one, or why nobody can tell."""
+    """Returns the instructions that may come after this one, or why they are unknown."""
     this = function.instructions[index]
     conditional = this.guard not in ("", "@PT ")
     after: list[int | None] = []

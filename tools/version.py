@@ -31,7 +31,7 @@ def release() -> str:
 
 def source() -> str:
     """The text of _version.py."""
-    # An sdist may be unpacked inside somebody else's repository, whose commit says nothing about us.
+    # An sdist may be unpacked inside another repository, whose commit says nothing about us.
     top = git("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != ROOT:
         # An sdist, or a copy without .git, has the file from where it was made.

@@ -1,4 +1,4 @@
-"""What a CPU cannot beat: the same threads copying, in the same kind of memory, every byte that a phase must read and write.
+"""The CPU's floor: the same threads copy, in the same kind of memory, every byte that a phase must read and write.
 
 They neither plan, quantise, add, check, nor wait for a peer's rows.
 """
@@ -99,7 +99,7 @@ class Copies:
         shape, me = self._shape, self._shape.rank
         row_bytes, pitch = shape.row_bytes, self._pitch["combine"]
         p = batch.placement
-        # Of the rows that share a partial sum, the first is copied to it and the others are read. Own sums go nowhere.
+        # Rows that share a partial sum: the first is copied to it and the others are read. Own sums go nowhere.
         ring = (p.source - me - 1) % shape.world * shape.tokens + p.token
         order = np.argsort(ring, kind="stable")
         source, token, place = p.source[order], p.token[order], p.place[order]

@@ -118,7 +118,7 @@ class _Size:
         self._times.clear()
         self._traffic.clear()
         gc.collect()
-        gc.freeze()  # what is here now stays: later collections need not look at it
+        gc.freeze()  # today's objects stay: later collections need not look at them
         per_iteration = opening = 0.0
         for turn in range(ROUNDS):
             self._progress.show(self._shape.tokens, "measuring", turn / ROUNDS)

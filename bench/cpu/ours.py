@@ -80,7 +80,7 @@ class Ours:
         return d
 
     def _poison(self, batch: Batch, d: Dispatched) -> None:
-        """What the next dispatch and combine of this batch must overwrite."""
+        """Fills the memory that the next dispatch and combine of this batch must overwrite."""
         place = torch.from_numpy(batch.placement.place)
         for tensor in (d.x, d.scale):
             if tensor is not None:

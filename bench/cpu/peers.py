@@ -1,4 +1,4 @@
-"""What a user would write without this library: sort top-k copies by expert, exchange counts, then rows, permute."""
+"""The baseline, written by hand: sort top-k copies by expert, exchange counts, then rows, permute."""
 
 from __future__ import annotations
 
@@ -81,18 +81,18 @@ class Mpi:
 
 @dataclass(frozen=True)
 class Route:
-    """What the routing alone determines, for one batch on one rank."""
+    """Everything that the routing alone determines, for one batch on one rank."""
 
     order: torch.Tensor
     """The choices by expert."""
     place_of_choice: torch.Tensor
     """Where each choice is in that order."""
     my_rows: list[int]
-    """By rank, the rows that it gets from here."""
+    """Indexed by rank: the rows that it gets from here."""
     rows: list[int]
-    """By rank, the rows that come from it."""
+    """Indexed by rank: the rows that come from it."""
     by_expert: torch.Tensor
-    """What has come, from (source, expert) order to (expert, source)."""
+    """Permutes received rows from (source, expert) order to (expert, source)."""
     place_by_expert: torch.Tensor
 
 

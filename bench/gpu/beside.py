@@ -1,16 +1,16 @@
 """Two steps in flight on two streams beside GEMMs on a third: what the GEMMs lose by them, and by the bare bytes alone.
 
 In a round everything is queued behind a gate, which then opens for all three streams. The steps are one AllToAll's, with
-in_flight=2; their launches take `num_sms` multiprocessors each and have the higher priority, and the GEMMs leave twice as many to
-them where torch can tell them to. As many GEMMs as last longer than the steps are timed in each of these ways:
+in_flight=2; their launches take `num_sms` multiprocessors each and have the higher priority, and the GEMMs leave twice that number
+to them where torch can tell them to. A round's GEMMs last longer than the steps, and are timed in each of these ways:
 
 alone           on the whole GPU
 fewer SMs       on the multiprocessors that they leave, with nothing beside them
-bytes           beside the composite floor of both steps (composite.py), on as many multiprocessors as these
+bytes           beside the composite floor of both steps (composite.py), on the multiprocessors of the steps
 steps           beside the two steps
 delayed steps   the same with random delays before each phase, different on each rank and stream
 
-After each round every error of the steps is asked for, and their results must be the same bits as ever.
+After each round every error of the steps is asked for, and their results must keep the same bits.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ WITH_STEPS = WAYS[3:]
 LEFT = 4
 """Multiprocessors that steps in flight leave in any case."""
 COVER = 1.25
-"""GEMMs of a round last so many times as long as what is beside them."""
+"""GEMMs of a round last COVER times as long as the work beside them."""
 WARMING = 3
 GATE_US = 1000.0
-"""What queueing a round may take."""
+"""Time allowed for queueing a round."""
 PHASES_OF_STEP = 4
 
 
@@ -53,7 +53,7 @@ class Asked:
     rounds: int = 1000
     """With delays."""
     calm: int = 50
-    """Of each other way."""
+    """Rounds of each other way."""
     delay_us: float = 50.0
     """The longest delay before a phase."""
     gemms: tuple[str, ...] = NAMES
@@ -69,12 +69,12 @@ class Beside:
     tokens: int
     num_sms: int
     gemms: int
-    """Of a round."""
+    """The number of GEMMs in a round."""
     rounds: dict[str, int] = field(default_factory=dict)
     times: dict[str, Figure] = field(default_factory=dict)
-    """By way: microseconds of a round's GEMMs, on the slowest rank."""
+    """Way -> microseconds of a round's GEMMs, on the slowest rank."""
     beside: dict[str, Figure] = field(default_factory=dict)
-    """By way: microseconds until what ran beside them had ended."""
+    """Way -> microseconds until the work beside them had ended."""
     traffic: dict[str, int] = field(default_factory=dict)
     """Bytes that the bare kernels of a round read, write, and of those push to other ranks."""
 
@@ -249,7 +249,7 @@ class Measurement:
             yield a2a
 
     def _gemms(self, rounds: Rounds, beside: list[Callable[[], None] | None]) -> int:
-        """That last longer than what is beside them, delays included: on all ranks as many."""
+        """Returns the number of GEMMs that last longer than the work beside them, delays included: the same on all ranks."""
         rounds.gemms = 0
         others = max(min(rounds.round(one, 0)[1] for _ in range(WARMING)) for one in beside)
         rounds.gemms = 1

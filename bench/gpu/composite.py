@@ -35,7 +35,7 @@ class Row:
     bytes: int
     """That are stored."""
     source_bytes: int
-    """Of a row where it is read."""
+    """Bytes of a row where it is read."""
 
     @property
     def parts(self) -> int:
@@ -65,12 +65,12 @@ class Traffic:
     read: int
     written: int
     pushed: int
-    """Of those written, to other GPUs."""
+    """The part of them that goes to other GPUs."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a launch gets: units of one row's part each."""
+    """Arguments of a launch: units of one row's part each."""
 
     units: npt.NDArray[np.void]
     others: Addresses
@@ -84,7 +84,7 @@ class Places:
     """Memory of this rank's, and the area that every rank has."""
 
     area: tuple[int, ...]
-    """Of each rank, as this one sees it: blocks of all sources' rows for dispatch, then for combine."""
+    """Indexed by rank, mapped here: blocks of all sources' rows for dispatch, then for combine."""
     out: int
     """Rows as dispatch leaves them, payload and scales."""
     y: int
@@ -111,7 +111,7 @@ class Geometry:
         self.summed = Row(shape.row_bytes, shape.row_bytes)
 
     def slot(self, op: int, area: Addresses, source: Ints, row: Ints) -> Addresses:
-        """Of a source's row in such an area."""
+        """Returns the addresses of sources' rows in such an area."""
         begin = self._blocks if op == 1 else 0
         return area + (begin + (source * self._shape.tokens + row) * self._row_bytes[op]).astype(np.uint64)
 
@@ -164,11 +164,11 @@ class Plan:
         self._area = np.array(places.area, dtype=np.uint64)
         self._me = shape.rank
         self._ring = (shape.rank + 1 + np.arange(shape.world)) % shape.world
-        """Other ranks first, each rank's next one first, oneself last: not everybody sends to one at a time."""
+        """Other ranks first, each rank's next one first, oneself last: ranks do not all send to one at a time."""
         p = batch.placement
         distinct = np.unique(np.stack([p.source * shape.tokens + p.token, p.place]), axis=1)
         self._key, self._place = distinct[0], distinct[1]
-        """By received row, which is a source's token, and place. With Compact, choices of a row share their place."""
+        """Key and place of each received row, which is a source's token. With Compact, choices of a row share their place."""
 
     def _received(self, op: int) -> tuple[Ints, Ints, Ints]:
         """Received rows in the order in which all sources have them: source, row in its block, and which of `_key` it is."""

@@ -88,7 +88,8 @@ class LowLatency:
 
 
 class Normal:
-    """Inside a node it can return as many rows as there could be, and counts stay on the device; else the host waits for them."""
+    """Inside a node it can return the largest possible number of rows, and counts stay on the device; else the host waits for
+    them."""
 
     def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
         self._world, self._options, self._device = world, options, device

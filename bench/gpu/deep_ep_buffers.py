@@ -16,7 +16,7 @@ MOST_LOW_LATENCY = 512
 """Tokens of a rank. DeepEP keeps that mode for decoding: its buffers grow with experts x tokens."""
 
 SMS = 24
-"""What its own tests give the normal mode; the measured setting "all" means that, too."""
+"""The normal mode's value in its own tests; the measured setting "all" means the same."""
 
 DISPATCH_CHUNKS, COMBINE_CHUNKS = tuple(range(4, 33, 4)), tuple(range(2, 17, 2))
 """Tokens sent at once, as its own tests try them; the configuration that it comes with is tried too."""
@@ -33,7 +33,7 @@ Mode = TypeVar("Mode", bound=Closable)
 
 
 class Modes(Generic[Mode]):
-    """What uses either mode, made when a size first asks for it."""
+    """Holds the buffer of either mode, made when a size first asks for it."""
 
     def __init__(self, low_latency: Callable[[], Mode], normal: Callable[[], Mode]) -> None:
         self._makers = {True: low_latency, False: normal}
@@ -61,7 +61,7 @@ def rows_of_a_rank(tokens: int, world: int, multiple: int = 4) -> int:
 
 
 class Sizes(Protocol):
-    """What both benches' options have."""
+    """Options that both benches have."""
 
     @property
     def experts(self) -> int: ...
@@ -85,7 +85,7 @@ class _Buffer:
 
 class LowLatency(_Buffer):
     def __init__(self, library: Any, group: Any, world: World, sizes: Sizes, multiple: int = 4) -> None:
-        """For as many tokens as any size has that this mode is for. multiple: see rows_of_a_rank."""
+        """Makes room for the most tokens that any size of this mode has. multiple: see rows_of_a_rank."""
         most = max(rows_of_a_rank(n, world.size, multiple) for n in sizes.tokens if is_low_latency(n))
         # Its queues must hold two requests for each token; 1024 is its default.
         os.environ.setdefault("NVSHMEM_QP_DEPTH", str(max(1024, 1 << (2 * most + 1).bit_length())))
@@ -97,7 +97,7 @@ class LowLatency(_Buffer):
         super().__init__(library, world, sizes.experts, buffer)
         self._hidden, self._multiple = sizes.hidden, multiple
         self.rows = 0
-        """Of a rank, at the size that was prepared."""
+        """Rows of a rank, at the size that was prepared."""
 
     def prepare(self, tokens: int) -> None:
         rows = rows_of_a_rank(tokens, self._world.size, self._multiple)
@@ -117,7 +117,7 @@ class LowLatency(_Buffer):
 
 class Normal(_Buffer):
     def __init__(self, library: Any, group: Any, world: World, experts: int, row: int, num_sms: Sequence[int]) -> None:
-        """For rows of so many bytes, and whatever there is to try with each of the numbers of multiprocessors."""
+        """Makes room for rows of `row` bytes, and for each number of multiprocessors that is tried."""
         configs = [config for sms in num_sms for of_phase in _configs(library, world, sms) for config in of_phase]
         nvlink, rdma = (
             max(getattr(config, name)(row, world.size) for config in configs)
@@ -126,7 +126,7 @@ class Normal(_Buffer):
         buffer = library.Buffer(group, nvlink, 0 if world.together else rdma, explicitly_destroy=True)
         super().__init__(library, world, experts, buffer)
         self.has_worst = world.together and "num_worst_tokens" in inspect.signature(buffer.dispatch).parameters
-        """Whether it can return as many rows as there could be, so that counts stay on the device."""
+        """True if it can return the largest possible number of rows, so that counts stay on the device."""
 
     def tune(
         self,

@@ -110,7 +110,8 @@ class Cuda:
 
     @contextlib.contextmanager
     def pushing(self, world: World, area_bytes: int) -> Iterator[Callable[[list[int], int | None], None]]:
-        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU, by so many multiprocessors."""
+        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU, by the given number of
+        multiprocessors."""
         with self.sharing(world, world.size * area_bytes, "the floor of the benchmark") as addresses:
 
             def push(bytes_to: list[int], num_sms: int | None) -> None:
@@ -119,7 +120,7 @@ class Cuda:
             yield push
 
     def composite(self, phase: str, work: Work, geometry: Geometry) -> Callable[[int | None], None]:
-        """A call that launches it on so many multiprocessors."""
+        """A call that launches it on the given number of multiprocessors."""
         units, others = (torch.from_numpy(array.view("u1")).to(self.device) for array in (work.units, work.others))
         bare = instruments().Composite(
             units=units.data_ptr(), count=len(work.units), others=others.data_ptr(), most=work.others.shape[1],
@@ -166,9 +167,9 @@ class Cuda:
 
     @contextlib.contextmanager
     def leaving(self, num_sms: int) -> Iterator[None]:
-        """GEMMs that are launched meanwhile leave so many multiprocessors to others, where torch can tell them to."""
+        """GEMMs that are launched meanwhile leave `num_sms` multiprocessors to others, where torch can tell them to."""
         tell = getattr(torch._C, "_set_sm_carveout_experimental", lambda n: None)
-        torch.backends.cuda.preferred_blas_library("cublaslt")  # the other one cannot be told
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # cublas cannot be told
         tell(num_sms or None)
         try:
             yield

@@ -15,11 +15,11 @@ class Gemms:
     """As they are measured."""
 
     size: int = 8192
-    """Of the one that is bound by computing: all three sides."""
+    """All three sides of the GEMM that is bound by computing."""
     experts: int = 32
     intermediate: int = 2048
     rows: int = 16
-    """Of an expert, in the one that is bound by reading the weights of all."""
+    """Rows of an expert in the GEMM that is bound by reading the weights of all."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the peers of GPUs are given, and what they must do."""
+"""Inputs of the GPU baselines, and the interface that each implements."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class GpuPeer(Protocol):
     how: str
     """How it is called at the size that was prepared."""
     in_graphs: bool
-    """Whether these calls can be captured."""
+    """True if these calls can be captured."""
 
     def has_num_sms(self, shape: Shape) -> bool:
-        """Whether the multiprocessors that it takes can be set at this size."""
+        """True if its number of multiprocessors can be set at this size."""
         ...
 
     def prepare(self, shape: Shape, inputs: Inputs, num_sms: int | None = None) -> None:

@@ -1,6 +1,6 @@
 """device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
 
-A graph has --pairs dispatches and combines on as many different inputs, so that L2 is not warm. Each launch stamps its start with
+A graph has --pairs dispatches and combines, each on its own input, so that L2 is not warm. Each launch stamps its start with
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
 trip is a dispatch and a combine of one rank.
 
@@ -43,7 +43,7 @@ from pplx_comm.handles import Dispatched
 
 T = TypeVar("T")
 Launch = Callable[[int | None], None]
-"""On so many multiprocessors; None: all."""
+"""Launches on the given number of multiprocessors; None: all."""
 
 WARMING = 2
 """Replays that do not count."""
@@ -54,7 +54,7 @@ PEER_INPUTS = 8
 """Inputs that a peer gets at most: it keeps what it prepares of each."""
 BARE_TURNS = 60
 EXPERT_OUTPUTS, EXPERT_OUTPUT_BYTES = 8, 16 << 30
-"""Different ones, so that L2 is not warm; as many as fit, in large steps, where a single one is larger than L2."""
+"""Different outputs, so that L2 is not warm. Large steps have fewer, down to one that is larger than L2."""
 PUSHES = 50
 COMPOSITE_INPUTS, COMPOSITE_TURNS = 4, 12
 EAGER_TURNS = 5
@@ -124,7 +124,7 @@ class Size:
             self._outputs.append(row.expand(first.shape).clone())
 
     def answers(self, i: int, d: Dispatched | None = None) -> torch.Tensor:
-        """Of the experts, to input i. Where they may write what peers fetch, whatever lies there."""
+        """Returns the experts' answers to input i. Where experts may write memory that peers fetch, its contents serve."""
         if d is not None and d.expert_out is not None:
             return d.expert_out
         return self._outputs[i % len(self._outputs)]
@@ -417,7 +417,7 @@ class Size:
             yield Bare(launches, traffic)
 
     def _peer(self, peer: GpuPeer, num_sms: int | None) -> dict[str, Figure]:
-        """Of the slowest rank, a call's share of as many calls as there are inputs: in a graph where the peer allows it, else with
+        """Times one call per input and returns a call's share on the slowest rank: in a graph where the peer allows it, else with
         whatever its host code waits for. Off where one fails."""
         patience = 2 * self._options.timeout  # ranks that wait in the peer for one that failed give up after one of it
         most = len(self.x) if len(self.x) <= PEER_INPUTS else PEER_INPUTS
@@ -441,7 +441,7 @@ class Size:
                 peer.combine(i)
 
         together("prepares", lambda: peer.prepare(self._shape, inputs, num_sms))
-        together("first calls", round_trips)  # what a library sets up at its first call cannot be captured
+        together("first calls", round_trips)  # setup at a library's first call cannot be captured
         self._device.synchronize()
         figures: dict[str, Figure] = {}
         for phase, calls in (("dispatch", dispatches), ("combine", combines), ("round trip", round_trips)):

@@ -1,7 +1,6 @@
-"""What a GPU user has without this library, each called as its own documentation says for that size.
-
-Peers get for nothing what a user could prepare: tokens are quantised and packed beforehand, and what the routing determines
-(orders, counts, places) is known. Calls that never ask the host are captured in a graph. The answers that go back are any rows.
+"""Baselines for a GPU user, each called as its own documentation says for that size. Preparation that a user could do is not timed:
+tokens are quantised and packed beforehand, and what the routing determines (orders, counts, places) is known. Calls that never ask
+the host are captured in a graph. The answers that go back are any rows.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Groups:
 
 
 class Collectives:
-    """What peers by torch's collectives have in common."""
+    """The common part of baselines on torch's collectives."""
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._world, self._device = world, device.device

@@ -19,7 +19,7 @@ MOST_EXPERTS = 16
 
 @dataclass(frozen=True)
 class Route:
-    """What the routing alone determines."""
+    """Everything that the routing alone determines."""
 
     order: torch.Tensor
     """The choices by expert."""
@@ -28,9 +28,9 @@ class Route:
     splits: torch.Tensor
     """How many go to each expert, or rank."""
     placed: torch.Tensor
-    """What has come from each expert or rank, and where, as a dispatch of this routing leaves it."""
+    """Received rows of each expert or rank, placed as a dispatch of this routing leaves them."""
     by_expert: torch.Tensor | None = None
-    """What has come, by expert."""
+    """Received rows, by expert."""
 
 
 class Way(Protocol):
@@ -84,7 +84,7 @@ class ByExpert:
 
 
 class ByRank:
-    """For more experts: all_to_all_vdev brings rows to ranks, which sort them by expert themselves."""
+    """Serves more experts: all_to_all_vdev brings rows to ranks, which sort them by expert themselves."""
 
     how = "all_to_all_vdev, sorted by expert"
 

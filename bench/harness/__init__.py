@@ -1,1 +1,1 @@
-"""What the benchmarks share: options, ranks and their clock, the batches, the reference, the table."""
+"""Shared parts of the benchmarks: options, ranks and their clock, the batches, the reference, the table."""

@@ -1,4 +1,4 @@
-"""What one iteration carries: routing, values, and where every row must land.
+"""The batch of one iteration: routing, values, and where every row must land.
 
 A function of seed, iteration and rank, so that all backends, and all ranks for the reference, see the same.
 """
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether blocks of so many rows do not fit --slot-bytes."""
+        """True if blocks of max_tokens rows do not fit --slot-bytes."""
         return bool(self._config(self.options.slot_bytes).in_pieces)
 
     @property
@@ -157,7 +157,7 @@ class Batch:
 
     @property
     def expert_out(self) -> torch.Tensor:
-        """What the experts answer, laid out as d.x."""
+        """Returns the experts' answers, laid out as d.x."""
         return self._source.expert_out
 
     @property
@@ -222,7 +222,7 @@ class Source:
         options = shape.options
         generator = torch.Generator().manual_seed(options.seed)
         self.table = torch.randn(VALUES, options.hidden, generator=generator).to(options.dtype)
-        """What the experts put out."""
+        """Rows that the experts answer with."""
         popularity = 1.0 / np.arange(1, options.experts + 1)
         self._popularity = _rng(options.seed, 77).permutation(popularity).astype(np.float32)
         self.expert_out = torch.empty(shape.out_shape, dtype=options.dtype)

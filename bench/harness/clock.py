@@ -34,7 +34,7 @@ class Clock:
         return result
 
     def collect(self) -> dict[Key, Times]:
-        """What each iteration took; clears the clock.
+        """Returns the time of each iteration; clears the clock.
 
         On one host: from the first rank's entry to the last one's exit. Ranks that share cores take turns, and each
         one's own time would leave out the turns of the others. Between hosts, whose clocks differ: the slowest rank's

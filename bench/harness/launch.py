@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def launch(ranks: int, script: Sequence[str]) -> int:
-    """Runs this script with its arguments as so many ranks; the first failure's exit status, or 0."""
+    """Runs this script with its arguments as `ranks` ranks. Returns the first failure's exit status, or 0."""
     libc = ctypes.CDLL(None)
 
     def end_with_parent() -> None:

@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     cuda.add_argument(
         "--lent-outputs", type=int, default=0, metavar="N",
-        help="Compact: so many dispatches at a time have memory for experts that peers fetch from (0); a graph keeps two",
+        help="Compact: dispatches that may have peer-readable memory for experts at a time (0); a graph keeps two",
     )  # fmt: skip
 
     out = parser.add_argument_group("output")

@@ -26,7 +26,7 @@ def stored(wire: Wire, scale: torch.Tensor) -> torch.Tensor:
 
 
 def number(wire: Wire, scales: torch.Tensor) -> torch.Tensor:
-    """What stored scales mean."""
+    """Decodes stored scales."""
     return torch.ldexp(torch.ones(scales.shape), scales.int() - 127) if wire is Wire.MXFP8 else scales
 
 

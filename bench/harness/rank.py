@@ -23,7 +23,7 @@ def measure(options: Chosen, arguments: Sequence[str], what: Callable[[Chosen, W
     mpi = started_by_mpi()
     world: World | None = None
     alone = True
-    """Whether the other ranks have yet to hear of it."""
+    """True until the other ranks have heard of it."""
     try:
         world = World(options, mpi)
         what(options, world, arguments)

@@ -1,4 +1,4 @@
-"""What must come out, in plain torch. `Wrong` says what did not."""
+"""The expected results, in plain torch. `Wrong` says what differs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def check_dispatched(batch: Batch, d: Dispatched) -> None:
 
 
 def combined(batch: Batch, table: torch.Tensor, compact: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """What combine must return, in the library's own order of roundings; and the magnitudes that errors scale with."""
+    """Returns the expected result of combine, in the library's own order of roundings, and the magnitudes that errors scale
+    with."""
     shape = batch.shape
     values, dest = batch.value_of(shape.rank, compact), batch.dest[shape.rank]
     weights = batch.topk_weights

@@ -27,7 +27,7 @@ SCHEMA = 1
 
 
 def software_device(options: Options, world: World) -> str | None:
-    """What played the EFA in this run, for every table: its figures must not pass for a NIC's."""
+    """Names the software device of this run in every table: its figures must not pass for a NIC's."""
     over = [
         one.name
         for one in options.transports
@@ -40,7 +40,7 @@ def software_device(options: Options, world: World) -> str | None:
 
 
 def _may_be_efa(provider: str | None) -> bool:
-    """Of several, the best there is, which is efa."""
+    """True if the best available provider, which is used, may be efa."""
     return provider is None or provider.startswith("efa")
 
 
@@ -115,7 +115,7 @@ def in_pieces(options: Options, world: World) -> list[int]:
 
 
 def slots(options: Options, world: World) -> str:
-    """For every table's title, where --slot-bytes was given."""
+    """Adds --slot-bytes to every table's title, if given."""
     if options.slot_bytes is None:
         return ""
     tokens = ", ".join(map(str, in_pieces(options, world)))
@@ -209,7 +209,7 @@ def _machine_line() -> str:
 
 
 def origin(options: Options, world: World, arguments: list[str]) -> dict[str, Any]:
-    """What was run, where, of which version."""
+    """Describes the run: command, machine and version."""
     fabric = libfabric.status()
     libraries = {**versions(), "libfabric": fabric["version"]}
     if world.mpi is not None:

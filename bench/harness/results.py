@@ -1,4 +1,4 @@
-"""What a run has measured."""
+"""Results of a run."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class Point:
     phases: dict[str, Figure] = field(default_factory=dict)
     floor: dict[str, Figure] = field(default_factory=dict)
     floor_parts: dict[str, dict[str, Figure]] = field(default_factory=dict)
-    """By phase: the copies, and the bare writes where there are any."""
+    """Phase -> the copies, and the bare writes where there are any."""
     floor_copy: dict[str, str] = field(default_factory=dict)
-    """Which copy was the fastest, by phase."""
+    """Phase -> the fastest copy."""
     floor_off: str | None = None
     composite: dict[str, Figure] = field(default_factory=dict)
-    """On GPUs inside a node: bare kernels that read and store all that the step does, on as many multiprocessors."""
+    """On GPUs inside a node: bare kernels that read and store all that the step does, on the same number of multiprocessors."""
     traffic: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By phase: bytes that the composite of this rank reads, writes, and of those pushes to other ranks."""
+    """Phase -> bytes that the composite of this rank reads, writes, and pushes to other ranks."""
     bytes_per_rank: dict[str, float] = field(default_factory=dict)
     beside: dict[str, Figure] = field(default_factory=dict)
-    """What transport mapped took in the same run, by phase, where kernels post to a network themselves."""
+    """Phase -> time of transport mapped in the same run, where kernels post to a network themselves."""
 
     def ratio(self, phase: str) -> float | None:
         return self._ratio(phase, self.floor)
@@ -60,14 +60,14 @@ class PeerPoint:
 @dataclass
 class Results:
     multiprocessors: int | None = None
-    """Of a GPU."""
+    """Multiprocessors of a GPU."""
     points: list[Point] = field(default_factory=list)
     peers: list[PeerPoint] = field(default_factory=list)
     peers_off: dict[str, str] = field(default_factory=dict)
     nothing: dict[int, Figure] = field(default_factory=dict)
-    """By tokens: an empty call, measured like the others. It is the clock's own share of every figure."""
+    """Tokens -> an empty call, measured like the others. It is the clock's own share of every figure."""
     routing_digest: dict[int, str] = field(default_factory=dict)
-    """By tokens: a digest of the first iteration's routing. Runs can be compared only where it is the same."""
+    """Tokens -> a digest of the first iteration's routing. Runs can be compared only where it is the same."""
 
     def peer(self, name: str, tokens: int, num_sms: int | None = None) -> PeerPoint | None:
         """Beside that point of ours."""
@@ -75,7 +75,7 @@ class Results:
         return next((point for wanted in (num_sms, None) for point in of_size if point.num_sms == wanted), None)
 
     def best_peer(self, tokens: int, num_sms: int | None, phase: str) -> PeerPoint | None:
-        """The fastest, with at most as many multiprocessors where they can be set."""
+        """Returns the fastest baseline, with at most `num_sms` multiprocessors where they can be set."""
         found = [point for point in self.peers if point.tokens == tokens and phase in point.phases and self._may(point, num_sms)]
         return min(found, key=lambda point: point.phases[phase].p50, default=None)
 

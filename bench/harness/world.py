@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 class Limits(Protocol):
-    """What of a benchmark's options its ranks need."""
+    """Options of a benchmark that its ranks need."""
 
     @property
     def timeout(self) -> float:
@@ -108,7 +108,7 @@ class World:
         except Exception as problem:  # whatever one rank lacks, the others must hear of it
             failed = [time.monotonic() - begun, f"{problem}" or type(problem).__name__]
         failures = [found for found in self.gather(failed, tag, patience) if found is not None]
-        if failures:  # who failed later may have waited for who failed first
+        if failures:  # a rank that failed later may have waited for one that failed first
             raise Off(min(failures)[1])
         return result[0]
 

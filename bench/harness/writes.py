@@ -1,4 +1,4 @@
-"""What a network cannot beat: the bare provider, writing the same bytes to the same peers."""
+"""The network's floor: the bare provider, writing the same bytes to the same peers."""
 
 from __future__ import annotations
 

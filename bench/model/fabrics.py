@@ -19,7 +19,7 @@ SUBMIT_US = 0.120 + 0.855 + 0.441
 
 @dataclass(frozen=True)
 class Microbenchmarks:
-    """Of one GPU's NICs."""
+    """Published figures of one GPU's NICs."""
 
     what: str
     nics: int
@@ -63,7 +63,7 @@ class Fabric:
         return next(p.value for p in self.parameters if p.name == name)
 
     def costs(self, changed: Mapping[str, float] = MappingProxyType({})) -> _model.FabricCosts:
-        """For the simulation; `changed` is for asking what a parameter does."""
+        """Costs for the simulation; `changed` varies a parameter."""
         c = _model.FabricCosts()
         values = {p.name: p.value for p in self.parameters} | dict(changed)
         c.nics = int(values.pop("nics"))
@@ -86,7 +86,7 @@ POLL_US = 0.05
 def _derived(name: str, m: Microbenchmarks) -> Fabric:
     best = max(max(m.single_write.values()), max(gbit for gbit, _ in m.paged_write.values()))
     post = m.scatter_us / SCATTER_WRITES
-    # What a small single write takes beyond its bytes is the way there and back, and the host's part of it.
+    # Time of a small single write beyond its bytes: the way there and back, and the host's part.
     beyond = [kib * KIB * 8 / gbit / 1e3 - kib * KIB * 8 / best / 1e3 for kib, gbit in m.single_write.items() if kib <= 1024]
     latency = (mean(beyond) - SUBMIT_US - m.nics * post - POLL_US - COMPLETION_US) / 2
     return Fabric(
@@ -114,7 +114,7 @@ def _derived(name: str, m: Microbenchmarks) -> Fabric:
                 "paged 1 KiB writes, Table 2: a NIC is at least as fast as the host that fed it",
             ),
             Parameter("poll_us", POLL_US, "us", "assumed: an empty completion queue is a read of cached memory"),
-            Parameter("depth", 4096, "writes", "the proxy's limit of writes under way on an endpoint"),
+            Parameter("depth", 4096, "writes", "the proxy's limit of writes in flight on an endpoint"),
             Parameter("interleave", 0, "", "assumed: a NIC sends all that it has by turns"),
         ),
     )

@@ -10,7 +10,7 @@ from bench.model import _model
 
 
 def distinct_ranks(ranks: int, experts: int = 256, top_k: int = 8) -> float:
-    """Of a token's choices."""
+    """Expected number of ranks that a token's choices live on."""
     missed = comb(experts - experts // ranks, top_k) / comb(experts, top_k)
     return ranks * (1 - missed)
 
@@ -81,7 +81,7 @@ DEEPEP_DISPATCH, DEEPEP_COMBINE = of_copies(17.8, 31.9), of_copies(26.0, 46.7)
 
 
 def given(text: str) -> Kernels:
-    """By name, or as four numbers: dispatch fixed and per row, combine fixed and per row."""
+    """Parses a name, or four numbers: dispatch fixed and per row, combine fixed and per row."""
     if text in KERNELS:
         return KERNELS[text]
     try:

@@ -124,7 +124,7 @@ struct Ours::World final : Ranks {
     Proxy proxy;
     std::vector<Mail> mail;             // the kernel's announcements, in order
     std::size_t announced = 0;
-    std::vector<std::uint32_t> parts;   // by source: how many the kernel has heard of, of a block in parts
+    std::vector<std::uint32_t> parts;   // indexed by source: parts of its block that the kernel has heard of
     std::vector<Arrival> arrivals;      // as the kernel sees them: of blocks, or of their parts
     std::uint32_t blocks = 0;           // that are there
     double sent = 0;                    // when the send kernel is done
@@ -163,8 +163,8 @@ struct Ours::World final : Ranks {
   }
   std::uint64_t* word(Rank& rank, std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(rank.pages.data() + at); }
 
-  // The send kernels. A dispatch stores token after token, whoever wants it, so all blocks fill at one pace; a combine stores block after
-  // block, rank + 1's first, its own last.
+  // The send kernels. A dispatch stores token after token, so all blocks fill at one pace; a combine stores block after block, rank
+  // + 1's first, its own last.
   void start(Op op_, double begin_) {
     op = op_;
     begin = begin_;
@@ -209,7 +209,7 @@ struct Ours::World final : Ranks {
       visit(part, part == 0 ? 0 : sizes.begin(part), part + 1 == parts ? n : sizes.begin(part + 1));
   }
 
-  // A put with a signal, of the rows [first, end). Whoever completes a part posts it, so nobody waits for another's post.
+  // A put with a signal, of the rows [first, end). The warp that completes a part posts it, so no warp waits for another's post.
   void post_by_gpu(Rank& here, std::uint32_t peer, std::uint32_t part, std::uint32_t first, std::uint32_t end, double at) {
     const BlockLayout layout = block_layout(config_of(shape, here.config.rank), op);
     Message message;
@@ -344,7 +344,7 @@ struct Ours::World final : Ranks {
   const OurCosts costs;
   Simulation simulation;
   std::vector<std::unique_ptr<Rank>> ranks;
-  std::vector<Posted> posts;   // of a rank's kernels, which post to the NIC in the order of these times
+  std::vector<Posted> posts;   // posts of a rank's kernels, in the order of these times
   Op op = Op::Dispatch;
   double begin = 0, end = 0;
   std::uint64_t arrived = 0, writes_by_gpu = 0, bytes_by_gpu = 0;

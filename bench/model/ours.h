@@ -22,7 +22,7 @@ struct OurCosts {
   double block_us = 0.02;          // the proxy's own time to post a write
   double word_us = 0.001;          // the proxy's own time to look at a mailbox word
   std::uint64_t shard_bytes = 256 * 1024;
-  std::uint64_t part_bytes = 0;    // blocks leave in parts, from so many bytes on; 0: whole
+  std::uint64_t part_bytes = 0;    // least bytes of a block that leaves in parts; 0: whole
   bool by_gpu = false;             // kernels post to the NIC themselves, and its signals are words in GPU memory: no proxy
   double gpu_post_us = 1.0;        // from a kernel's last store of a block to the NIC that has its work request
   double signal_us = 1.0;          // from the last byte landed to the kernel that reads the signal

@@ -12,7 +12,7 @@ COLOURS = {"efa-p5en": "#1f77b4", "cx7": "#d62728", "cx7, by GPUs": "#ff9896", "
 
 
 def sums(of: Ours, fabric: str, tokens: int) -> list[tuple[int, float]]:
-    """By ranks, ascending."""
+    """Times of dispatch and combine together, ascending by ranks."""
     return sorted((r, sum(p.median_us for p in both)) for (f, r, t), both in of.items() if f == fabric and t == tokens)
 
 

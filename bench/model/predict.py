@@ -56,7 +56,7 @@ OUR_HOST = (
         "the same, no mail: 0.2 to 0.8 ns a word where mailboxes are cached, so this is the careful side",
     ),
     Parameter("shard_bytes", _OURS.shard_bytes, "bytes", "the proxy's default"),
-    Parameter("part_bytes", PART_BYTES, "bytes", "the default: a block leaves in parts, from so many bytes on; up to EP256"),
+    Parameter("part_bytes", PART_BYTES, "bytes", "the default: a block of at least this size leaves in parts; up to EP256"),
 )
 OUR_GPUS = (
     Parameter("gpu_post_us", _OURS.gpu_post_us, "us", "assumed: a release to the system, a work request, a doorbell across PCIe"),
@@ -87,11 +87,11 @@ def fabric_costs(fabric: Fabric, s: _model.Shape, changed: Mapping[str, float]) 
 class Predicted:
     """One operation; times from the common start of all ranks, in microseconds."""
 
-    median_us: float  # of the ranks
+    median_us: float  # over the ranks
     slowest_us: float
     posted_us: float  # when the last write of any rank was posted
     next_us: float  # when the last rank could begin another operation
-    wire_us: float  # what the mean rank's bytes take at the link's rate
+    wire_us: float  # time of the mean rank's bytes at the link's rate
     unevenness: float  # the bytes into the busiest NIC, over the mean NIC's
     host_us: float  # CPU time of the busiest proxy
     bytes_per_rank: float
@@ -242,7 +242,7 @@ def total(both: tuple[Predicted, Predicted]) -> float:
 
 
 def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
-    """What binds when a rank writes to very many: the host's posts, or the NIC's messages."""
+    """Limits of a rank that writes to very many: the host's posts, or the NIC's messages."""
     s = shape(ranks, tokens)
     post, message = {"post_us": fabric.value("post_us") / 2}, {"nic_message_us": fabric.value("nic_message_us") / 2}
     cases = {
@@ -256,7 +256,7 @@ def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterato
 
 
 def of_gpus_that_post(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
-    """What is assumed of them: nobody has published how long a post or a signal takes."""
+    """Assumptions about such GPUs: the time of a post or a signal is not published."""
     s, post, signal = shape(ranks, tokens), _OURS.gpu_post_us, _OURS.signal_us
     for what, times_post, times_signal in (
         ("as above", 1.0, 1.0),

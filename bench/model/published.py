@@ -1,4 +1,4 @@
-"""What was published of pplx-garden end to end: 256 experts, top-8, hidden 7168, FP8 there and bfloat16 back, microseconds."""
+"""Published end-to-end times of pplx-garden: 256 experts, top-8, hidden 7168, FP8 there and bfloat16 back, microseconds."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@
 namespace pplx::model {
 
 struct Result {
-  std::vector<double> finished;         // by rank: when the kernel would return
+  std::vector<double> finished;         // indexed by rank: when the kernel would return
   double posted = 0;                    // when the last write was posted
   double free = 0;                      // when the last rank could start the next operation
   std::uint64_t writes = 0, again = 0;
   std::uint64_t bytes_posted = 0, bytes_landed = 0;
-  std::uint64_t most_bytes_in = 0;      // of any NIC
+  std::uint64_t most_bytes_in = 0;      // the busiest NIC's
   double host_us = 0;                   // CPU time of the busiest host thread
 };
 

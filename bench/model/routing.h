@@ -12,7 +12,7 @@ struct Shape {
   std::uint32_t ranks = 16, node_size = 8;
   std::uint32_t tokens = 128;          // per rank
   std::uint32_t experts = 256, top_k = 8, hidden = 7168;
-  Wire wire = Wire::FP8;               // of a dispatch; a combine returns bfloat16
+  Wire wire = Wire::FP8;               // a dispatch's; a combine returns bfloat16
 
   bool same_node(std::uint32_t a, std::uint32_t b) const { return a / node_size == b / node_size; }
 };

@@ -1,4 +1,4 @@
-// A network of NICs under a virtual clock: the costs of a write on its way from one rank's memory to another's.
+// A network of NICs under a virtual clock: the costs of a write in flight from one rank's memory to another's.
 //
 //   post (host CPU) -> the NIC's message rate -> link out, by turns in chunks -> latency -> link in -> landed -> acknowledged
 //
@@ -13,17 +13,17 @@
 namespace pplx::model {
 
 struct FabricCosts {
-  std::uint32_t nics = 1;             // of one rank
-  double bytes_per_us = 50'000;       // of one NIC, each way
+  std::uint32_t nics = 1;             // NICs of one rank
+  double bytes_per_us = 50'000;       // per NIC, each way
   double latency_us = 5;              // from the link to the target's completion queue, for the first byte
   double ack_us = 5;                  // from there back to the source's completion queue
   double nic_message_us = 0;          // a NIC starts, and takes in, at most one message in this time
   double post_us = 0.1;               // host CPU per write
   double completion_us = 0.03;        // host CPU per completion
   double poll_us = 0.05;              // host CPU to find a NIC's completion queue empty
-  std::uint32_t depth = 4096;         // writes under way on one NIC
+  std::uint32_t depth = 4096;         // writes in flight on one NIC
   std::uint32_t interleave = 0;       // how many messages a NIC sends by turns; 0: all that it has
-  std::uint32_t chunk_bytes = 8192;   // of one turn
+  std::uint32_t chunk_bytes = 8192;   // bytes of one turn
 };
 
 struct Message {
@@ -89,7 +89,7 @@ class Simulation {
   const FabricCosts costs_;
   std::vector<Nic> nics_;
   std::vector<Message> messages_;
-  std::vector<std::uint32_t> free_;     // of messages_
+  std::vector<std::uint32_t> free_;     // free entries of messages_
   std::priority_queue<Event> events_;
   std::uint64_t order_ = 0;
 };

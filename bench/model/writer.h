@@ -106,7 +106,7 @@ class Writer {
 
   Simulation* simulation_;
   std::uint32_t rank_;
-  std::vector<std::deque<std::deque<Message>>> queues_;   // by NIC: the rest of each list
+  std::vector<std::deque<std::deque<Message>>> queues_;   // indexed by NIC: the rest of each list
   std::deque<Submitted> submitted_;
   std::deque<Done> inbox_;
   double clock_ = 0;

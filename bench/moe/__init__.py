@@ -1,1 +1,1 @@
-"""What a whole MoE layer takes behind its router, here and elsewhere: bench/layer.py."""
+"""Times a whole MoE layer behind its router, ours and others': bench/layer.py."""

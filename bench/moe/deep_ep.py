@@ -184,7 +184,7 @@ def copied_scales(scale: torch.Tensor, places: torch.Tensor, rows: int) -> torch
 
 
 def added_up(out: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of each received row, its experts' outputs with their weights."""
+    """Returns for each received row the weighted sum of its experts' outputs."""
     nowhere = places == len(out)
     rows = torch.cat([out, out.new_zeros(1, out.shape[1])])[places]
     return torch.bmm(weights.masked_fill(nowhere, 0)[:, None].to(out.dtype), rows).squeeze(1)

@@ -30,14 +30,14 @@ class Layer(Protocol):
     name: str
     trains: bool
     in_graphs: bool
-    """Whether a forward pass never asks the host, so that a graph captures it."""
+    """True if a forward pass never asks the host, so that a graph captures it."""
 
     def prepare(self, problem: Problem) -> None:
         """Collective, before any call at this size."""
         ...
 
     def forward(self, mark: Mark) -> torch.Tensor:
-        """Of the problem's tokens, without gradients."""
+        """Runs a forward pass on the problem's tokens, without gradients."""
         ...
 
     def train(self, x: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -45,7 +45,7 @@ class Layer(Protocol):
         ...
 
     def notes(self) -> dict[str, Any]:
-        """What else is to be said of this problem."""
+        """Further facts about this problem, for the report."""
         ...
 
     def close(self) -> None: ...
@@ -58,7 +58,7 @@ class Ours:
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device, precision: str) -> None:
         self._o, self._device, self._precision, self._ranks = options, device, precision, world.size
-        self._comm = world.fresh()  # which carries so many AllToAlls and no more
+        self._comm = world.fresh()  # a Communicator carries a limited number of AllToAlls
         self._quantised = precision in ("fp8", "mxfp8")
 
     def _all_to_all(self, tokens: int, padded: bool, zero_pad: bool) -> AllToAll:
@@ -178,7 +178,7 @@ def most_rows(options: LayerOptions, ranks: int, tokens: int, align: int, size: 
 
 
 def makers(options: LayerOptions, precision: str) -> dict[str, Callable[[World, torch.device], Layer]]:
-    """By name: the layers that are asked for and compute in this precision."""
+    """Name -> maker of each requested layer that computes in this precision."""
     every: dict[str, Callable[[World, torch.device], Layer]] = {
         "ours": lambda world, device: Ours(world, options, device, precision),
     }

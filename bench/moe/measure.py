@@ -28,7 +28,7 @@ WARMING = 3
 LIMITS = {"bf16": 0.006, "fp8-dispatch": 0.045, "fp8": 0.08, "mxfp8": 0.08}
 """Relative errors of our layer that formats explain."""
 LIMITS_OF_OTHERS = {"bf16": 0.012, "fp8": 0.08}
-"""What is bfloat16 throughout rounds between all operations."""
+"""Layers in bfloat16 throughout round between all operations."""
 CHECKED = 4
 """Tokens of each rank whose outputs are compared."""
 
@@ -49,7 +49,7 @@ class Point:
     stages: dict[str, float] = field(default_factory=dict)
     """Microseconds of a forward pass, by stage: the median of the slowest rank's."""
     alone: dict[str, Figure] = field(default_factory=dict)
-    """Of ours, one after the other: what "compute" and "step", dispatch and combine, take by themselves. In graphs on a GPU."""
+    """Our layer's parts one after the other: "compute" and "step" (dispatch and combine) by themselves. In graphs on a GPU."""
     notes: dict[str, Any] = field(default_factory=dict)
     off: str | None = None
 
@@ -59,7 +59,7 @@ class Point:
 
     @property
     def best(self) -> Figure | None:
-        """Of a forward pass: in a graph, where it can be in one."""
+        """The forward pass's time: in a graph, where it can be in one."""
         return self.graph or self.forward
 
     def described(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def run(options: LayerOptions, world: World, device: Any) -> list[Point]:
             if layer is not None:
                 layer.close()
             layer = None
-            if device.device.type == "cuda":  # what torch keeps, others cannot have
+            if device.device.type == "cuda":  # other layers cannot have memory that torch keeps
                 torch.cuda.empty_cache()
     return points
 
@@ -220,7 +220,7 @@ def _training(layer: Layer, problem: Problem) -> Callable[[], None]:
 
 
 def _error(problem: Problem, y: torch.Tensor, world: World) -> float:
-    """Of some tokens' outputs, relative. Each rank computes what its experts add to them; the sums are made here."""
+    """Relative error of some tokens' outputs. Each rank computes what its experts add to them; the sums are made here."""
     few = min(CHECKED, problem.tokens)
     mine = [problem.x[:few].double().cpu(), problem.ids[:few].cpu(), problem.choice_weights[:few].double().cpu()]
     asked = world.gather([t.tolist() for t in mine], "tokens to check")

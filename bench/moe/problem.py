@@ -1,4 +1,4 @@
-"""What every layer computes at one size: weights, tokens, and where they go. It follows from the seed, the same on all ranks."""
+"""Inputs of every layer at one size: weights, tokens, and where they go. They follow from the seed, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.moe.options import LayerOptions
 
 @dataclass(frozen=True)
 class Weights:
-    """Of this rank's experts, bfloat16."""
+    """Weights of this rank's experts, bfloat16."""
 
     gate_up: torch.Tensor
     """[experts, 2 * intermediate, hidden], gates before ups."""

@@ -57,7 +57,7 @@ def beside(point: Point, points: Sequence[Point]) -> dict[str, float]:
 
 
 def exposed(point: Point, points: Sequence[Point]) -> float | None:
-    """Of what dispatch and combine take alone, the part by which a forward pass is longer than its products alone."""
+    """Returns how much longer a forward pass is than its products alone, as a share of dispatch and combine alone."""
     it = _like(points, point, layer="ours", precision=point.precision) if point.layer == "ours" else None
     if it is None or not it.alone or point.best is None:
         return None
@@ -148,8 +148,8 @@ def plot(of: dict[str, Any], path: str) -> None:
 
 
 def plot_capacity(of: dict[str, Any], path: str) -> None:
-    """What experts compute, ours and with padded capacity, by routing, at the largest size, and how long a forward pass takes; what
-    was dropped is on the bars of both."""
+    """Plots rows that experts compute, ours and with padded capacity, by routing, at the largest size, and the time of a forward
+    pass. Bars name the dropped tokens."""
     plt = pyplot()
     o = of["options"]
     tokens = max(o["tokens"])
@@ -170,7 +170,7 @@ def plot_capacity(of: dict[str, Any], path: str) -> None:
 
 
 def _bars(axis: Any, points: list[dict[str, Any]], routings: list[str], height_of: Callable[..., float], form: str) -> None:
-    """By routing, a bar for each layer."""
+    """Draws a bar for each layer, grouped by routing."""
     layers = list(dict.fromkeys(p["layer"] for p in points))
     for p in points:
         place = layers.index(p["layer"])

@@ -19,7 +19,7 @@ Mark = Callable[[str], None]
 
 
 class Exchange(torch.autograd.Function):
-    """all_to_all_single of rows, with gradients. Without splits all ranks get as many."""
+    """all_to_all_single of rows, with gradients. Without splits all ranks get the same number."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, come: list[int] | None, go: list[int] | None) -> torch.Tensor:
@@ -42,10 +42,10 @@ def swiglu(h: torch.Tensor) -> torch.Tensor:
 
 
 class Theirs:
-    """What layers of other libraries have in common here."""
+    """The common part of other libraries' layers."""
 
     product = "torch._grouped_mm"
-    """What multiplies."""
+    """The function that multiplies."""
 
     def __init__(self, world: World, options: LayerOptions, device: torch.device) -> None:
         self.group = group_of(world, options, device)
@@ -135,7 +135,7 @@ class GatherAndReduce(Theirs):
         out = torch._grouped_mm(a, down.mT, offs=offsets)
         mark("down")
         weighted = out * all_weights.flatten()[order, None].to(out.dtype)
-        weighted = weighted.masked_fill((local == p.local_experts)[:, None], 0)  # nobody computed those rows
+        weighted = weighted.masked_fill((local == p.local_experts)[:, None], 0)  # no expert computed those rows
         sums = torch.zeros_like(rows).index_add_(0, order // k, weighted)
         y = torch.empty_like(x)
         torch.distributed.reduce_scatter_tensor(y, sums)
@@ -167,7 +167,7 @@ class Capacity(Theirs):
         starts = torch.searchsorted(chosen, torch.arange(self.o.experts, device=x.device))
         number = torch.arange(len(chosen), device=x.device) - starts[chosen]
         room = self._room(number + 1)
-        place = torch.where(number < room, chosen * room + number, self.o.experts * room)  # the last one is nobody's
+        place = torch.where(number < room, chosen * room + number, self.o.experts * room)  # the last one is a dummy
         self._kept = (number < room).float().mean()
         buffer = x.new_zeros(self.o.experts * room + 1, x.shape[1]).index_copy(0, place, x[order // k])
         came = Exchange.apply(buffer[:-1], None, None).view(p.world, p.local_experts, room, -1)

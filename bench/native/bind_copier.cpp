@@ -49,7 +49,7 @@ class CopyRun final : public cpu::StagedRun {
   CopyRun(const CopyOp* ops, std::uint32_t n, CopyKernel copy) : ops_(ops), n_(n), copy_(copy) {}
 
  private:
-  static constexpr std::uint32_t kOpsPerUnit = 8;   // about as many as a phase claims at once
+  static constexpr std::uint32_t kOpsPerUnit = 8;   // about the number that a phase claims at once
 
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     if (stage > 0) return false;

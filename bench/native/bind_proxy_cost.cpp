@@ -1,4 +1,4 @@
-// For bench/proxy.py: the proxy over a fabric that costs nothing.
+// Bindings of bench/proxy.py: the proxy over a fabric that costs nothing.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <sched.h>
@@ -37,8 +37,8 @@ void note(Samples& samples, const CostRun& run, const std::vector<Clock::time_po
   samples.last.push_back(nanoseconds(last));
 }
 
-// Device and proxies take turns on one thread: no cache line moves between cores, nobody waits for a turn. A proxy's time does not
-// count while another has its turn.
+// Device and proxies take turns on one thread: no cache line moves between cores, and no thread waits for a turn. A proxy's time
+// does not count while another has its turn.
 void measure_alone(CostRun& run, int operations, Samples& samples) {
   std::vector<std::unique_ptr<Proxy>> proxies;
   for (std::uint32_t i = 0; i < run.options().proxies; ++i) {

@@ -29,7 +29,7 @@ void quantise(const std::string& isa, Wire wire, Dtype dtype, std::uintptr_t x, 
 
 void bind_quantise(py::module_& m) {
   m.def("runs", [](const std::string& isa) { return cpu::kernels_named(isa.c_str()) != nullptr; }, py::arg("isa"),
-        "Whether this processor runs the kernels of that name: baseline, avx2, avx512.");
+        "True if this processor runs the kernels of that name: baseline, avx2, avx512.");
   m.def("quantise", &quantise, py::arg("isa"), py::arg("wire"), py::arg("dtype"), py::arg("x"), py::arg("rows"), py::arg("hidden"),
         py::arg("codes"), py::arg("scales"), "Rows of x, contiguous, to e4m3 codes and the scales of that wire. Addresses.");
 }

@@ -26,7 +26,7 @@ CostRun::CostRun(const CostOptions& options) : options_(options) {
   heap_ = heap_of(config_);
   step_ -= 1;
   for (std::uint32_t n = 0; n < options.objects; ++n) {
-    // Only the words are ever touched: nobody reads the blocks.
+    // Only the words are ever touched; the blocks are not read.
     void* const memory = mmap(nullptr, heap_.bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     memory_.emplace_back(static_cast<char*>(memory), Unmap{heap_.bytes});
@@ -69,7 +69,7 @@ NullFabric::Clock::time_point CostRun::announce() {
   op_ = op_ == Op::Dispatch ? Op::Combine : Op::Dispatch;
   if (op_ == Op::Dispatch) ++step_;
   const std::uint32_t set = set_of(config_, step_);
-  // A combine's rows are longer: take as many as make its block as long as the dispatch's.
+  // A combine's rows are longer: take fewer, so that its block is as long as the dispatch's.
   const BlockLayout layout = block_layout(config_, op_);
   const auto rows = static_cast<std::uint32_t>(std::uint64_t{options_.rows} * dispatch_block(config_).row_bytes / layout.row_bytes);
   ++announced_;

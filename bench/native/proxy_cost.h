@@ -49,8 +49,8 @@ class CostRun {
   CostOptions options_;
   Config config_;
   Heap heap_;
-  std::vector<Memory> memory_;                       // by object
-  std::vector<std::shared_ptr<NullFabric>> fabrics_;   // by proxy
+  std::vector<Memory> memory_;                       // indexed by object
+  std::vector<std::shared_ptr<NullFabric>> fabrics_;   // indexed by proxy
   std::uint64_t writes_ = 0;
   std::uint64_t announced_ = 0;
   std::uint32_t step_;

@@ -37,7 +37,7 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
         """
         super().__init__(config=config, pg_collection=pg_collection)
         if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
-            raise Error("pplx_comm drops no token and pads none: moe_pad_expert_input_to_capacity cannot be")
+            raise Error("pplx_comm drops no token and pads none: set moe_pad_expert_input_to_capacity=False")
         self.max_tokens_per_rank, self.precision = max_tokens_per_rank, precision
         ranks = self.tp_size * self.ep_size
         self.placement = Placement(config.num_moe_experts, ranks, self.ep_group.rank() * self.tp_size + self.tp_rank, self.tp_size)
@@ -99,7 +99,7 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
 
     def set_shared_experts(self, shared_experts: nn.Module) -> None:
         """Refuses: that overlap is the all-to-all dispatcher's own."""
-        raise Error("pplx_comm: moe_shared_expert_overlap cannot be; a shared expert runs between preprocess and dispatch")
+        raise Error("pplx_comm: set moe_shared_expert_overlap=False; a shared expert runs between preprocess and dispatch")
 
 
 def use(model: nn.Module, *, max_tokens_per_rank: int, precision: str = "bf16") -> int:

@@ -6,8 +6,8 @@ and its training loop takes it in the place of `AllToAllTokenDispatcher`. With a
 
     OverrideConfig(imports=[("pplx_comm.compat.torchtitan.pplx_comm_override", {"precision": "fp8"})])
 
-No token is dropped, and with CUDA the host waits for nothing: rows have room for the worst case, or for as many as `max_rows`
-says, and an expert's segment is padded with zeros to a multiple of `align`, which its count includes.
+No token is dropped, and with CUDA the host waits for nothing: rows have room for `max_rows`, or for the worst case, and an expert's
+    segment is padded with zeros to a multiple of `align`, which its count includes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How the survivors agree on who is left. Pure: messages in, messages out, no clock and no sockets.
+"""How the survivors agree on the ranks that are left. Pure: messages in, messages out, no clock and no sockets.
 
-Everybody proposes the set of ranks it believes alive. Sets only shrink: by a loss of its own, and by another's proposal
-that lacks a rank. When every member of my set has proposed exactly my set, it is decided. Whoever decides, or hears a
-decision, passes the decision on before it does anything else, and never proposes again. Messages from a rank that is no
-longer in my set count for nothing; so a rank that others dropped cannot bring its old decision back in.
+Every rank proposes the set of ranks it believes alive. Sets only shrink: by a loss of its own, and by another's proposal
+that lacks a rank. When every member of my set has proposed exactly my set, it is decided. A rank that decides, or hears a decision,
+passes the decision on before it does anything else, and never proposes again. Messages from a rank that is no longer in my set
+count for nothing; so a rank that others dropped cannot bring its old decision back in.
 
-Why nobody who stays decides differently: if A decides V, every member of V has proposed V. A member that later decides
+Why no member decides differently: if A decides V, every member of V has proposed V. A member that later decides
 a smaller W without having heard A's decision must have dropped A, and needs each member of W to have proposed W, which
 a rank that has heard A's decision never does, and one that has not will no longer hear. So A is not in W: it is dead,
 or is told that it was dropped.
@@ -62,7 +62,7 @@ class Agreement:
             self._decide_if_unanimous()
 
     def missing(self) -> list[int]:
-        """Those who have not taken part yet."""
+        """Returns the members that have not taken part yet."""
         return sorted(rank for rank in self.view if rank != self.rank and rank not in self._proposals)
 
     def _shrink(self, ranks: frozenset[int], *, by: int) -> None:

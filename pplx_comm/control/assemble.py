@@ -1,4 +1,4 @@
-"""From ranks that can gather once to a mesh that stands: exchange addresses, connect every two ranks, prove who shares a
+"""From ranks that can gather once to a mesh that stands: exchange addresses, connect every two ranks, prove which ranks share a
 node.
 """
 
@@ -118,7 +118,7 @@ def _exchange_addresses(
     mine: dict[str, Any] = {"tcp": []}
     if tcp:
         try:
-            # On one host nobody else may even connect. Between hosts every connection must prove the session's key.
+            # On one host, other hosts cannot even connect. Between hosts every connection must prove the session's key.
             listener = listen_tcp("127.0.0.1", 0) if one_host else _listen_everywhere()
             listeners.append(listener)
             hosts = (

@@ -20,7 +20,7 @@ Event = TypeVar("Event")
 
 @dataclass(frozen=True)
 class Busy:
-    """What a rank says of itself: whether it is busy, and what with."""
+    """A rank's report on itself: busy or not, and the activity."""
 
     rank: int
     busy: bool

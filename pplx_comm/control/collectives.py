@@ -1,4 +1,4 @@
-"""Calls that all ranks make together: everybody's payload, or everybody's file descriptors."""
+"""Calls that all ranks make together: they exchange payloads, or file descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pplx_comm.errors import Error, PeerError, StepTimeout
 
 
 def all_gather(mesh: Mesh, payload: Any, tag: str, timeout: float, ranks: Iterable[int] | None = None) -> list[Any]:
-    """Everybody's payload, by rank; None for ranks that do not take part.
+    """Returns all payloads, by rank; None for ranks that do not take part.
 
     ranks: a subset, which all of them name alike.
     """
@@ -118,7 +118,7 @@ def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool]
             if rank in mesh.lost:
                 raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
         busy, was_busy = mesh.someone_is_busy(), busy
-        if busy or was_busy:  # the time begins when nobody is
+        if busy or was_busy:  # the time begins when no rank is busy
             deadline = time.monotonic() + timeout
         if not remaining(deadline):
             raise StepTimeout(

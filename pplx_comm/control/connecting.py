@@ -1,4 +1,4 @@
-"""Connects to a rank that may be reached at several addresses, some of which may lead to somebody else."""
+"""Connects to a rank that may be reached at several addresses, some of which may lead to a stranger."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pplx_comm.control.sockets import Address, close_all, describe, remaining, s
 class NotReached(OSError):
     """No address led to the rank.
 
-    errno: ECONNREFUSED if each of them refused, or was answered by somebody else; EHOSTUNREACH otherwise.
+    errno: ECONNREFUSED if each of them refused, or was answered by a stranger; EHOSTUNREACH otherwise.
     answers: what each address answered.
-    strangers: how many were answered by somebody who does not hold our key.
-    spoken: whether anybody said a word.
+    strangers: how many were answered by a process that does not hold our key.
+    spoken: whether any of them sent a byte.
     """
 
     def __init__(self, code: int, answers: str, *, strangers: int, spoken: bool) -> None:
@@ -38,7 +38,7 @@ def connect(addresses: Sequence[Address], me: Identity, server: int, seconds: fl
 
     All addresses are tried at once. A host advertises interfaces that only some peers can reach, and those that drop
     packets would cost a full timeout each. Other addresses, such as a container bridge's, are the same on every host:
-    there the caller meets itself, or a stranger who may never say a word. So each answer ends the attempt at its own
+    there the caller meets itself, or a stranger that may never send a byte. So each answer ends the attempt at its own
     address only.
     """
     deadline = time.monotonic() + seconds
@@ -108,7 +108,7 @@ class _Attempts:
         return None
 
     def outcome(self, called: int) -> Exception:
-        """Why nobody was reached."""
+        """Returns why no address led to the rank."""
         text = "; ".join([*self._answers, *(f"{describe(attempt.address)}: no answer" for attempt in self.under_way.values())])
         if self._strangers == called > 0:
             return WrongKey(text)

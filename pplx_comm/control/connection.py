@@ -64,7 +64,7 @@ class Connection:
                 except (BlockingIOError, InterruptedError):
                     return True
                 except OSError as problem:
-                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors on their way; the peer is about to read them
+                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors in flight; the peer is about to read them
                         time.sleep(0.001)
                         return True
                     self._broken = True
@@ -101,7 +101,7 @@ class Connection:
             except OSError as problem:
                 return frames, f"its connection broke without a goodbye ({problem.strerror})"
             except FrameError as problem:
-                return frames, f"it sent what it should not ({problem})"
+                return frames, f"it sent an invalid message ({problem})"
         return frames, None
 
     def _read(self) -> bytes:
@@ -115,7 +115,7 @@ class Connection:
                 fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
                 self._received_fds += fds
         if len(self._received_fds) > FDS_PER_FRAME:
-            raise FrameError("file descriptors that nobody announced")
+            raise FrameError("file descriptors that were not announced")
         return data
 
     def finish_sending(self) -> None:

@@ -37,7 +37,7 @@ LONGEST_TIMEOUT = Deadline(1e6, "the longest `timeout`, eleven days: the kernel'
 
 DEFAULT_TIMEOUT = Deadline(300.0, "for all ranks to come, where `timeout` of the Communicator says nothing else")
 HANDSHAKE_SECONDS = Deadline(15.0, "for one handshake: a guest at the door, or a call at all addresses of a rank")
-GRACE_SECONDS = Deadline(2.0, "beyond the start's own time: for rank 0 to say who is missing")
+GRACE_SECONDS = Deadline(2.0, "beyond the start's own time: for rank 0 to name the missing ranks")
 GONE_SECONDS = Deadline(3.0, "for a rank all of whose addresses refuse: it listens before it says where, so it is gone")
 PROBE_SECONDS = Deadline(60.0, "for NVSHMEM to start with one PE, in a process of its own: once for each GPU")
 CONSTRUCTOR_SECONDS = Deadline(30.0, "for other ranks' AllToAll() or reset(), at least; else three times `timeout`")
@@ -60,7 +60,7 @@ PROXY_TURN = Deadline(0.1, "without a turn of the proxy's thread: then a timeout
 
 # close() of an AllToAll, in this order.
 
-CLOSE_STEPS = Deadline(1.0, "for kernels and writes under way")
+CLOSE_STEPS = Deadline(1.0, "for running kernels and writes in flight")
 CLOSE_FAILED = Deadline(0.1, "instead, after a failure and in reset(): writes to a dead peer never end")
 CLOSE_PROXY = Deadline(0.1, "for each proxy thread, at least")
 CLOSE_KERNELS = _CPP["CLOSE_KERNELS"]

@@ -1,4 +1,4 @@
-"""Lets connections in whose callers have proved which rank they are, and nobody else."""
+"""Admits only connections whose callers have proved their rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Guest:
 class Door:
     """Accepts connections on a selector, and hands over those that have proved which rank they are.
 
-    Nothing that a stranger sends or fails to send disturbs anybody else: each guest has its own small reader and its
+    Nothing that a stranger sends or fails to send disturbs another guest: each guest has its own small reader and its
     own deadline. When too many wait, or there is no file descriptor for the next, the one that waited longest is dropped.
     """
 

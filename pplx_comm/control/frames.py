@@ -110,7 +110,7 @@ class FrameReader:
 
     @property
     def missing(self) -> int:
-        """Bytes to the end of this header or frame. Who reads no more leaves the rest to the next reader."""
+        """Bytes to the end of this header or frame. A reader that stops there leaves the rest to the next reader."""
         if len(self._data) < HEADER.size:
             return HEADER.size - len(self._data)
         return HEADER.size + int(HEADER.unpack_from(self._data)[4]) - len(self._data)

@@ -5,8 +5,8 @@
     client -> PROOF      the client's proof over both nonces, both ranks, purpose and job
     server -> WELCOME    the server's proof over the same, under another label
 
-The key never travels; a proof is of no use in another conversation, in the other direction, or for another rank. The
-client proves first: a stranger who connects learns nothing that it could test guesses of a weak secret against.
+The key never travels; a proof is useless in another conversation, in the other direction, or for another rank. The
+client proves first: a stranger that connects learns nothing to test guesses of a weak secret against.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FROM_SERVER = frozenset({Kind.CHALLENGE, Kind.WELCOME, Kind.REJECT})
 
 
 class WrongKey(Error):
-    """The other end does not hold our key, or belongs to a job of another shape: calling it again is of no use."""
+    """Raised if the other end does not hold our key, or belongs to a job of another shape: calling it again is useless."""
 
 
 class Refused(OSError):

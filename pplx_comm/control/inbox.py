@@ -1,4 +1,4 @@
-"""Collective messages, kept by call until everybody's has come. Pure data: the mesh holds the lock."""
+"""Collective messages, kept by call until all have come. Pure data: the mesh holds the lock."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
 
 @dataclass
 class Descriptors:
-    """The descriptors that one rank sends in one call, in as many messages as it takes."""
+    """Collects the descriptors that one rank sends in one call, over one or more messages."""
 
     total: int
     announced: int = 0

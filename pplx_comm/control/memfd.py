@@ -15,7 +15,7 @@ _SEAL, _SHRINK, _GROW = 1, 2, 4
 
 
 def allocate(nbytes: int, what: str, share: int | None = None) -> int:
-    """A memfd of `nbytes` bytes, every page of it reserved: nobody meets SIGBUS later. The caller closes it.
+    """Returns a memfd of `nbytes` bytes. Every page is reserved, so no rank meets SIGBUS later. The caller closes it.
 
     Sealed against resizing: no peer that maps it can cut it short under the others.
     share: the most bytes for this rank, where several ranks allocate at once under one limit.
@@ -60,7 +60,7 @@ _ADVICE = "use a smaller max_tokens_per_rank or fewer AllToAlls, or give this pr
 
 
 def available_bytes() -> tuple[int, str]:
-    """What can still be had, and what sets that limit: the machine or a memory cgroup above this process."""
+    """Returns the bytes still available, and the source of that limit: the machine, or a memory cgroup above this process."""
     lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     best = int(lines["MemAvailable"].split()[0]) * 1024, "MemAvailable of the machine"
     with contextlib.suppress(OSError):

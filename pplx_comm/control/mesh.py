@@ -159,7 +159,7 @@ class Mesh:
         self.condition.notify_all()
 
     def _spread(self, failure: Failure) -> None:
-        """Tell everybody: only two ranks notice a cut cable."""
+        """Tells all ranks: only two of them notice a cut cable."""
         self.send(sorted(self.connections.keys() & self.members), json_frame(Kind.ABORT, self._failure_report()))
 
     def _failure_report(self) -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ class Mesh:
                 self._say_busy()
 
     def _say_busy(self) -> None:
-        """To everybody, also beyond a reset: it is about this process."""
+        """Tells all ranks, also beyond a reset: it is about this process."""
         said = {"busy": bool(self._busy_with), "what": one_line(self._busy_with[-1])[:200] if self._busy_with else ""}
         self.send(sorted(self.connections), json_frame(Kind.BUSY, said))
 
@@ -192,7 +192,7 @@ class Mesh:
         return remove
 
     def someone_is_busy(self) -> bool:
-        """Under the condition: nobody is blamed for being late now."""
+        """True while any rank is busy: no rank is blamed for being late then. The caller holds the condition."""
         return any(time.monotonic() - since < BUSY for since in self.busy_since.values())
 
     def _hear_busy(self, said: Busy) -> None:
@@ -275,7 +275,7 @@ class Mesh:
                     else:
                         self._handle(connection.rank, kind, decode_object(payload))
             except FrameError as problem:
-                end = f"it sent what it should not ({problem})"
+                end = f"it sent an invalid message ({problem})"
             self.condition.notify_all()
             if end is not None and connection.rank not in self.lost:
                 self._lose(Failure("death", connection.rank, message=f"rank {connection.rank} died: {end}"))
@@ -333,9 +333,9 @@ class Mesh:
             self._before_close.append(callback)
 
     def close(self, reason: str, patience: float = JOIN_SECONDS) -> None:
-        """Take leave of everybody and wait for no peer, whatever they do: 2 s at most, if no other thread closes.
+        """Tells all peers that this rank leaves. Does not wait for peers; returns within 2 s if no other thread closes.
 
-        patience: seconds for another thread that closes, and as many for the control thread.
+        patience: seconds to wait for another thread that closes, and again for the control thread.
         """
         if os.getpid() != self._pid:
             return
@@ -403,7 +403,7 @@ class Mesh:
             loop.close()
 
     def close_in_child(self) -> None:
-        """After fork: close the copies of the parent's connections, so that peers notice its death. Nobody is told."""
+        """After fork: closes the copies of the parent's connections, so that peers notice its death. Sends nothing."""
         if self._loop is None or self._loop.closed:
             return
         for connection in list(self.connections.values()):
@@ -412,7 +412,7 @@ class Mesh:
             self._door.close_in_child()
         self._loop.close()
 
-    # Who may use it
+    # Guards
 
     def check_usable(self) -> None:
         self.check_owner()

@@ -1,4 +1,4 @@
-"""What the rest of the library asks of the ranks' connections: collectives, failures, and who is left."""
+"""The mesh as the rest of the library sees it: collectives, failures, and the ranks that are left."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ControlPlane:
     # ---- collectives -----------------------------------------------------------------------------------------------------
 
     def all_gather(self, payload: dict[str, Any] | None, tag: str, timeout: float | None = None) -> list[Any]:
-        """Collective: everybody's JSON-able payload, by rank; None for ranks that `agree_survivors` found dead.
+        """Collective: returns all JSON-able payloads, by rank; None for ranks that `agree_survivors` found dead.
 
         Calls are matched by tag and by how often the tag was used. A failure latched here or anywhere ends it with that
         cause.
@@ -82,7 +82,7 @@ class ControlPlane:
         return sorted(self._mesh.members)
 
     def alive(self) -> list[bool]:
-        """By rank: neither dead nor gone, as far as this rank knows now."""
+        """True for each rank that is neither dead nor gone, as far as this rank knows now."""
         self._mesh.check_owner()
         return self._mesh.alive()
 
@@ -142,7 +142,7 @@ class ControlPlane:
         self._mesh.on_close(callback)
 
     def close(self, reason: str) -> None:
-        """Idempotent, waits for nobody, 2 s at most. Peers are told the reason."""
+        """Leaves the mesh and tells peers the reason. Idempotent. Does not wait for peers; returns within 2 s."""
         self._mesh.close(reason)
 
     def _seconds(self, timeout: float | None) -> float:

@@ -22,7 +22,7 @@ TOKEN = 32
 
 @dataclass(frozen=True)
 class Locality:
-    """The part of a process's surroundings that decides with whom it can share memory and sockets."""
+    """The part of a process's surroundings that decides which ranks can share memory and sockets with it."""
 
     boot_id: str
     net_namespace: int
@@ -66,7 +66,7 @@ def candidates(localities: Sequence[Locality], node_size: int | None) -> list[in
 
 
 def partition(claimed: Sequence[int], shares: Sequence[set[int]], node_size: int | None) -> list[int]:
-    """The final node of each rank. `shares[r]`: the ranks whose memory r has read and who have read r's.
+    """Returns the final node of each rank. `shares[r]`: the ranks whose memory r has read and that have read r's.
 
     A rank joins the first node in which it and every member have proved it both ways; so nodes are cliques, and the
     same everywhere.
@@ -122,7 +122,7 @@ def _pages(mesh: Mesh, fd: int, neighbours: Sequence[int], timeout: float) -> di
         return share_fds(mesh, [fd], "node probe", neighbours, timeout)
     except PeerError:
         raise
-    except Error:  # raised by all of them together: file descriptors do not pass here, so nobody shares memory
+    except Error:  # raised by all of them together: file descriptors do not pass here, so no ranks share memory
         return {}
 
 

@@ -47,7 +47,7 @@ class Resettable(Protocol):
         """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
 
     def stop(self, failure: Failure) -> None:
-        """Calls under way end, and later ones raise `failure`, until go_on()."""
+        """Running calls end, and later ones raise `failure`, until go_on()."""
 
     def drain(self, seconds: float) -> None:
         """Waits until nothing of this rank stores into other ranks' memory."""

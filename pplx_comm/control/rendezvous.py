@@ -44,7 +44,7 @@ class Bootstrap(Protocol):
 
 
 def meet(launch: Launch, timeout: float, environ: Mapping[str, str]) -> Bootstrap:
-    """Rank 0 listens, the others knock until it is there. Returns at once; the first allgather waits for everybody."""
+    """Rank 0 listens, the others knock until it is there. Returns at once; the first allgather waits for all."""
     deadline = time.monotonic() + timeout
     addresses, key = _where(launch, environ)
     me = Identity("rendezvous", key, launch.rank, launch.world_size, launch.job, launch.launcher)
@@ -219,9 +219,7 @@ class _Visitor:
             try:
                 return connect(addresses, me, 0, max(0.05, min(remaining(self._deadline), HANDSHAKE_SECONDS)))
             except WrongKey as problem:
-                raise Error(
-                    f"rank {self.rank} and rank 0 at {self._where} do not belong together: {problem}. {_SAME_SECRET}"
-                ) from None
+                raise Error(f"rank {self.rank} and rank 0 at {self._where} are not of one job: {problem}. {_SAME_SECRET}") from None
             except NotReached as problem:
                 if problem.strangers and not (told and told.strangers):  # rank 0 may come to an address that is still free
                     log.warning("rank %d still looks for rank 0: %s. %s", self.rank, problem.answers, _SAME_SECRET)
@@ -252,14 +250,18 @@ class _Visitor:
                 phase="rendezvous",
             ) from None
         except FrameError as problem:
-            raise PeerError(f"rank 0 sent what it should not during start-up: {problem}", peer=0, phase="rendezvous") from None
+            raise PeerError(f"rank 0 sent an invalid message during start-up: {problem}", peer=0, phase="rendezvous") from None
         except OSError:
             raise PeerError("rank 0 went away during start-up: see its own error", peer=0, phase="rendezvous") from None
         if kind == Kind.FAIL:
             kind_of_error = StepTimeout if answer.get("timeout") is True else PeerError
             raise kind_of_error(str(answer.get("message")), phase="rendezvous")
         if not isinstance(answer, list) or [type(entry) for entry in answer] != [dict] * self.world_size:
-            raise PeerError("rank 0 gathered a list of the wrong shape", peer=0, phase="rendezvous")
+            raise PeerError(
+                "rank 0 sent a list of the wrong length during start-up: install one version of pplx_comm everywhere",
+                peer=0,
+                phase="rendezvous",
+            )
         return answer
 
     def _hear(self) -> tuple[Kind, bytes]:
@@ -336,7 +338,7 @@ def _listen(addresses: list[Address], deadline: float) -> list[socket.socket]:
             raise Error(
                 f"rank 0 cannot listen ({'; '.join(problems)}): another process holds the address. Set PPLX_COMM_ADDR to a free one"
             )
-        time.sleep(0.05)  # until whoever holds the address has closed it: nothing announces that
+        time.sleep(0.05)  # until the process that holds the address has closed it: nothing announces that
 
 
 def _listen_host(host: str, port: int) -> socket.socket:

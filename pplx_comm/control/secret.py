@@ -39,7 +39,7 @@ def _folders(environ: Mapping[str, str]) -> list[Path]:
 
 
 def _check_folder(folder: Path) -> None:
-    """Ours, not a link, and nobody else may write there: else another user could swap the file under us."""
+    """Raises unless the folder is ours, is no link, and is writable by no other user: one could swap the file under us."""
     if folder.parent.name == ".cache":
         folder.parent.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -54,7 +54,7 @@ def _check_folder(folder: Path) -> None:
 
 def _read_or_make(path: Path) -> bytes:
     if not os.path.lexists(path):
-        # Written whole beside it and then linked: whoever comes first wins, nobody ever reads half a key.
+        # Written whole beside the final name, then linked: the first writer wins, and readers never see half a key.
         fresh = path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}")
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         try:

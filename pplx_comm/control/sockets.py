@@ -65,7 +65,7 @@ def watch_for_loss(sock: socket.socket) -> None:
 
 
 def wrong_user(sock: socket.socket) -> str | None:
-    """Over AF_UNIX the kernel says who connected or listens; anybody but this user is turned away."""
+    """Names the user at the other end if it is not this one. Over AF_UNIX the kernel says which user connected or listens."""
     if sock.family != socket.AF_UNIX:
         return None
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -38,8 +38,8 @@ class Survivors:
         self._agreement = self._new_agreement()
 
     def agree(self, after: int, timeout: float, leave_out: bool) -> list[int]:
-        """Collective over the ranks that live: who is left of generation `after`, the same list on each. Clears the failure, opens
-        a new generation. A rank that lives and does not come in time fails the call, or is left out.
+        """Collective over the living ranks. Returns the ranks left of generation `after`, the same list on each. Clears the failure
+        and opens a new generation. A rank that lives and does not come in time fails the call, or is left out.
         """
         group = self._group
         deadline = time.monotonic() + timeout
@@ -49,7 +49,7 @@ class Survivors:
                 if not remaining(deadline) and leave_out and self._agreement.missing():
                     for rank in self._agreement.missing():
                         self._agreement.lost(rank)
-                    deadline = time.monotonic() + timeout  # for those who came, to hear of it
+                    deadline = time.monotonic() + timeout  # so that the ranks that came hear of it
                     self._moved()
                     continue
                 if not remaining(deadline):
@@ -97,7 +97,7 @@ class Survivors:
         self._moved()
 
     def renew(self) -> None:
-        """For a new generation, among the mesh's members."""
+        """Starts a new generation among the mesh's members."""
         self._agreement = self._new_agreement()
 
     def _new_agreement(self) -> Agreement:

@@ -22,7 +22,7 @@ from pplx_comm.handles import Combining, Dispatched, Owner, Plan
 from pplx_comm.hooks import HOOK_ROWS, RAISED, Hooks
 from pplx_comm.wiring.record import CLOSED
 
-_BETWEEN_LOOKS = 50e-6  # seconds: threads that raise words wake nobody
+_BETWEEN_LOOKS = 50e-6  # seconds: threads that raise words wake no consumer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,7 +73,7 @@ class CpuDispatched(Dispatched):
         self.step = step
         self.receiving = threading.Lock()
         self.inputs = inputs  # must live until the step's rows are placed
-        self.memory = memory  # for the outputs
+        self.memory = memory  # where the outputs lie
         self.zeroed = False
         for name in ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows"):
             setattr(self, name, None)
@@ -102,7 +102,7 @@ class Cpu:
         self._failing = {call: Failing(session, call) for call in calls}
 
     def drain(self, seconds: float) -> None:
-        """Nothing is under way: calls return when they are done."""
+        """Does nothing: calls return when they are done."""
 
     def renew(self, alive: list[bool]) -> None:
         self._alive = alive
@@ -185,7 +185,7 @@ class Cpu:
             try:
                 d.routes = self.core.dispatch_recv(d.step, outputs.addresses)
             except BaseException:
-                if d.hooks is not None:  # nobody shall wait for what does not come
+                if d.hooks is not None:  # no consumer may wait for rows that do not come
                     d.hooks.failed = True
                     d.hooks.planned.fill_(RAISED)
                     d.hooks.arrived.fill_(RAISED)

@@ -63,7 +63,7 @@ class DevicePlan(Plan):
 
 
 class DeviceDispatched(Dispatched):
-    """Its tensors and its plan are parts of one buffer. What nobody asks for is not made."""
+    """Its tensors and its plan are parts of one buffer. Those that are not asked for are not made."""
 
     plan: DevicePlan
     step = -1
@@ -76,7 +76,7 @@ class DeviceDispatched(Dispatched):
         self.owner, self._cuda, self.generation, self.tokens = owner, cuda, generation, tokens
         self.buffer = buffer
         self.at, self.plan_at = addresses
-        self.weighted = False  # whether a plan in the buffer has weights
+        self.weighted = False  # true if a plan in the buffer has weights
 
     def __getattr__(self, name: str) -> Any:
         cuda = self.__dict__.get("_cuda")
@@ -135,10 +135,10 @@ class Cuda:
         if self._hooks is not None:
             self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
-        self.absent = {name for name in optional if name not in self.parts}  # what this layout and wire do not have
+        self.absent = {name for name in optional if name not in self.parts}  # tensors that this layout and wire do not have
 
     def drain(self, seconds: float) -> None:
-        """Stops the kernels under way, and waits for them; also for graph replays on the current stream."""
+        """Stops running kernels, and waits for them; also for graph replays on the current stream."""
         self.core.drain(raw_stream(self._index), seconds)
 
     def renew(self, alive: list[bool]) -> None:
@@ -293,7 +293,7 @@ class Cuda:
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
     def _cleared_hooks(self) -> Hooks:
-        """What is launched behind their event finds the words of this dispatch; the dispatch itself comes after it."""
+        """Work launched behind their event finds the words of this dispatch; the dispatch itself comes after it."""
         assert self._hooks is not None
         stream = raw_stream(self._index)
         hooks = Hooks(torch.empty(self._hooks.words, dtype=torch.uint32, device=self._device), self._hooks)
@@ -337,7 +337,7 @@ class Cuda:
             if x_scale is not None:
                 key = *key, x_scale.shape, x_scale.dtype, x_scale.device
         except AttributeError:
-            key = None  # what is no tensor, the checks will name
+            key = None  # the checks will name an argument that is no tensor
         looks = self._known.get(key)
         if looks is not None and x.data_ptr() % _ROW_ALIGN == 0:
             return x, ids, weights, looks  # type: ignore[return-value]
@@ -428,7 +428,7 @@ class Cuda:
         return out if tail_out is None else (out, tail_out)
 
     def _out(self, out: torch.Tensor, accumulate: bool, tokens: int) -> tuple[torch.Tensor, int]:
-        """What the kernels write for `out`, and its stride."""
+        """Returns the tensor that the kernels write for `out`, and its stride."""
         try:
             key: Any = tokens, out.shape, out.is_contiguous(), out.dtype, out.device
         except AttributeError:
@@ -497,7 +497,7 @@ class Cuda:
 
 
 class DeviceCombining(Combining):
-    y: torch.Tensor  # what the kernels write: out, or rows that start where they want them
+    y: torch.Tensor  # the kernels' output: out, or rows that start where they want them
     y_stride: int
     uses_weights: bool
     inputs: tuple[Any, ...] = ()

@@ -65,7 +65,7 @@ class Device(Protocol):
     # ---- life ------------------------------------------------------------------------------------------------------------
 
     def drain(self, seconds: float) -> None:
-        """Stops what is under way, and waits for it."""
+        """Stops running work, and waits for it."""
 
     def renew(self, alive: list[bool]) -> None:
         """After a reset."""

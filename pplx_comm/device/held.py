@@ -1,4 +1,4 @@
-"""Tensors that own an object: it lives as long as their memory does, whoever holds that, and can be found by what is in it."""
+"""Tensors that own an object: it lives as long as any reference to their memory, and can be found by what is in it."""
 
 from __future__ import annotations
 

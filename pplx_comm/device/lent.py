@@ -30,7 +30,7 @@ class LentMemory:
 
 
 class Lent:
-    """What a dispatch is lent: memory for what experts make of its rows."""
+    """A loan to a dispatch: memory for what experts make of its rows."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor, self._storage = tensor, tensor.untyped_storage()
@@ -45,31 +45,31 @@ class Lent:
 
     @property
     def free(self) -> bool:
-        """Whether no tensor lies there but this one's own."""
+        """True if no tensor lies there but this one's own."""
         return self._uses() == self._idle
 
     def tensor(self) -> torch.Tensor:
-        """Whoever holds it, or a view of it, keeps the memory."""
+        """Returns a tensor that keeps the memory, and so do its views."""
         return self._tensor.detach()
 
 
 class Lender:
-    """The buffers of an AllToAll. One is lent again behind the work that used it, on the same stream, as torch's own memory is: who
-    works on another one keeps the tensor until that has ended. And at least in_flight dispatches later: peers have closed the step
-    then in which they fetched. What a graph was captured with, eager dispatches do not get any more.
+    """The buffers of an AllToAll. One is lent again behind the work that used it, on the same stream, as torch's own memory is:
+    work on another one needs the tensor until it has ended. And at least in_flight dispatches later: peers have closed the step
+    then in which they fetched. Eager dispatches do not get a buffer that a graph was captured with.
     """
 
     def __init__(self, buffers: list[Lent], in_flight: int) -> None:
         self._buffers, self._in_flight = deque(buffers), in_flight
         self.dispatches = 0
-        """So many were launched, whether they were lent anything or not."""
+        """Launches, with lent memory or without."""
         self.lent = 0
 
     def __bool__(self) -> bool:
         return bool(self._buffers)
 
     def lend(self, stream: int, capturing: bool) -> Lent | None:
-        """For the next dispatch: the one that was lent least recently of those that may be."""
+        """Chooses a buffer for the next dispatch: the one that was lent least recently of those that may be."""
         number = self.dispatches + 1
         for buffer in self._buffers:
             here = capturing or (not buffer.captured and buffer.stream in (None, stream))

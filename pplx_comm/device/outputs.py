@@ -34,7 +34,7 @@ class Outputs:
     def __init__(self, config: _core.Config) -> None:
         layout = _core.output_layout(config)
         self.parts = parts_of(layout)
-        """What is small: it lies in one buffer, behind a line that is the handle's own."""
+        """Small outputs: they lie in one buffer, behind a line that is the handle's own."""
         self.x = self.parts.pop("x")
         self.scale = self.parts.pop("scale", None)
         self.small_bytes = layout.nbytes

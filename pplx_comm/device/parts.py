@@ -1,4 +1,4 @@
-"""Tensors that lie together in one buffer: one allocation, and views for who asks."""
+"""Tensors that lie together in one buffer: one allocation, and views on request."""
 
 from __future__ import annotations
 

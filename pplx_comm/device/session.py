@@ -22,7 +22,7 @@ from pplx_comm.wiring.request import Request
 
 
 class Life:
-    """Whether an AllToAll takes calls: it may be closed, stopped by reset(), or left behind by a fork.
+    """Tracks if an AllToAll takes calls: it may be closed, stopped by reset(), or left behind by a fork.
 
     A context manager around calls that store into other ranks' memory: reset() waits until they have ended.
     """
@@ -41,7 +41,7 @@ class Life:
         self._told = threading.local()
         """Its `generation`: of the last failure that calls of this thread raised. None once the thread has called reset()."""
         self._calls: deque[None] = deque()
-        """An element for each call under way; append() and pop() are atomic."""
+        """An element for each running call; append() and pop() are atomic."""
         self._pid = os.getpid()
         self._all.add(self)
 

@@ -1,4 +1,4 @@
-"""The calls that take steps, whoever makes them: a user, a handle, autograd or compiled code. And the end of them."""
+"""The calls that take steps, made by a user, a handle, autograd or compiled code. And the end of them."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ class Steps:
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Idempotent; talks to nobody. Calls in which other threads wait raise an Error that says so."""
+        """Idempotent. Does not wait for peers. Calls in which other threads wait raise an Error that says so."""
         life = self._life
         if not life.close():
             return

@@ -1,4 +1,4 @@
-"""What the NICs have done. Each process counts in a page of its own, which outlives it."""
+"""Counters of the NICs. Each process counts in a page of its own, which outlives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME, VALUES_AT = 32, 48
 """proxy/efasoft/README.md has the layout."""
 
 Counts = dict[str, dict[str, int]]
-"""By NIC, by what is counted."""
+"""NIC -> counter -> count."""
 
 
 def read(folder: Path) -> Counts:

@@ -28,7 +28,7 @@ CONTROL_MARK, NIC_NAME_AT, PORT_DOWN_AT = 0x45414645, 16, 48
 
 @dataclass(frozen=True)
 class Options:
-    """What None and the defaults leave out, the device decides: it is then as a real EFA is."""
+    """None and the defaults leave a choice to the device, which then behaves as a real EFA."""
 
     nics: int = 1
     machine: str = "plain"
@@ -72,7 +72,7 @@ class Host:
 
     @property
     def about(self) -> str:
-        """For the head of tables: nobody is to take their figures for a NIC's."""
+        """Returns a line for the head of tables: their figures must not pass for a NIC's."""
         nics, seed = len(nics_of(self.sysfs)), 1 if self.options.seed is None else self.options.seed
         return f"software device, {nics} NIC{'s' if nics > 1 else ''} of a {self.options.machine} machine, seed {seed}"
 
@@ -113,7 +113,8 @@ class SoftEfa:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that will load libfabric from there, as this library does; it may run already."""
+        """Returns the variables that a process needs to load libfabric from there, as this library does. That process may run
+        already."""
         return self.host.environment
 
     def counters(self) -> counters.Counts:
@@ -157,7 +158,7 @@ def set_port(folder: Path, nic: str | int, up: bool) -> None:
     every = sorted({name for sysfs in folder.glob("sys-*") for name in nics_of(sysfs)}, key=natural)
     name = every[int(nic)] if str(nic).isdecimal() and int(nic) < len(every) else str(nic)
     if name not in every:
-        raise Error(f"there is no NIC {nic!r}: give a number below {len(every)}, or one of {', '.join(every)}")
+        raise Error(f"there is no NIC {nic!r}: pass a number below {len(every)}, or one of {', '.join(every)}")
     found = 0
     with contextlib.suppress(FileNotFoundError), open(folder / "control", "r+b") as file, mmap.mmap(file.fileno(), 0) as page:
         mark, _, nics, size, first = CONTROL.unpack_from(page)

@@ -86,12 +86,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine", choices=("plain", "p5", "p5en"), default="plain", help="p5: 8 GPUs, 4 NICs each; p5en: 2 each"
     )
     host = _number(int, 0, 2**32 - 1, "a whole number below 2^32")
-    machine.add_argument("--host", type=host, metavar="N", help="which host this is (a network namespace is one)")
+    machine.add_argument("--host", type=host, metavar="N", help="number of this host (a network namespace is a host)")
     network = parser.add_argument_group("the network")
-    network.add_argument("--seed", type=whole, metavar="S", help="of the order in which work and packets go out (1)")
+    network.add_argument("--seed", type=whole, metavar="S", help="seed of the order in which work and packets go out (1)")
     window = _number(int, 1, 4096, "a whole number, 1 to 4096")
-    network.add_argument("--window", type=window, metavar="W", help="drawn from W waiting work requests (16); 1: in order")
-    network.add_argument("--latency-us", type=size, metavar="L", help="of each packet (0)")
+    network.add_argument("--window", type=window, metavar="W", help="draw the next from W waiting work requests (16); 1: in order")
+    network.add_argument("--latency-us", type=size, metavar="L", help="latency of each packet (0)")
     network.add_argument("--gbit", type=size, metavar="G", help="Gbit/s of each NIC (0: as fast as memory)")
     receives = _number(int, 16, 2**20, "a whole number, 16 or more")
     network.add_argument(
@@ -104,13 +104,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     software.add_argument("--libfabric", metavar="PATH", help="a libfabric.so.1 with efa (PPLX_LIBFABRIC, else the mpich wheel's)")
     software.add_argument("--keep", action="store_true", help="leave the fabric's folder, and say where it is")
     running = parser.add_argument_group("a fabric that runs")
-    running.add_argument("--dir", type=Path, metavar="D", help="join it: its folder, which its COMMAND has as EFA_SOFT_DIR")
+    running.add_argument("--dir", type=Path, metavar="D", help="join a running fabric: its folder, EFA_SOFT_DIR of its COMMAND")
     running.add_argument("--set", metavar="WORD=NIC", help="port-down=NIC or port-up=NIC")
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.nics is not None and arguments.machine != "plain":
-        raise Error(f"--nics is for --machine plain: a {arguments.machine} has the NICs that it has")
+        raise Error(f"--nics needs --machine plain: the NICs of {arguments.machine} are fixed")
     names = ("host", "seed", "window", "latency_us", "gbit", "receives", "fail", "libfabric")
     return Options(nics=arguments.nics or 1, machine=arguments.machine, **{name: getattr(arguments, name) for name in names})
 
@@ -145,7 +145,7 @@ def environment(host: Host) -> dict[str, str]:
 
 def run(command: list[str], options: Options, *, keep: bool = False, joined: Path | None = None) -> int:
     """COMMAND's exit code. Whatever comes, nothing is left: neither processes nor memory. `joined`: another one's fabric."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what outlives COMMAND becomes this process's child
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a process that outlives COMMAND becomes this process's child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*PASSED_ON, signal.SIGCHLD})
     try:
         if joined is not None:
@@ -204,7 +204,7 @@ def _children(remover: int) -> list[int]:
 
 
 def _end_the_rest(remover: int = 0) -> None:
-    """What COMMAND started and left running would hold on to a fabric that is no more."""
+    """Ends processes that COMMAND left running: they would hold on to a fabric that no longer exists."""
     list(_ended())
     left = _children(remover)
     if left:

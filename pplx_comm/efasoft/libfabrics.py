@@ -1,4 +1,4 @@
-"""Which libfabric has the efa provider, and whether it can be loaded here."""
+"""Finds a libfabric that has the efa provider and can be loaded here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Libfabric:
 
 
 def candidates(wanted: str | None, environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
-    """With who names it. One that the user names is the only one."""
+    """Yields paths, each with its source. A path that the user names is the only one."""
     if wanted:
         yield Path(wanted), "--libfabric"
     elif setting := read(Settings, environ).libfabric:
@@ -42,7 +42,7 @@ def find(wanted: str | None = None, environ: Mapping[str, str] | None = None) ->
     for path, who in candidates(wanted, whole_environment() if environ is None else environ):
         if not path.is_file():
             if not who.startswith("the wheel"):
-                raise Error(f"{who} names {path}, which is no file: give the path of a libfabric.so.1")
+                raise Error(f"{who} names {path}, which is not a file: give the path of a libfabric.so.1")
             continue
         found = _with_efa(path)
         if found is None:
@@ -63,7 +63,7 @@ def _with_efa(path: Path) -> Libfabric | None:
 
 
 def _check_glibc(found: Libfabric) -> None:
-    """Which the loader would say in words that name no remedy."""
+    """Raises with a remedy where the loader's own message would name none."""
     have = _numbers(platform.libc_ver()[1])
     for file in found.files:
         wants = max((_numbers(text.decode()) for text in re.findall(rb"GLIBC_(\d+\.\d+)\b", file.read_bytes())), default=(0,))

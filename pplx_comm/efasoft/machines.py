@@ -1,4 +1,4 @@
-"""The part of a machine's /sys that programs read to find NICs: PCI devices where they hang, NUMA nodes, and who is called what.
+"""The part of a machine's /sys that programs read to find NICs: PCI devices where they hang, NUMA nodes, and names.
 
 The launcher makes one for the software device, the tests of NIC choice make many more machines of it.
 """
@@ -23,7 +23,7 @@ def sysfs_here() -> Path:
 
 
 def is_software(nic: str) -> bool:
-    """By its firmware: libfabric calls the NIC NAME-rdm, or -dgrm."""
+    """True if the firmware is the software device's. libfabric calls the NIC NAME-rdm, or -dgrm."""
     with contextlib.suppress(OSError):
         return (sysfs_here() / "class/infiniband" / nic.partition("-")[0] / "fw_ver").read_text().strip() == FIRMWARE
     return False

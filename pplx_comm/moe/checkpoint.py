@@ -15,11 +15,11 @@ from pplx_comm.moe.sharding import local
 
 @dataclass(frozen=True)
 class Names:
-    """What a family of models calls the parts of a layer, behind the layer's prefix. {e} is an expert's number."""
+    """Names that a family of models gives the parts of a layer, behind the layer's prefix. {e} is an expert's number."""
 
     router: str
     bias: str
-    """Of the router's correction bias; empty where the family has none."""
+    """The router's correction bias; empty where the family has none."""
     gate_up: tuple[str, ...]
     """Two names, of gate and up; or one, of both in one tensor, the gate first."""
     down: str
@@ -66,7 +66,7 @@ def save(layer: MoE, family: str, prefix: str = "") -> dict[str, torch.Tensor]:
     prefix: in front of every name, with its dot: "model.layers.3.mlp.".
     """
     if layer.placement.slices > 1 and not family.startswith("megatron"):
-        raise Error(f"checkpoints of {family!r} have whole experts, and this layer has slices of them")
+        raise Error(f"checkpoints of {family!r} have whole experts, but this layer has slices (expert_tp)")
     return {prefix + name: tensor for name, tensor in _parts(layer, family)}
 
 
@@ -88,7 +88,7 @@ def load(layer: MoE, tensors: Mapping[str, torch.Tensor], family: str, prefix: s
 def _checked(
     layer: MoE, tensors: Mapping[str, torch.Tensor], name: str, memory: torch.Tensor, of_expert: bool
 ) -> Callable[[], torch.Tensor]:
-    """What makes the numbers for `memory` of a tensor and its scales, if there are some."""
+    """Returns the function that makes the numbers for `memory` from a tensor and its scales, if it has scales."""
     scale_name = f"{name}_scale_inv"
     found, scale = tensors.get(name), tensors.get(scale_name)
     if found is None:
@@ -115,7 +115,7 @@ def _checked(
         return _slice(layer, whole, memory) if of_expert and whole.dim() == 2 else whole
 
     if fitting(found.to("meta")).shape != memory.shape:
-        raise Error(f"load: {name!r} is {tuple(found.shape)}, and the layer's is {tuple(memory.shape)}")
+        raise Error(f"load: {name!r} is {tuple(found.shape)}, but the layer's is {tuple(memory.shape)}")
     return lambda: fitting(found if scale is None else dequantise_weights(found, scale))
 
 
@@ -129,7 +129,7 @@ def _parts(layer: MoE, family: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _names(family: str) -> Names:
     if family not in FAMILIES:
-        raise Error(f"checkpoints of {family!r} are unknown; there are {', '.join(map(repr, FAMILIES))}")
+        raise Error(f"checkpoints of {family!r} are not supported; supported are {', '.join(map(repr, FAMILIES))}")
     return FAMILIES[family]
 
 
@@ -176,5 +176,5 @@ def _split(names: tuple[str, ...], both: torch.Tensor, number: int) -> Iterator[
 
 def _exists(name: str, family: str, what: str) -> str:
     if not name:
-        raise Error(f"checkpoints of {family!r} have no {what}, and this layer has one")
+        raise Error(f"checkpoints of {family!r} have no {what}, but this layer has one")
     return name

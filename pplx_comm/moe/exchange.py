@@ -1,4 +1,4 @@
-"""Tokens to the rows of experts that somebody else computes, and the experts' outputs back to tokens, with gradients.
+"""Brings tokens to the rows of experts that the caller computes, and the experts' outputs back to tokens, with gradients.
 
 What pplx_comm.compat puts under other libraries' layers. It is routed.py with a hole in the middle, and steps go the same way:
 
@@ -37,12 +37,12 @@ class Exchange:
     def __init__(self, a2a: AllToAll, *, weighted: bool, together: bool = True) -> None:
         """a2a: of layout Ragged, with zero_pad=True where experts' weights need gradients.
 
-        weighted: whether combine applies the router's weights; otherwise experts do, or nobody.
+        weighted: whether combine applies the router's weights; otherwise experts apply them, or they are not applied.
         together: one backward pass goes through all parts, or leaves out receive()'s. Otherwise each part has a pass of its own, as
             schedules have it that put other work between them, and none is left out.
         """
         if not isinstance(a2a.layout, Ragged):
-            raise Error(f"Exchange: rows must lie as Ragged lays them, not as {a2a.layout}")
+            raise Error(f"Exchange: layout must be Ragged, not {a2a.layout}")
         self.a2a, self.weighted, self.together = a2a, weighted, together
         self.dispatched: Dispatched | None = None
         """The step that is open: forward that of the tokens, backward that of the gradients."""

@@ -73,7 +73,7 @@ class Experts(nn.Module):
         return one.ticket
 
     def _codes(self, gate_up: torch.Tensor, down: torch.Tensor) -> tuple[Codes, Codes]:
-        """Of weights that do not change: made once, and again if they were written to."""
+        """Returns the codes of weights that do not change: made once, and again after a write to them."""
         key = tuple((weight.data_ptr(), weight._version) for weight in (gate_up, down))
         if self._kept is None or self._kept[0] != key:
             self._kept = key, (quantise_weights(gate_up), quantise_weights(down))

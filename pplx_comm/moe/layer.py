@@ -64,7 +64,7 @@ class Begun:
     opened: Opened
     one: Pass
     ticket: torch.Tensor
-    """What ties its parts together for autograd."""
+    """Ties the parts of a pass together for autograd."""
     computed: bool
     shared: torch.Tensor | None
     shape: torch.Size
@@ -74,11 +74,12 @@ class Begun:
 class MoE(nn.Module):
     """A Mixture-of-Experts layer whose experts are spread over the ranks of a Communicator. Making one is collective.
 
-    Every rank calls it in the same order, with its own tokens, also with none; and runs its backward pass. No token is dropped.
+    Every rank calls it in the same order, with its own tokens, possibly none, and runs its backward pass. No token is dropped.
 
-    hidden, intermediate: of a token, and between an expert's two products.
-    num_experts, top_k: of all ranks, and how many a token visits. Expert e lives on rank e // ceil(num_experts / world_size).
-    expert_tp: tensor parallelism inside of experts: so many neighbouring ranks have the same experts, each a slice of
+    hidden, intermediate: elements of a token, and of a row between an expert's two products.
+    num_experts, top_k: experts of all ranks, and experts that a token visits. Expert e lives on rank
+        e // ceil(num_experts / world_size).
+    expert_tp: tensor parallelism inside of experts: `expert_tp` neighbouring ranks have the same experts, each a slice of
         `intermediate`. Tokens travel to all of them, and combine adds up what they make. top_k * expert_tp is at most 16.
     comm: the ranks. Layers of one shape share an AllToAll.
     precision: how rows travel. "bf16" as they are, in `dtype`; "fp8" as e4m3 with a power of two per 1x128; "mxfp8" per 1x32. The
@@ -90,10 +91,10 @@ class MoE(nn.Module):
     decode_tokens: for inference: calls of which the ranks know that none has more tokens than this take a path of their own, where
         each expert has room for all of them (Padded), and whose products read each weight once; see forward(). 0 for none.
     router: how tokens choose; see RouterOptions.
-    shared_intermediate: of an expert that all tokens visit, computed while tokens travel. 0 for none.
+    shared_intermediate: `intermediate` of an expert that all tokens visit, computed while tokens travel. 0 for none.
     shared_gate: that expert's output is multiplied with a sigmoid.
-    dtype: of tokens inside the layer, and of sums.
-    param_dtype: of the parameters; None is `dtype`.
+    dtype: dtype of tokens inside the layer, and of sums.
+    param_dtype: dtype of the parameters; None is `dtype`.
     recompute: what the backward pass computes again: "nothing", "activations", "dispatch"; see functional.Options.
     gemm, scaled_gemm: the backends of the grouped products; "auto" measures once per shape and power of two of an expert's rows.
     main_grad: the experts' weights get a float32 attribute `main_grad`, and passes add to that in place of `grad`. Not under FSDP2,
@@ -200,7 +201,8 @@ class MoE(nn.Module):
         """x: [..., hidden], this rank's tokens. Returns the same shape and dtype.
 
         most_tokens: the most tokens that any rank has in this call, or more, if the ranks know: the same number on each. With
-            decode_tokens=, it decides the path that all of them take. Products are chosen for so many, else for this rank's tokens.
+            decode_tokens=, it decides the path that all of them take. Products are chosen for `most_tokens`, else for this rank's
+            tokens.
         """
         # While a shared expert is computed, tokens travel; else nothing runs between the halves.
         return self.finish(self._begin(x, most_tokens, whole=self.shared is None))
@@ -229,7 +231,7 @@ class MoE(nn.Module):
         _keep(self._ran, len(tokens), one)
         shared = None
         if self.shared is not None:
-            # What is compiled has no place for it: there the end of `opened` tells.
+            # Compiled code cannot tell the beginning: there the end of `opened` tells.
             with contextlib.nullcontext() if torch.compiler.is_compiling() else telling(one.sent, "begin"):
                 shared = self.shared(tokens)
         return Begun(opened, one, one.ticket, False, shared, x.shape, x.dtype)
@@ -262,7 +264,7 @@ class MoE(nn.Module):
         if most_tokens is None or self.decode_a2a is None:
             return self.a2a
         if tokens > most_tokens:
-            raise Error(f"MoE: {tokens} tokens, but most_tokens={most_tokens}")
+            raise Error(f"MoE: got {tokens} tokens, more than most_tokens={most_tokens}")
         return self.decode_a2a if most_tokens <= self.decode_a2a.max_tokens_per_rank else self.a2a
 
     def _note(self, to: Routing) -> None:
@@ -271,7 +273,7 @@ class MoE(nn.Module):
             self.load += to.load
 
     def choices(self) -> dict[int, Ran]:
-        """What calls ran as, by this rank's tokens, the last one of each number: layout, each product's backend."""
+        """Returns how calls ran, by this rank's number of tokens, the last call of each number: layout, each product's backend."""
         return dict(self._ran)
 
     def update_bias(self, rate: float = 1e-3, group: Any = None) -> None:
@@ -280,7 +282,7 @@ class MoE(nn.Module):
         group: a torch process group over which to add up the load; None takes the ranks of `comm`.
         """
         if self.router.correction_bias is None:
-            raise Error("update_bias: this router has none; RouterOptions(correction_bias=True) gives it one")
+            raise Error("update_bias: this router has no bias; pass RouterOptions(correction_bias=True)")
         if group is not None:
             torch.distributed.all_reduce(self.load, group=group)
         elif self.comm.world_size > 1:
@@ -290,7 +292,7 @@ class MoE(nn.Module):
         self.load.zero_()
 
     def extra_repr(self) -> str:
-        """What print() adds."""
+        """Adds to print()."""
         e = self.experts.experts
         of, slices = self.placement.num_experts, self.placement.slices
         part = f", slice {self.placement.slice} of {slices}" if slices > 1 else ""
@@ -334,7 +336,7 @@ def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]
 
 def _quantised(precision: str, compute: str | None) -> bool:
     if precision not in WIRES:
-        raise Error(f"precision={precision!r}: there are {', '.join(map(repr, WIRES))}")
+        raise Error(f"precision={precision!r}: must be one of {', '.join(map(repr, WIRES))}")
     if compute not in (None, "bf16", "fp8"):
-        raise Error(f"compute={compute!r}: there are 'bf16' and 'fp8', and None, which follows precision")
+        raise Error(f"compute={compute!r}: must be 'bf16', 'fp8' or None, which follows precision")
     return precision != "bf16" if compute is None else compute == "fp8"

@@ -1,4 +1,4 @@
-"""Which rank has which experts, or slices of them."""
+"""Maps experts, or slices of them, to ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from pplx_comm.errors import Error
 
 MOST_CHOICES = 16
-"""Of an AllToAll, for each token."""
+"""An AllToAll's limit for each token."""
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,18 @@ class Placement:
 
     @property
     def experts(self) -> range:
-        """Of this rank's group."""
+        """The experts of this rank's group."""
         group = self.rank // self.slices
         return range(min(group * self.share, self.num_experts), min((group + 1) * self.share, self.num_experts))
 
     @property
     def slice(self) -> int:
-        """Which one this rank has."""
+        """The slice that this rank has."""
         return self.rank % self.slices
 
     @property
     def num_targets(self) -> int:
-        """What an AllToAll takes for experts."""
+        """The number of experts that the AllToAll sees."""
         return self.num_experts if self.slices == 1 else self.share * self.world_size
 
     def top_k(self, top_k: int) -> int:

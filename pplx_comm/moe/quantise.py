@@ -73,7 +73,7 @@ def quantise_weights(w: torch.Tensor, across: bool = False) -> tuple[torch.Tenso
 def dequantise(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32, where: torch.Tensor | Segments | None = None
 ) -> torch.Tensor:
-    """What codes [rows, n] and their scales mean. With scales that are powers of two, bfloat16 holds it exactly.
+    """Decodes codes [rows, n] with their scales. With scales that are powers of two, bfloat16 holds it exactly.
 
     scale: float32 per 128 elements, or e8m0 bytes (uint8) per 32; [rows, blocks], or by expert as d.scale of Padded.
     """
@@ -86,7 +86,7 @@ def dequantise(
 
 
 def dequantise_weights(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What quantise_weights() made of them."""
+    """Reverses quantise_weights()."""
     n, k = codes.shape[-2:]
     values = _padded(codes.float(), BLOCK, BLOCK).unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
     values = values * scale[..., :, None, :, None]

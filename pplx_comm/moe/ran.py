@@ -1,4 +1,4 @@
-"""What a pass was made of, for reports and benchmarks."""
+"""Records how a pass ran, for reports and benchmarks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Ran:
-    """One pass, whoever chose: complete when its backward pass has ended."""
+    """One pass and its choices: complete when its backward pass has ended."""
 
     layout: str
-    """Of its rows: "ragged" or "padded"."""
+    """Layout of its rows: "ragged" or "padded"."""
     products: dict[str, str] = field(default_factory=dict)
     """The backend of each product, by what it does and by the weights, k x n: {"forward 7168x4096": "triton", ...}."""
 

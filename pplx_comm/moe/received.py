@@ -10,7 +10,8 @@ from pplx_comm.moe.segments import Segments, segments
 
 
 def received(a2a: AllToAll, d: Dispatched, tokens: int | None = None) -> Rows:
-    """The rows of a dispatch that was received. The CPU device leaves out what lies behind the rows; on a GPU nobody waits to know.
+    """Returns the rows of a received dispatch. The CPU device leaves out what lies behind the rows; on a GPU the host does not wait
+    to know.
 
     With max_rows there may be more than there is room for, which the next call reports.
 
@@ -29,8 +30,9 @@ def received(a2a: AllToAll, d: Dispatched, tokens: int | None = None) -> Rows:
 
 
 def expected_rows(a2a: AllToAll, tokens: int) -> int:
-    """An expert's, on average, if each rank has so many tokens in this call. Tiles and backends follow from it, not from the room.
+    """An expert's rows, on average, if each rank has `tokens` tokens in this call. Tiles and backends follow from it, not from the
+    room.
 
-    Ranks need not agree. One without tokens cannot know, and expects as many as there may be.
+    Ranks need not agree. One without tokens cannot know, and expects the most that there may be.
     """
     return max(1, -(-(tokens or a2a.max_tokens_per_rank) * a2a.world_size * a2a.top_k // a2a.num_experts))

@@ -57,7 +57,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.recompute not in RECOMPUTE:
-            raise Error(f"recompute={self.recompute!r}: there are {', '.join(map(repr, RECOMPUTE))}")
+            raise Error(f"recompute={self.recompute!r}: must be one of {', '.join(map(repr, RECOMPUTE))}")
         if self.backend != "auto":
             named(backends(), self.backend)
         if self.scaled_backend != "auto":
@@ -66,11 +66,11 @@ class Options:
 
 @dataclass
 class Extras:
-    """What a pass may be given besides weights.
+    """Optional inputs of a pass besides weights.
 
     main_gate_up, main_down: like the weights, of any dtype: the weights' gradients are added there, and the weights get none.
     subnormal: int64 []: codes that became subnormal when MXFP8 was rescaled are added.
-    codes: of both weights, where they are known already: for weights that do not change.
+    codes: the codes of both weights, if known already: weights that do not change.
     """
 
     main_gate_up: torch.Tensor | None = None
@@ -90,9 +90,9 @@ class Pass:
         self.a2a = a2a
         self.options = Options()
         self.combines_whole = False
-        """Whether compute() is followed by finish(), and backwards finish() by compute()."""
+        """True if compute() is followed by finish(), and backwards finish() by compute()."""
         self.keeps = True
-        """Whether there may be a backward pass, which wants what is between the products."""
+        """True if there may be a backward pass, which needs the rows between the products."""
         self.x: torch.Tensor | None = x
         self.ran = Ran("padded" if isinstance(a2a.layout, Padded) else "ragged")
         self.tokens = len(x)
@@ -124,9 +124,9 @@ def send(
         tokens: never from what there is room for.
     """
     if isinstance(a2a.layout, Compact):
-        raise Error("send: rows must lie as Ragged or Padded lays them, not as Compact does")
+        raise Error("send: layout must be Ragged or Padded, not Compact")
     if isinstance(a2a.layout, Padded) and torch.is_grad_enabled():
-        raise Error("send: rows that lie as Padded lays them have no gradients: call it under torch.no_grad()")
+        raise Error("send: rows in Padded layout have no gradients: call it under torch.no_grad()")
     one = Pass(a2a, x.detach())
     one.options = options or one.options
     one.tokens = one.tokens if most_tokens is None else most_tokens
@@ -203,7 +203,7 @@ class _Compute(torch.autograd.Function):
         """sender: the node of _Send, which a backward pass may leave out."""
         sent, one.sent = one.sent, None
         if sent is None:
-            raise Error("compute: this pass is past it already")
+            raise Error("compute: this pass was computed already")
         with one.ran.noted(), telling(sent, "compute"):
             rows, h = _computed(one, sent, gate_up, down, extras)
         ctx.one, ctx.extras, ctx.sender, ctx.expected = one, extras, sender, rows.where.expected
@@ -245,7 +245,7 @@ class _Finish(torch.autograd.Function):
 def _computed(
     one: Pass, sent: Dispatched, gate_up: torch.Tensor, down: torch.Tensor, extras: Extras
 ) -> tuple[Rows, torch.Tensor | None]:
-    """Received rows, and what the first product made of them, for a pass that keeps it. Combine is on its way, or was."""
+    """Received rows, and what the first product made of them, for a pass that keeps it. Combine is in flight, or was."""
     a2a = one.a2a
     d = a2a.dispatch_recv(sent)
     rows = received(a2a, d, one.tokens)
@@ -258,7 +258,7 @@ def _computed(
 
 
 def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of both weights. Those of the tokens are on their way, if anybody wants them."""
+    """The gradients of both weights. Those of the tokens are in flight, if they are wanted."""
     one, extras, a2a = ctx.one, ctx.extras, ctx.one.a2a
     gate_up, down, offsets, x, scale, h = ctx.saved_tensors
     again, one.rows = one.rows, None
@@ -272,7 +272,7 @@ def _computed_backwards(ctx: Any) -> tuple[torch.Tensor | None, torch.Tensor | N
     assert g.weights is not None
     dh, weighted, d_weights = swiglu_backward(h, arithmetic.back_through_down(came), g.weights[: len(h)], where)
     if ctx.needs_input_grad[0] and (ctx.sender is None or torch._C._will_engine_execute_node(ctx.sender)):
-        # The weights' gradients need no other rank, and follow while this is on its way.
+        # The weights' gradients need no other rank, and follow while this is in flight.
         one.returning = a2a.combine_send(arithmetic.back_through_up(dh), g, weighted=False, tail=d_weights)
     else:
         g.release()

@@ -93,8 +93,11 @@ class Router(nn.Module):
 
 def _check(num_experts: int, top_k: int, o: RouterOptions) -> None:
     if o.score not in ("softmax", "sigmoid"):
-        raise Error(f"RouterOptions(score={o.score!r}): there are 'softmax' and 'sigmoid'")
+        raise Error(f"RouterOptions(score={o.score!r}): must be 'softmax' or 'sigmoid'")
     if not 1 <= o.top_groups <= o.groups or num_experts % o.groups:
-        raise Error(f"{num_experts} experts in {o.groups} groups, of which {o.top_groups} are taken: that does not work out")
+        raise Error(
+            f"{num_experts} experts cannot be split into groups={o.groups} with top_groups={o.top_groups}: groups must divide "
+            "num_experts, and top_groups be 1 to groups"
+        )
     if top_k > num_experts // o.groups * o.top_groups:
         raise Error(f"top_k={top_k}, but {o.top_groups} of {o.groups} groups have fewer of the {num_experts} experts")

@@ -28,7 +28,7 @@ def choose(
     """Each token's experts, int64 [tokens, top_k], and their float32 weights, through which gradients reach the scores.
 
     bias: added to the scores for the choice only; weights are those of the scores themselves.
-    groups, top_groups: experts are in so many groups, one after the other, and a token chooses among its best groups' experts.
+    groups, top_groups: `groups` equal ranges of experts; a token chooses among the experts of its `top_groups` best ones.
         A group counts as its best expert, with a bias as the sum of its best two, as DeepSeek-V2 and V3 do.
     normalise: a token's weights sum to one, before scale.
     """

@@ -25,9 +25,9 @@ class Microbatch:
         self._left = list(reversed(parts))
         self._value = x
         self._passed: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """Of each part that went forward: what it was given, cut off, and what it returned."""
+        """Each part that went forward: its inputs, detached, and its outputs."""
         self._behind: list[torch.Tensor] | None = None
-        """What the part behind was given, which has its gradients. None: there is none, and this returned the loss."""
+        """Inputs of the part behind, which have their gradients. None: no part is behind, and this one returned the loss."""
 
     def forward_part(self) -> bool:
         """Runs the next part forward. Whether there was one."""
@@ -42,7 +42,7 @@ class Microbatch:
         return True
 
     def loss(self) -> torch.Tensor:
-        """What the last part returned, without its graph."""
+        """The last part's output, without its graph."""
         if self._left or not isinstance(self._value, torch.Tensor) or self._value.numel() != 1:
             raise Error("Microbatch: the last part must return the loss, one number")
         return self._value.detach()

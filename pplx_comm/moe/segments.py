@@ -14,11 +14,11 @@ from pplx_comm.handles import Dispatched
 
 @dataclass(frozen=True)
 class Segments:
-    """Of rows that lie as Ragged or Padded lays them, one under the other.
+    """Segments of rows that lie as Ragged or Padded lays them, one under the other.
 
     where: int32. Ragged: [experts + 1], where each expert's begin, d.offsets; padding counts. Padded: [experts], d.counts.
     room: Padded: rows that each expert has room for. 0 is Ragged.
-    expected: how many an expert has on average, as a hint: a wrong one costs time only. 0: nobody knows.
+    expected: how many an expert has on average, as a hint: a wrong one costs time only. 0: unknown.
     """
 
     where: torch.Tensor
@@ -35,7 +35,7 @@ class Segments:
         return self.where.shape[0] - (self.room == 0)
 
     def average(self, rows: int) -> int:
-        """What the host knows of an expert's rows: else how many there are if they fill what was made for them."""
+        """The rows of an expert if the host knows them; else as if all memory for rows were filled."""
         return self.expected or self.room or rows // max(self.experts, 1)
 
     def slices(self) -> Iterator[tuple[int, slice]]:
@@ -48,9 +48,9 @@ class Segments:
 
 
 def segments(d: Dispatched, expected: int = 0) -> Segments:
-    """Of the rows of a dispatch: with Padded, those of d.x.flatten(0, 1). expected: see Segments."""
+    """Returns the segments of a dispatch: with Padded, those of d.x.flatten(0, 1). expected: see Segments."""
     if d.offsets is not None:
         return Segments(d.offsets, expected=expected)
     if d.x.dim() != 3:
-        raise Error("segments: rows that lie as Compact lays them belong to no single expert")
+        raise Error("segments: rows in Compact layout belong to no single expert")
     return Segments(d.counts, d.x.shape[1], expected)

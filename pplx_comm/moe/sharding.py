@@ -24,7 +24,7 @@ def shard(experts: Any, mesh: Any, num_experts: int, slices: int) -> None:
     for name, part in (("gate_up", experts.gate_up), ("down", experts.down)):
         weight = part.detach().unflatten(1, (2, -1)) if name == "gate_up" else part.detach()
         shape = [num_experts, *weight.shape[1:]]
-        shape[2] *= slices  # of both parameters, `intermediate`
+        shape[2] *= slices  # both parameters' `intermediate`
         placements = [Shard(0), Shard(2)] if slices > 1 else [Shard(0)]
         stride = torch.empty(shape, device="meta").stride()
         whole = DTensor.from_local(weight, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)

@@ -36,10 +36,10 @@ def swiglu_quantise(h: torch.Tensor, where: torch.Tensor | Segments | None = Non
 def swiglu_backward(
     h: torch.Tensor, da: torch.Tensor, weights: torch.Tensor, where: torch.Tensor | Segments | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For y = weight * (a @ down^T) with a = swiglu(h), and da the gradient of a without the weight.
+    """Gradients of y = weight * (a @ down^T), where a = swiglu(h) and da is the gradient of a without the weight.
 
     Returns the gradient of h; weight * a, which the gradient of down wants; and the gradient of each row's weight. That one is
-    <da, a>, so nobody keeps what the expert returned. Rows lie as Ragged lays them.
+    <da, a>, so the expert's output is not kept. Rows lie as Ragged lays them.
     """
     if where is not None and usable(h.device):
         return launch.swiglu_backward(h, da, weights, Segments.of(where))

@@ -1,4 +1,4 @@
-"""Which versions of an engine its plug-in was tested with."""
+"""Refuses versions of an engine that its plug-in was not tested with."""
 
 from __future__ import annotations
 

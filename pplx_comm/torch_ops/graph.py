@@ -93,12 +93,12 @@ class Graph:
 
     def _check_current(self, what: str, spec: str) -> None:
         if spec != self.spec:
-            raise Error(f"{what} is from before reset()")
+            raise Error(f"{what} is from before reset(): dispatch again")
 
     # ---- whether ---------------------------------------------------------------------------------------------------------
 
     def wanted(self, x: Any, weights: Any, tail: Any = None, out: Any = None) -> bool:
-        """Whether this call is for here. Arguments are what may need a gradient."""
+        """True if this call goes through the operators. Arguments are those that may need a gradient."""
         if is_compiling():
             return True
         if is_grad_enabled():
@@ -118,7 +118,7 @@ class Graph:
         raise Error(f"{call}: torch.compile and autograd take dispatch() and combine() whole, without async_op or halves")
 
     def refuse_hooks(self, call: str, argument: str) -> None:
-        raise Error(f"{call}: torch.compile and autograd know nothing of what runs beside their operators, so not of {argument}=")
+        raise Error(f"{call}: torch.compile and autograd cannot follow kernels beside their operators: leave out {argument}=")
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
@@ -166,14 +166,14 @@ class Graph:
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         given, d = d, self._adopt(d)
         if d.owner is not self.steps:
-            raise Error("combine: this handle belongs to another AllToAll")
+            raise Error("combine: this handle belongs to another AllToAll: combine it there")
         if d.used:
             raise Error("combine: this dispatch was combined or released already; a step is combined once")
         self._check_current("combine: this dispatch", d.plan._spec)
         self.steps.device.checks.out(out, accumulate, d.plan.tokens)
         if torch.is_grad_enabled():
             self._check_gradients(expert_out, d, weights, tail, out)
-        weighted = weighted and not self._compact  # which are weighted already
+        weighted = weighted and not self._compact  # its rows are weighted already
         plan = d.plan
         y, back = torch.ops.pplx_comm.combine(
             self.spec, expert_out, d._row_weights, d._ticket, plan._ticket, plan.tokens, weights, weighted, tail,

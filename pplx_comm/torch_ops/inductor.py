@@ -20,7 +20,7 @@ from pplx_comm.errors import Error
 
 
 def keep_order() -> None:
-    """For every trace of an operator: inductor, which takes seconds to import, is there when one of its traces comes by."""
+    """Keeps the order of operators in each trace. Imports inductor, which takes seconds, only when one of its traces comes by."""
     if "torch._inductor.lowering" in sys.modules:
         _register()
 

@@ -8,8 +8,8 @@ plan    the routing, for further dispatches
 
 Each has memory of its own, as torch wants it of what an operator returns.
 
-Nothing in them says that steps have an order, nor that other ranks need one whose result nobody here reads. Without tokens nobody
-does: a compiler knows what is in a tensor without elements. So the operators have effects, in order, forward and backward. torch
+Nothing in them says that steps have an order, nor that other ranks need a step whose result is unused here. Without tokens it is
+unused: a compiler knows what is in a tensor without elements. So the operators have effects, in order, forward and backward. torch
 allows that to operators that write to nothing they are given: what combine adds to is `onto`, and it returns another.
 """
 
@@ -48,12 +48,12 @@ _library.define("release(str spec, Tensor ticket, Tensor plan, SymInt tokens) ->
 
 @dataclass(frozen=True)
 class Spec:
-    """What an operator knows of its AllToAll, as text: also a compiler's cache on disk must tell two AllToAlls apart by it."""
+    """Identifies an AllToAll to an operator, as text: a compiler's cache on disk must tell two AllToAlls apart by it."""
 
     number: int
     """The AllToAll's number in this process."""
     generation: int
-    """Of its reset()s: tensors that hold a step or a plan of an earlier one say nothing of that themselves."""
+    """Counts reset()s: tensors that hold a step or a plan of an earlier generation do not say so themselves."""
     hidden: int
     top_k: int
     dtype: str
@@ -91,9 +91,9 @@ def _steps(spec: str) -> Steps:
     known = Spec.of(spec)
     steps = _of_number.get(known.number)
     if steps is None:
-        raise Error("the AllToAll that this code was compiled with is gone")
+        raise Error("the AllToAll that this code was compiled with is gone: compile it again with a live one")
     if known.generation != steps.device.core.generation:
-        raise Error("this backward pass, or compiled code, is from before reset()")
+        raise Error("this backward pass, or compiled code, is from before reset(): run the forward pass again")
     return steps
 
 
@@ -118,7 +118,7 @@ def _dispatch(
     device = steps.device
     known = None if plan is None else device.of_plan_ticket(steps, plan, x.shape[0])
     d = steps.dispatch(_core.BOTH, x, topk_ids, topk_weights, x_scale, known, apart=True, zeroed=zeroed)
-    with Failing(steps.session, "dispatch"):  # nobody else could close the step
+    with Failing(steps.session, "dispatch"):  # only this call can close the step
         outputs = *device.as_tensors(d), _nothing(x) if plan is not None else device.plan_ticket(d.plan)
     if closed:
         steps.release(d)
@@ -203,7 +203,7 @@ def _dispatch_backward(ctx: Any, rows: Optional, _: Any, weights: Optional, tick
     (plan,) = ctx.saved_tensors
     s, ops = Spec.of(ctx.spec), torch.ops.pplx_comm
     dtype, device = _dtype(s.dtype), plan.device
-    if ticket is None:  # what was dispatched was used, but not combined
+    if ticket is None:  # the dispatched rows were used, but not combined
         nothing = torch.zeros((ctx.tokens, s.hidden), dtype=dtype, device=device)
         _, _, _, ticket, _ = ops.dispatch(ctx.spec, nothing, None, None, None, plan, False, False)
     if rows is None:
@@ -224,7 +224,7 @@ def _keep_of_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tens
 
 
 def _combine_backward(ctx: Any, dy: Optional, d_back: Optional) -> tuple[Any, ...]:
-    """A dispatch of the gradients, to where the tokens went. Nobody else closes its step if there is nothing to give to x.
+    """Dispatches the gradients to where the tokens went. It closes its step itself if there is no gradient of x.
 
     A tail's gradients travel as weights do. Only the combine of dispatch's backward has them, and that one has no weights.
     """

@@ -46,11 +46,11 @@ class Network:
     """The fabrics that the proxies of a rank open."""
 
     provider: str | None  # None: the best there is
-    nics: tuple[str, ...]  # by name; none: the nearest
+    nics: tuple[str, ...]  # names; empty: the nearest
     proxies: int  # threads, each with a fabric of its own
     device_memory: bool  # only a provider that reaches GPU memory
     one_host: bool  # no peer lives elsewhere
-    localities: list[Locality]  # of the processes of this host
+    localities: list[Locality]  # one for each process of this host
     locality: int  # this one's
     settings: Settings
 
@@ -144,7 +144,7 @@ class ProxyCarrier:
         return total
 
     def stands_still(self) -> bool:
-        """Whether a proxy thread takes no turn for a while: it hangs in the provider, or gets no core."""
+        """True while a proxy thread takes no turn: it hangs in the provider, or gets no core."""
         return not all(proxy.proxy.takes_turns(deadlines.PROXY_TURN) for proxy in self.proxies)
 
     def connect(self, addresses: dict[int, list[bytes]]) -> None:
@@ -190,7 +190,7 @@ class ProxyCarrier:
         end = time.monotonic() + timeout
         for proxy in self.proxies:
             proxy.close(max(deadlines.CLOSE_PROXY, end - time.monotonic()))
-        for rank in self._addresses:  # of those who live, nothing is removed
+        for rank in self._addresses:  # nothing of living ranks is removed
             self.peer_died(rank)
 
     def _number(self, peer: int) -> int:

@@ -10,7 +10,7 @@ from pplx_comm.errors import Error, PeerError, StepTimeout
 
 T = TypeVar("T")
 Answers = list[dict[str, Any] | None]
-"""By rank; None for those that do not live."""
+"""One answer a rank; None for dead ranks."""
 
 
 class Attempts:
@@ -50,7 +50,8 @@ def raise_first(control: ControlPlane, answers: Answers, making: str = "AllToAll
 
 
 def raised_by_all(problem: BaseException) -> bool:
-    """Whether the other ranks raise too, without being told: what an agreement raised, or a failure that has latched."""
+    """True if the other ranks raise too, without being told: the error comes from an agreement, or from a failure that has
+    latched."""
     return isinstance(problem, Error) and not isinstance(problem, StepTimeout)
 
 

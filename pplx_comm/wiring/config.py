@@ -1,4 +1,4 @@
-"""What the constructor of an AllToAll was given: what is wrong with it, and the plain struct that the C++ side works from."""
+"""Checks the arguments of an AllToAll, and makes the plain struct that the C++ side works from."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def make_config(
     c.in_flight = integer("in_flight", in_flight, 1, 8)
     c.replicas = integer("replicas", replicas, 1, 1024)
     if world_size % replicas:
-        raise Error(f"replicas={replicas} must divide the world size, {world_size}: groups of so many ranks hold the same tokens")
+        raise Error(
+            f"replicas={replicas} must divide the world size, {world_size}: each group of {replicas} ranks holds the same tokens"
+        )
     if dtype not in _DTYPES:
         raise Error(f"dtype={dtype} is not supported: torch.bfloat16, torch.float16 and torch.float32 are")
     c.dtype = _DTYPES[dtype]
@@ -115,7 +117,7 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
             even = -(-tokens * c.top_k // c.world) + experts * (layout.align - 1)
             raise Error(
                 f"the worst case, all tokens to one rank, needs {worst} rows, {_gib(worst * row_bytes)}, above the "
-                f"1 GiB that is taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Say which: "
+                f"1 GiB that is taken without asking; an even load needs about {even} rows, {_gib(even * row_bytes)}. Pass "
                 f"layout=pc.Ragged(align={layout.align}, max_rows=...)"
             )
         c.max_rows = layout.max_rows if layout.max_rows is not None else worst
@@ -127,7 +129,7 @@ def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: 
         if layout.max_tokens_per_expert is None and rows * row_bytes > _WORST_CASE_LIMIT:
             raise Error(
                 f"the worst case, every token to each expert, needs {rows} rows, {_gib(rows * row_bytes)}, above the "
-                "1 GiB that is taken without asking. Say how many: layout=pc.Padded(max_tokens_per_expert=...)"
+                "1 GiB that is taken without asking. Pass layout=pc.Padded(max_tokens_per_expert=...)"
             )
     elif isinstance(layout, Compact):
         c.layout = _core.LayoutKind.COMPACT
@@ -172,7 +174,7 @@ class Arguments:
     symmetric_memory: torch.Tensor | None = None
 
     def request(self, world_size: int, rank: int) -> Request:
-        """What the ranks agree about. A mistake is part of it, so that all of them hear of it and none waits."""
+        """Returns what the ranks agree about. A mistake is part of it, so that all of them hear of it and none waits."""
         config, settings, error = _core.Config(), Settings(), None
         names: tuple[str, ...] = ()
         where = torch.device("cpu")
@@ -214,7 +216,7 @@ class Arguments:
             raise Error(f"transport={self.transport!r} must be 'auto', 'mapped', 'proxy' or 'nvshmem'")
         if self.transport == "nvshmem":
             if where.type != "cuda":
-                raise Error("transport='nvshmem' needs device='cuda': it is GPUs that post to the network")
+                raise Error("transport='nvshmem' needs device='cuda': GPUs post to the network")
             nvshmem.kernels()
         elif self.symmetric_memory is not None:
             raise Error(f"symmetric_memory= is for transport='nvshmem', not for {self.transport!r}")
@@ -232,7 +234,7 @@ class Arguments:
             integer("num_sms", self.num_sms, 1, 1 << 20)
 
     def _compared(self, config: _core.Config, where: torch.device, settings: Settings, error: str | None) -> dict[str, Any]:
-        """What must be equal on all ranks, as JSON carries it."""
+        """Returns the fields that must be equal on all ranks, as JSON carries them."""
         wire = repr(self.wire) if error and not isinstance(self.wire, Wire) else Wire.of(self.wire).value
         return plain({
             "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden,

@@ -15,7 +15,7 @@ from pplx_comm.wiring.request import Request
 
 def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list[int]) -> None:
     """Collective: takes a carrier of the Communicator's, or makes one on all ranks, and attaches the exchange to it. Where this
-    raises, whoever called detaches the wiring."""
+    raises, the caller detaches the wiring."""
     timeout = request.patience
     network = _network(control, request, wiring, alive)
     carriers = Carriers.of(control)
@@ -57,7 +57,7 @@ def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list
 def _network(control: ControlPlane, request: Request, wiring: Wiring, alive: list[int]) -> Network:
     settings = request.settings
     if control.one_network and settings.interface is None:
-        settings = replace(settings, interface="127.0.0.1")  # sockets that nobody on another host can even connect to
+        settings = replace(settings, interface="127.0.0.1")  # other hosts cannot even connect to these sockets
     return Network(
         provider=request.provider,
         nics=request.nics,

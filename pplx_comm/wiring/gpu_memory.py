@@ -84,14 +84,14 @@ def make_gpu_exchange(
         agree(control, "AllToAll: device", {"error": attempts.error}, timeout)
     except BaseException:
         if symmetric is not None:
-            symmetric.segment.close(True)  # nobody has put anything there
+            symmetric.segment.close(True)  # no peer has put anything there
         raise
     assert exchange is not None
     return GpuExchange(exchange, peers, proxied, bool(on_gpu), kernels, symmetric)
 
 
 def _where_blocks_are(symmetric: Symmetric | None) -> list[Any]:
-    """For the exchange: of those that are put."""
+    """Returns the addresses of blocks that are put, for the exchange."""
     if symmetric is None:
         return [0, 0, []]
     segment = symmetric.segment
@@ -116,7 +116,7 @@ def _map_heaps(
         many_tokens = max(answer["many_tokens"] for answer in answers if answer is not None)
         descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
         opened = attempts.run(lambda: _open_all(control, kernels, fds or [], gpu, descriptions))
-    # By rank as text: JSON has no other keys.
+    # The rank is text: JSON has no other keys.
     refused = {} if opened is None else {str(rank): why for rank, why in opened.refused.items()}
     answers = agree(control, "AllToAll: mappings", {"error": attempts.error, "refused": refused}, timeout)
     assert opened is not None
@@ -127,13 +127,13 @@ def _map_heaps(
 
 def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:
     memory = kernels.SharedMemory(gpu, config.shared_bytes, what)
-    with torch.cuda.device(gpu):  # which need not be the current one; only it can write there
+    with torch.cuda.device(gpu):  # the GPU need not be the current one; only it can write there
         kernels.leave_blank(config, memory)
     return memory
 
 
 def describe(memory: _cuda.SharedMemory) -> dict[str, Any]:
-    """For the peers that map it; the descriptor, if there is one, goes another way."""
+    """Describes the memory to peers that map it. The descriptor, if there is one, goes another way."""
     return {"nbytes": memory.nbytes, "ipc": None if memory.has_descriptor else memory.ipc_handle().hex()}
 
 

@@ -17,10 +17,10 @@ _SET_THEM = f"echo 'options nvidia {DRIVER_OPTIONS}' | sudo tee /etc/modprobe.d/
 @dataclass(frozen=True)
 class Verdict:
     rung_by: str | None
-    """Who rings the NIC's doorbell: "gpu"; "host", which is NVSHMEM's CPU-assisted mode; None: there is no IBGDA."""
+    """Rings the NIC's doorbell: "gpu"; "host", which is NVSHMEM's CPU-assisted mode; None: there is no IBGDA."""
     why: str
     turn_on: str | None = None
-    """What gets this host to "gpu"."""
+    """The commands that get this host to "gpu"."""
 
     @property
     def says(self) -> str:
@@ -33,7 +33,7 @@ def has_connectx(sysfs: Path = Path("/sys")) -> bool:
 
 
 def verdict(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Verdict:
-    """What NVSHMEM's IBGDA would come to here."""
+    """Predicts what NVSHMEM's IBGDA would do here."""
     lacks = _lacks(sysfs, proc)
     fixes = "; ".join(dict.fromkeys(fix for _, fix in lacks))
     if not has_connectx(sysfs):
@@ -43,7 +43,7 @@ def verdict(sysfs: Path = Path("/sys"), proc: Path = Path("/proc")) -> Verdict:
 
 
 def _lacks(sysfs: Path, proc: Path) -> list[tuple[str, str]]:
-    """What is missing but a NIC, without which there is no IBGDA at all, and what gets it."""
+    """Lists what is missing besides a NIC, each with the command that provides it. Without a NIC there is no IBGDA."""
     found: list[tuple[str, str]] = []
     for library in ("libibverbs.so.1", "libmlx5.so.1"):
         if not loads(library):
@@ -68,7 +68,7 @@ def _doorbell(proc: Path) -> Verdict:
 
 
 def _unset_options(proc: Path) -> list[str]:
-    """Of those with which the driver maps a NIC's doorbells into the GPU."""
+    """Driver options that map a NIC's doorbells into the GPU and are not set."""
     try:
         text = (proc / "driver/nvidia/params").read_text().replace(" ", "")
     except OSError:

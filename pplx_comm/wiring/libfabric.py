@@ -38,7 +38,7 @@ def wheel_candidates() -> list[str]:
 
 
 def status() -> dict[str, Any]:
-    """What libfabric offers on this machine.
+    """Returns what libfabric offers on this machine.
 
     ``compiled_in``, ``path``, ``version``, ``error``, and ``providers``: by name ``available``, ``nics``,
     ``device_memory``, ``why_not``.
@@ -100,13 +100,13 @@ def refuses_device_memory(
 
 @dataclass(frozen=True)
 class Choice:
-    """What a rank would take on this host, and why."""
+    """A rank's choice on this host, and the reasons."""
 
     provider: str
     nics: list[str]
     why: str
     cpu: int
-    """Of the proxy's thread; -1: any."""
+    """The CPU of the proxy's thread; -1: any."""
 
 
 def choice(settings: Settings, localities: Sequence[Locality], locality: int) -> Choice:

@@ -42,7 +42,7 @@ QUEUE = 880
 """Requests of a peer's queue that have not been answered, of eight AllToAlls: 17 puts of three requests for each of two steps in
 flight, or 3 puts for each of eight; and room."""
 _DEPTH = 1024
-"""NVSHMEM_QP_DEPTH where nobody has set it."""
+"""NVSHMEM_QP_DEPTH where the environment does not set it."""
 
 MODULE_PROBE = (
     "import sys; from pplx_comm.wiring import nvshmem as n; k = n.kernels(); gpu = int(sys.argv[1]);"
@@ -52,7 +52,7 @@ MODULE_PROBE = (
 
 
 def library_path() -> Path | None:
-    """Of the wheel, whose file has no unversioned name."""
+    """Returns the wheel's library, whose file has no unversioned name."""
     try:
         spec = importlib.util.find_spec("nvidia.nvshmem")
     except ModuleNotFoundError:
@@ -73,8 +73,8 @@ def kernels() -> Any:
         import pplx_comm._nvshmem as _nvshmem
     except (ImportError, OSError) as problem:
         raise Error(
-            f"transport='nvshmem': this build has no module for it ({problem}). Build with an nvcc and "
-            "nvidia-nvshmem-cu13==3.4.5 at hand: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
+            f"transport='nvshmem': this build has no module for it ({problem}). Rebuild with nvcc on PATH and "
+            "nvidia-nvshmem-cu13==3.4.5 installed: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
         ) from None
     return _nvshmem
 
@@ -89,18 +89,18 @@ def usable_kernels() -> Any:
 
 @dataclass(frozen=True)
 class Reach:
-    """What all ranks know of each other, by rank; of the dead and of those left out anything."""
+    """Reachability that all ranks know, by rank. Entries of dead or left-out ranks are undefined."""
 
     pes: list[int]
-    mapped: list[set[int]]  # of the rank's node
+    mapped: list[set[int]]  # ranks of the same node
     near: list[set[int]]  # ranks that its GPU's stores reach by NVSHMEM, as it says
 
     def _both_near(self, a: int, b: int) -> bool:
         return a in self.near[b] and b in self.near[a]
 
     def near_of(self, rank: int) -> set[int]:
-        """Ranks of other nodes whose memory it maps all the same. A rank's peers find its memory in one place: so where some of a
-        node cannot reach each other by NVSHMEM, nobody has any."""
+        """Returns the ranks of other nodes whose memory it maps all the same. A rank's peers find its memory in one place: so where
+        some of a node cannot reach each other by NVSHMEM, none of them has any."""
         ranks = range(len(self.pes))
         if not all(self._both_near(a, b) for a in ranks for b in self.mapped[a]):
             return set()
@@ -119,9 +119,9 @@ class Segment:
     nbytes: int
     pes: list[int]  # see Reach
     near: dict[int, int] = field(default_factory=dict)  # where this GPU's stores reach that of other ranks
-    number: int | None = None  # of those that this module has made; None: the caller's own memory
+    number: int | None = None  # index among those that this module has made; None: the caller's own memory
     close: Callable[[bool], None] = lambda _: None
-    """True: nothing is on its way any more, so that another AllToAll may have it."""
+    """True: nothing is in flight any more, so that another AllToAll may have it."""
 
 
 @dataclass
@@ -135,28 +135,28 @@ class _Made:
 
 @dataclass(frozen=True)
 class Alone:
-    """What one PE in a process of its own came to."""
+    """Result of one PE in a process of its own."""
 
     refused: str | None
     """Why it does not start."""
     ibgda: bool = False
-    """Whether it posts to a NIC itself."""
+    """True if it posts to a NIC itself."""
 
 
 @dataclass
 class Library:
-    """What the process has of NVSHMEM."""
+    """The process's view of NVSHMEM."""
 
     attached: bool = False
     lost: str | None = None
     """Why it is not to be used any more."""
     probed: dict[tuple[int, bool], Alone] = field(default_factory=dict)
-    """By GPU, and whether IBGDA was asked for."""
+    """(GPU, whether IBGDA was asked for) -> result."""
     made: list[_Made] = field(default_factory=list)
     depth: int = _DEPTH
-    """Of its queues, if NVSHMEM_QP_DEPTH does not say."""
+    """Depth of its queues, if NVSHMEM_QP_DEPTH does not say."""
     place: int | None = None
-    """An address of symmetric memory, for the question whom stores reach: before it is known how much an AllToAll needs."""
+    """An address of symmetric memory, to ask which ranks stores reach before an AllToAll's size is known."""
 
     def start(
         self,
@@ -169,8 +169,8 @@ class Library:
         looks: bool,
         queue: int = QUEUE,
     ) -> Reach:
-        """Collective over the living. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether it
-        wants to know whom its stores reach. queue: see queue_of()."""
+        """Collective over the living ranks. nbytes: what this rank may need at most. mapped: its peers of the node. looks: whether
+        it wants to know which ranks its stores reach. queue: see queue_of()."""
         attempts = Attempts()
         module = attempts.run(usable_kernels)
         begun = attempts.run(lambda: bool(module.is_initialized()))  # type: ignore[union-attr]
@@ -308,7 +308,7 @@ class Library:
 
 
 def in_time(call: Callable[[], T], seconds: float, name: str) -> T:
-    """For calls that may wait for ever: then the thread stays behind."""
+    """Runs a call that may never return, in a thread: after `seconds` it raises, and the thread stays behind."""
     result: list[T] = []
     problem: list[BaseException] = []
 
@@ -336,7 +336,7 @@ def _check_far(module: Any, gpu: int, far: list[int]) -> None:
     if far and not module.runs_ibgda(gpu):
         raise Error(
             f"transport='nvshmem': only a NIC reaches {name_ranks(far)}, and NVSHMEM's IBGDA does not run on this rank; puts of "
-            "kernels would wait for a host thread of NVSHMEM's without end. `python -m pplx_comm doctor` says what is missing, and "
+            "kernels would wait for ever for an NVSHMEM host thread. `python -m pplx_comm doctor` says what is missing, and "
             "NVSHMEM_DEBUG=INFO why it did not start; an NVSHMEM that something else starts needs NVSHMEM_IB_ENABLE_IBGDA=1 "
             f"(here: {foreign('NVSHMEM_IB_ENABLE_IBGDA', 'not set')}). Or take transport='auto'"
         )
@@ -388,7 +388,7 @@ def _all_have_connectx(answers: Answers) -> bool:
 
 @contextlib.contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """For NVSHMEM alone, which reads it once."""
+    """Sets variables for NVSHMEM alone, which reads them once."""
     os.environ.update(values)
     try:
         yield
@@ -402,7 +402,7 @@ def _check_alike(answers: Answers) -> None:
         some = [rank for rank, answer in enumerate(answers) if answer is not None and answer[name]]
         others = [rank for rank, answer in enumerate(answers) if answer is not None and not answer[name]]
         if some and others:
-            raise Error(f"transport='nvshmem': {name_ranks(some)} {text}, and {name_ranks(others)} not: all must, or none")
+            raise Error(f"transport='nvshmem': {name_ranks(some)} {text}, but {name_ranks(others)} not: all must, or none")
     if any(answer is not None and answer["given"] and not answer["begun"] for answer in answers):
         raise Error("symmetric_memory= must come from an NVSHMEM that is initialised: this process has none")
 
@@ -427,8 +427,9 @@ def _check_all_are_here(module: Any, alive: list[int], nbytes: int) -> None:
 
 
 def queue_of(config: _core.Config) -> int:
-    """How deep queues must be for eight such AllToAlls. In pieces at most 9 posts of three requests have not been answered, for
-    each step in flight: two pieces and two credits of a dispatch, as many of a combine, and weights."""
+    """Returns the queue depth that eight such AllToAlls need. In pieces at most 9 posts of three requests have not been answered,
+    for
+    each step in flight: two pieces and two credits of a dispatch, the same of a combine, and weights."""
     return max(QUEUE, 8 * 9 * 3 * config.in_flight + 64) if config.in_pieces else QUEUE
 
 
@@ -456,8 +457,8 @@ def _check_given(given: torch.Tensor, gpu: int, nbytes: int) -> None:
     if given.data_ptr() % 64:
         raise Error("symmetric_memory= must begin at a multiple of 64 bytes")
     if has < nbytes:
-        raise Error(f"symmetric_memory= has {has} bytes, and this AllToAll needs {nbytes}")
+        raise Error(f"symmetric_memory= has {has} bytes, but this AllToAll needs {nbytes}")
 
 
 library = Library()
-"""Of this process, as NVSHMEM is."""
+"""One a process, as NVSHMEM is."""

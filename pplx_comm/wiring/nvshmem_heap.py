@@ -16,12 +16,12 @@ from pplx_comm.wiring.compare import name_ranks
 
 GRANULE = 2 << 20
 OWN_BYTES = 64 << 20
-"""What NVSHMEM takes of its heap for itself: more than its teams were seen to need."""
+"""NVSHMEM's own share of its heap: more than its teams were seen to need."""
 _GROWTH = 512 << 20
-"""NVSHMEM_CUMEM_GRANULARITY, in multiples of which a heap grows, where nobody has set it."""
+"""NVSHMEM_CUMEM_GRANULARITY where the environment does not set it: a heap grows in multiples of it."""
 _GROWTH_AT_MOST = 2 << 30
 _SPARE = 64 << 20
-"""What page tables, and others on the GPU, may take between the question and the growth."""
+"""Reserve for page tables, and for others on the GPU, between the question and the growth."""
 
 
 def too_small(nbytes: int) -> str:
@@ -48,7 +48,7 @@ def lost_heap(why: str) -> str:
 
 
 def growth(nbytes: int) -> int:
-    """By how much a heap of virtual memory grows that has no room left."""
+    """Returns how much a full heap of virtual memory grows."""
     granule = min(max(_bytes_of(foreign("NVSHMEM_CUMEM_GRANULARITY")) or _GROWTH, GRANULE), _GROWTH_AT_MOST)
     return -(-nbytes // granule) * granule
 

@@ -1,4 +1,4 @@
-"""Which peers share memory with this rank, and which are remote."""
+"""Sorts peers: those that share memory with this rank, and remote ones."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from pplx_comm.wiring.request import Request
 log = logging.getLogger("pplx_comm")
 
 OWNER = 100
-"""Of CUDA's GPUDirect write orderings: what a NIC wrote before, the GPU that owns the memory sees before what it writes after."""
+"""CUDA's GPUDirect write ordering "owner": the GPU that owns the memory sees a NIC's writes in their order."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def placement(write_ordering: int | None, provider: str, refusal: str | None) ->
 
 
 def blocks_on_gpu(request: Request, localities: list[Locality], locality: int) -> bool:
-    """Whether the blocks of remote peers lie in GPU memory. Opens what the proxy will open."""
+    """True if the blocks of remote peers lie in GPU memory. Opens what the proxy will open."""
     assert request.gpu is not None
     if request.placement == "host":
         return False

@@ -30,17 +30,17 @@ class Wiring:
 
     exchange: Any  # _core.Exchange or _cuda.Exchange
     peers: Peers
-    hosts: dict[int, str]  # by rank, see host_key
-    localities: dict[int, Locality]  # of the ranks of this host
+    hosts: dict[int, str]  # rank -> host_key
+    localities: dict[int, Locality]  # the ranks of this host
     blocks_on_gpu: bool  # those that the proxy moves
     kernels: Any = None  # the module of a GPU's exchange
     symmetric: Symmetric | None = None  # memory of a carrier that kernels drive
     carrier: ProxyCarrier | None = None
-    regions: list[_core.LocalRegion] = field(default_factory=list)  # by proxy
+    regions: list[_core.LocalRegion] = field(default_factory=list)  # one a proxy
 
     @property
     def puts(self) -> bool:
-        """Whether kernels of some rank put blocks. Symmetric memory is else mapped memory, and nothing more."""
+        """True if kernels of some rank put blocks. Otherwise symmetric memory is only mapped memory."""
         return self.symmetric is not None and self.symmetric.puts
 
     @property
@@ -49,7 +49,7 @@ class Wiring:
         return self.exchange if isinstance(self.exchange, _core.Exchange) else self.exchange.host
 
     def detach(self, timeout: float) -> None:
-        """Takes the AllToAll off its proxy, if it has one, waiting that long for kernels and writes under way. Gives its
+        """Takes the AllToAll off its proxy, if it has one, waiting that long for running kernels and writes in flight. Gives its
         registrations back."""
         carrier, self.carrier = self.carrier, None
         end = time.monotonic() + timeout
@@ -60,7 +60,7 @@ class Wiring:
         carrier.detach(self.carried, self.regions, max(0.0, end - time.monotonic()))
 
     def close(self, timeout: float, failed: bool = True) -> None:
-        """detach(), and the memory is given back as soon as no call uses it any more. failed: something may be on its way."""
+        """detach(), and the memory is given back as soon as no call uses it any more. failed: something may be in flight."""
         if self.exchange is CLOSED:
             return
         self.detach(timeout)
@@ -70,7 +70,8 @@ class Wiring:
         self.exchange = CLOSED
 
     def _all_heard(self) -> bool:
-        """Whether all that peers have put to this rank was waited for. The put of a step that it has not received, or gave up on,
+        """True if this rank has waited for everything that peers put to it. The put of a step that it has not received, or gave up
+        on,
         may land at any time: in memory that another AllToAll has by then, whose signals would count it."""
         if not self.exchange.ended(0.0) or self.exchange.open_steps > 0:
             return False

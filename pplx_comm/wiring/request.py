@@ -21,20 +21,20 @@ class Request:
     transport: str
     provider: str | None  # None: the best there is
     node_size: int | None
-    timeout: float  # of a step
-    error: str | None = None  # what this rank found wrong with its arguments
-    nics: tuple[str, ...] = ()  # of this rank, by name
+    timeout: float  # limit for a step
+    error: str | None = None  # the mistake in this rank's arguments
+    nics: tuple[str, ...] = ()  # names of this rank's NICs
     proxies: int = 1  # threads, of each rank
     gpu: int | None = None  # None: the CPU device
     num_sms: int = 0  # 0: all
     hooks: bool = False  # words for kernels that run beside its own
-    placement: str = "auto"  # of remote peers' blocks: see wiring/placement.py
+    placement: str = "auto"  # where remote peers' blocks lie: see wiring/placement.py
     settings: Settings = field(default_factory=Settings)
     symmetric_memory: torch.Tensor | None = None  # transport="nvshmem": the caller's, in place of our own
 
     @property
     def by_kernels(self) -> bool:
-        """Whether kernels drive the carrier to remote peers themselves."""
+        """True if kernels drive the carrier to remote peers themselves."""
         return self.transport == "nvshmem"
 
     @property

@@ -1,8 +1,8 @@
 """Memory of a carrier that kernels drive: blocks that are put, and heaps that stores reach.
 
 Peers of other nodes whose symmetric memory this GPU's stores reach are near. Where there are any, the heaps of all ranks lie
-in symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same
-words; and where nobody puts, the same kernels.
+in symmetric memory, in front of the blocks for other peers. So near peers, and those of the node, are mapped alike: the same words;
+and where no rank puts, the same kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pplx_comm.wiring.request import Request
 
 @dataclass
 class Heaps:
-    """What peers write into: of this rank, and of those whose memory it maps."""
+    """Memory that peers write into: this rank's, and that of ranks whose memory it maps."""
 
     own: Any = None
     of_peers: dict[int, Any] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Heaps:
 
 @dataclass(frozen=True)
 class Symmetric:
-    """Of one AllToAll. Such memory is there where some rank has remote peers."""
+    """Symmetric memory of one AllToAll. It exists where some rank has remote peers."""
 
     segment: nvshmem.Segment
     peers: Peers
@@ -53,7 +53,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
     before = config.shared_bytes if reach.any_near else 0
     if reach.any_near:
         heaps.own, heaps.of_peers = None, {}  # given back first
-    kernels = kernels if puts else cuda_module()  # which know no carrier, and are leaner
+    kernels = kernels if puts else cuda_module()  # these know no carrier, and are leaner
     nbytes = before + (config.heap_bytes if puts else 0)
     segment = nvshmem.library.segment(control, gpu, nbytes, given, reach, timeout)
     if reach.any_near:
@@ -69,7 +69,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
 
 
 def _fresh_heap(config: _core.Config, kernels: Any, gpu: int, address: int) -> Any:
-    """Nobody writes there yet: all have given back what they had."""
+    """Returns a heap that no peer writes yet: all have given back what they had."""
     heap = kernels.SharedMemory.lent(gpu, address, config.shared_bytes)
     with torch.cuda.device(gpu):
         kernels.clear(heap)

@@ -59,7 +59,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     try:
         if proxied:
             connect(control, request, wiring, alive)
-        # Nobody writes before everybody can receive.
+        # No rank writes before all can receive.
         agree(control, "AllToAll: ready", {}, request.patience)
     except BaseException:
         wiring.close(deadlines.CLOSE_FAILED)
@@ -101,10 +101,10 @@ def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Ans
             if time.monotonic() > end:
                 rank = late[0]
                 raise Error(
-                    f"reset: of {expected[rank]} puts that rank {rank} posted before, {landed[rank]} have landed on rank "
+                    f"reset: only {landed[rank]} of {expected[rank]} puts of rank {rank} have landed on rank "
                     f"{control.rank} within {request.patience:.0f} s: the network between them is broken"
                 )
-            time.sleep(0.001)  # puts land in a GPU's memory, which wakes nobody
+            time.sleep(0.001)  # puts land in a GPU's memory, which wakes no thread
 
     attempts.run(wait)
     agree(control, "reset: puts", {"error": attempts.error}, 2 * request.patience)
@@ -140,7 +140,6 @@ def _free_number(answers: Answers) -> int:
     free = [number for number in range(MOST) if number not in taken]
     if not free:
         raise Error(
-            f"{MOST} AllToAlls live on this Communicator already, which is all that it carries: close one, or use one for all "
-            "layers of a shape"
+            f"{MOST} AllToAlls live on this Communicator already, its limit: close one, or use one for all layers of a shape"
         )
     return free[0]

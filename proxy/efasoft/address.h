@@ -8,7 +8,7 @@ int address_destroy(struct ibv_ah* ah);
 uint16_t address_number(const struct ibv_ah* ah);
 const uint8_t* address_gid(const struct ibv_ah* ah);
 
-/* Whether that number still names that GID. */
+/* True if that number still names that GID. */
 bool address_is(struct process_file* process, uint16_t number, const uint8_t* gid, uint32_t nic);
 /* The number that a process's NIC knows a GID by, or NO_ADDRESS. `guess` is tried first. */
 uint16_t address_find(struct process_file* process, const uint8_t* gid, uint32_t nic, uint16_t guess);

@@ -1,4 +1,4 @@
-/* What happened, by NIC, in one page per process that outlives the process. The page describes itself: README.md has its layout. */
+/* Counts of events, by NIC, in a page per process that outlives it. The page describes itself: README.md has its layout. */
 #pragma once
 #include <stdatomic.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-/* Moves what is posted. Posting and polling run it; what nobody polls goes out by a thread that otherwise sleeps. */
+/* Moves posted work. Posting and polling run it; a thread that otherwise sleeps sends whatever is not polled. */
 #pragma once
 #include <stdint.h>
 

@@ -5,7 +5,8 @@
 
 bool faults_read(const char* text);
 
-/* What happens as a work request goes out: the vendor code that it fails with, or 0; its NIC's port goes down; this process falls silent. */
+/* The fault of a work request that goes out: the vendor code that it fails with, or 0; its NIC's port goes down; this process falls
+silent. */
 struct struck {
   enum efa_status status;
   bool port_down, silent;

@@ -26,5 +26,5 @@ bool file_is_held(int fd);
 
 /* A mutex in shared memory that survives the death of its owner. */
 void shared_mutex_init(pthread_mutex_t* mutex);
-/* False when someone holds it, who may have been stopped there: come back later, wait never. */
+/* False when another process holds it. That one may have been stopped there, so the caller comes back later and never waits. */
 bool shared_mutex_try(pthread_mutex_t* mutex);

@@ -5,7 +5,7 @@
 
 enum moved { MOVED, MOVE_AGAIN, MOVE_FAULT };
 
-/* Whether this process may look into that one. Says once if it may not. */
+/* True if this process may look into that one. Says once if it may not. */
 bool mover_can_vm(const struct process_file* process);
 /* The parts of the local buffers that hold `bytes` from `offset` on; how many there are. */
 struct iovec;

@@ -3,7 +3,7 @@
 #include "shared.h"
 #include <stdbool.h>
 
-/* What is mapped of it. */
+/* The mapped parts of a peer. */
 struct attachment {
   struct qp_file* qp; /* null: nothing is */
   struct cq_file* cq;

@@ -19,7 +19,7 @@ uint64_t process_generation(void);
 uint64_t process_next_id(void);
 
 
-/* Whether the process of that name in file names has ended. */
+/* True if the process of that name in file names has ended. */
 bool process_is_dead(const char* owner);
 
 void process_file_name(const char* owner, char* name);

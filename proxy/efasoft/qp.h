@@ -19,7 +19,7 @@ struct qp {
   char name[FILE_NAME];
   struct cq *send_cq, *recv_cq;
   struct qp* next_in_cq[2]; /* as a sender, as a receiver only */
-  struct qp* next;          /* of all, for the engine */
+  struct qp* next;          /* the engine's list of all queue pairs */
   uint32_t depth, receive_depth, max_inline;
   bool signal_all;
   _Atomic uint32_t sent, received; /* posted and not polled yet */
@@ -37,7 +37,7 @@ struct qp {
   struct order order;
   struct request* requests;     /* memory for `depth` of them */
   struct request** free_list;   /* those that are not in `waiting` */
-  struct request** waiting;     /* by turn */
+  struct request** waiting;     /* in order of turns */
   _Atomic uint32_t waits;       /* how many are in `waiting` */
   _Atomic bool held;            /* some wait only for their turn, and any poll lets them go */
   _Atomic uint64_t due;         /* when the next one has something to do */

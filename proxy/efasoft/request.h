@@ -1,4 +1,4 @@
-/* One work request on its way, from the doorbell to its completion. */
+/* One work request, from the doorbell to its completion. */
 #pragma once
 #include "abi.h"
 #include "shared.h"
@@ -7,7 +7,7 @@
 enum op { OP_SEND, OP_WRITE, OP_READ };
 enum { INLINE_BYTES = 32, PARCELS_OUT = 4 };
 
-/* What it waits for next. */
+/* The next event that the request waits for. */
 enum stage {
   STAGE_START,   /* to go out */
   STAGE_MOVE,    /* to get to the target */

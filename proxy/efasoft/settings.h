@@ -1,4 +1,4 @@
-/* What the environment says, read once. README.md lists the variables. */
+/* Settings from the environment, read once. README.md lists the variables. */
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>

@@ -1,5 +1,6 @@
-/* What lies in files that several processes map: one per process, one per completion queue, one per queue pair.
- * The initiator of a work request plays both NICs: it checks the target's keys here, moves the bytes, takes a posted receive and writes
+/* Structures in files that several processes map: one per process, one per completion queue, one per queue pair.
+ * The initiator of a work request plays both NICs: it checks the target's keys here, moves the bytes, takes a posted receive and
+ writes
  * the completion. The target's threads take no part, so data lands even while the target is stopped. */
 #pragma once
 #include "abi.h"
@@ -11,7 +12,7 @@
 enum { OWNER = 40, REGIONS = 65536, ADDRESSES = 4096, RECEIVE_SGES = 1, NO_ADDRESS = 0xffff };
 enum { PARCELS = 64, PARCEL_BYTES = 65536 };
 
-/* Registered memory. Whoever moves bytes counts itself in `users` first, so that a deregistration can wait for it. */
+/* Registered memory. A thread that moves bytes counts itself in `users` first, so that a deregistration can wait for it. */
 struct region {
   _Atomic uint32_t key; /* 0: free */
   _Atomic int32_t users;
@@ -39,7 +40,7 @@ struct parcel {
 struct process_file {
   uint64_t nonce, nonce_at; /* the same number lies at that address of the process: this is the one, and ptrace is allowed */
   uint32_t pid;
-  _Atomic uint32_t silent;  /* its NICs answer nobody */
+  _Atomic uint32_t silent;  /* its NICs do not answer */
   _Atomic uint32_t bell, asleep; /* the futex of its thread */
   _Atomic uint32_t addresses;    /* this many of address[] have ever been used */
   struct address address[ADDRESSES];

@@ -42,7 +42,7 @@ class Reader {
     const std::uint8_t* data = take(size);
     return Bytes(data, data + size);
   }
-  std::uint32_t count() {   // of things that are at most one per endpoint
+  std::uint32_t count() {   // a count of things that are at most one per endpoint
     const auto value = number<std::uint32_t>();
     if (value > kMaxEndpoints) fail();
     return value;

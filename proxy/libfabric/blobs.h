@@ -13,7 +13,7 @@ namespace pplx::libfabric {
 struct RegionDescription {
   std::uint64_t base = 0;
   std::uint64_t bytes = 0;
-  std::vector<std::uint64_t> keys;           // by endpoint
+  std::vector<std::uint64_t> keys;           // indexed by endpoint
 };
 
 struct Address {
@@ -22,7 +22,7 @@ struct Address {
   std::uint64_t pid_namespace = 0;           // a pid means something only inside it
   std::uint32_t pid = 0;
   std::uint64_t start_time = 0;              // with the pid, names one process: pids are used again
-  std::vector<Blob> endpoints;               // what the provider calls the address
+  std::vector<Blob> endpoints;               // the provider's form of the address
   std::vector<std::string> shm_names;        // files in /dev/shm that the provider made for these endpoints
   RegionDescription scratch;                 // a place that writes of zero bytes can aim at
 };

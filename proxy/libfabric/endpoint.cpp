@@ -96,7 +96,7 @@ void post_receives(Endpoint& endpoint, const Provider& provider, Scratch& scratc
 }
 
 void post_receive(Endpoint& endpoint, const Provider& provider, Scratch& scratch, void* context) {
-  // Nobody sends to it; efa-direct wants it registered all the same.
+  // No peer sends to it; efa-direct requires its registration all the same.
   const ssize_t result = fi_recv(endpoint.ep.get(), scratch.bytes, sizeof(scratch.bytes), endpoint.scratch_descriptor, FI_ADDR_UNSPEC, context);
   if (result != 0) provider.fail("fi_recv", endpoint.name, result);
 }

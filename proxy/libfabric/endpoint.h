@@ -1,4 +1,4 @@
-// One endpoint on one NIC, with all that libfabric opens for it, and the writes that are under way on it.
+// One endpoint on one NIC, with all that libfabric opens for it, and the writes in flight on it.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -39,7 +39,7 @@ struct CloseFid {
 template <class Object>
 using Handle = std::unique_ptr<Object, CloseFid>;
 
-// A write under way, which the provider gets as its context. Providers with FI_CONTEXT2 write into the first member.
+// A write in flight, which the provider gets as its context. Providers with FI_CONTEXT2 write into the first member.
 struct Operation {
   fi_context2 provider_use;
   std::uint64_t context;

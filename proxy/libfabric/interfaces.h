@@ -1,4 +1,4 @@
-// Which of this machine's addresses the socket providers (tcp, net, sockets) should use.
+// Chooses this machine's addresses for the socket providers (tcp, net, sockets).
 #pragma once
 
 #include <string>

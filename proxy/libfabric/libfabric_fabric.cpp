@@ -34,11 +34,11 @@ struct Peer {
   bool alive = false;
   Address address;
   RemoteRegion scratch;
-  std::vector<fi_addr_t> addresses;            // by our endpoint
+  std::vector<fi_addr_t> addresses;            // indexed by our endpoint
 };
 
-// True if the call itself was wrong, whoever the peer is. Other errors are about the connection: each provider has its own code for a peer
-// that is gone (ENOTCONN, ECONNREFUSED, EIO, and ENOENT with sockets).
+// True if the call itself was wrong, with any peer. Other errors are about the connection: each provider has its own code for a
+// peer that is gone (ENOTCONN, ECONNREFUSED, EIO, and ENOENT with sockets).
 bool is_a_mistake(int error) {
   switch (error) {
     case FI_EINVAL: case FI_EMSGSIZE: case FI_ETOOSMALL: case FI_ENOSYS: case FI_EOPNOTSUPP: case FI_EBADFLAGS: case FI_EACCES: case FI_ENOKEY:
@@ -66,7 +66,7 @@ struct LibfabricFabric::State {
   bool device_memory = false;
   libfabric::Scratch scratch;
   std::deque<Endpoint> endpoints;
-  std::vector<Region> regions;                 // by id; after the endpoints, so that they close before the domains
+  std::vector<Region> regions;                 // indexed by id; after the endpoints, so that they close before the domains
   std::vector<Peer> peers;
   Completions completions{provider, scratch};
   int next_endpoint = 0;                       // the one whose queue is read first
@@ -96,7 +96,7 @@ const Peer& LibfabricFabric::State::peer_of(int peer, const char* what) const {
   return peers[static_cast<std::size_t>(peer)];
 }
 
-// The provider is told no length: it reads as many bytes as its addresses have, shm up to a zero.
+// The provider is told no length: it reads the length of its own addresses, shm up to a zero.
 bool LibfabricFabric::State::is_endpoint_address(const Blob& blob) const {
   if (provider.name == "shm") return !blob.empty() && blob.back() == 0;
   return blob.size() == libfabric::address_of(endpoints.front(), provider).size();

@@ -41,7 +41,8 @@ class LibfabricFabric : public Fabric {
   int proxy_cpu() const;                             // where its proxy should run; -1: anywhere
   std::size_t max_write_bytes() const;               // the largest write
   std::vector<std::string> shm_names() const;        // files in /dev/shm, see shm_files.h; empty for other providers
-  // What the destructor does; any later call but close() throws FabricError. In a forked child nothing: all of it is the parent's.
+  // Does the destructor's work; any later call but close() throws FabricError. In a forked child it does nothing: all of it is the
+  // parent's.
   void close();
   // In place of close(), by any thread, when the one that drives this fabric hangs in the provider: only the files in /dev/shm go.
   void abandon() const;

@@ -17,8 +17,8 @@ std::string version_text(std::uint32_t version);                                
 
 struct Library {
   std::string path;
-  std::uint32_t version = 0;        // of the library
-  std::uint32_t api_version = 0;    // what we ask for: the smaller of `version` and 2.0 (asking for more than it has is -ENOSYS)
+  std::uint32_t version = 0;        // version of the library
+  std::uint32_t api_version = 0;    // the version asked for: the smaller of `version` and 2.0 (more than it has is -ENOSYS)
   bool from_wheel = false;          // an MPI wheel's copy: its efa and verbs providers bind to whichever libfabric came first, so tcp and shm only
 
   // The only entry points that are symbols; everything else goes through the objects' own tables.

@@ -24,9 +24,9 @@ bool is_socket_provider(const std::string& provider) {
   return provider == "tcp" || provider == "tcp;ofi_rxm" || provider == "net" || provider == "sockets";
 }
 
-// shm of 1.17 guards a process's queue in shared memory with a spin lock, which writers and the reader take: a peer killed while it holds one hangs
-// whoever wants it for good (measured: a survivor's poll within 60 kills of a peer that writes, each of four times; its write within 430 kills of a peer
-// that only polls). Who asks for shm by name gets it all the same.
+// shm of 1.17 guards a process's queue in shared memory with a spin lock, which writers and the reader take: a peer killed while it
+// holds one hangs its next taker for good (measured: a survivor's poll within 60 kills of a peer that writes, each of four times;
+// its write within 430 kills of a peer that only polls). A user that asks for shm by name gets it all the same.
 bool shm_survives_dead_peers(const Library& library) { return library.version >= version(1, 18); }
 
 std::string text(const char* pointer) { return pointer == nullptr ? std::string() : std::string(pointer); }
@@ -119,7 +119,7 @@ std::string why_not(const Library& library, const std::string& provider, const A
 
 std::string domain_of(const Info& info) { return text(info->domain_attr->name); }
 
-// By its address where libfabric knows that, else by its name.
+// Finds the NIC by its address where libfabric knows that, else by its name.
 Location location_of(const Topology& topology, const Nic& nic) {
   const fi_info& info = *nic.info;
   if (info.nic != nullptr && info.nic->bus_attr != nullptr && info.nic->bus_attr->bus_type == FI_BUS_PCI) {

@@ -1,4 +1,4 @@
-// Which provider, and which of its NICs.
+// Chooses the provider, and the NICs of it.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Options {
   std::vector<std::string> nics;        // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
   int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
   std::vector<Locality> localities;     // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
-  std::size_t locality = 0;             // which of them is this one
-  std::size_t proxies = 1, proxy = 0;   // of each process, and whose fabric this is: each proxy gets a CPU of its own
+  std::size_t locality = 0;             // index of this process among them
+  std::size_t proxies = 1, proxy = 0;   // proxies of each process, and this fabric's: each proxy gets a CPU of its own
   std::string address;                  // tcp, net, sockets: interface or address; empty: the interface of the default route
   bool device_memory = false;           // GPU memory will be registered: only providers that can, without calling CUDA on their own
   bool peers_on_this_host = false;      // no peer lives elsewhere: shm may be chosen

@@ -22,8 +22,8 @@ struct Dmabuf {
 
 constexpr int kKeysTried = 8;
 
-// Random keys of 64 bits, or of as many as the provider takes, where it lets us choose them. Whoever knows a key can write, so nobody must be
-// able to guess one.
+// Random keys of 64 bits, or of the provider's size, where it lets us choose them. Knowledge of a key suffices to write, so keys
+// must not be guessable.
 class Keys {
  public:
   explicit Keys(const fi_domain_attr& domain) {

@@ -12,7 +12,7 @@ namespace pplx::libfabric {
 struct Region {
   LocalRegion local;             // without a number
   RegionDescription description;
-  std::vector<Handle<fid_mr>> shared, sources;   // by endpoint; empty where that part is
+  std::vector<Handle<fid_mr>> shared, sources;   // indexed by endpoint; empty where that part is
 
   bool registered() const { return !shared.empty() || !sources.empty(); }
   void unregister() {

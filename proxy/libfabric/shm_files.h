@@ -1,7 +1,7 @@
 // The files that libfabric's shm provider keeps in /dev/shm, and what to do about those of a process that was killed.
 //
 // The provider removes them on close and on SIGTERM, SIGINT, SIGSEGV and SIGBUS, but not after SIGKILL. It makes one file per endpoint, named as we
-// say, and (1.17, large writes without CMA) "<name>_<number>" per write under way.
+// say, and (1.17, large writes without CMA) "<name>_<number>" per write in flight.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ std::string host_id();
 std::uint64_t pid_namespace();
 std::uint64_t process_start_time(std::uint32_t pid);   // 0: there is no such process, or it was killed and is about to be gone
 
-// "pplx-fi.<pid namespace>.<pid>.<start time>.<random>.<endpoint>": nobody else's, also when a pid is used again.
+// "pplx-fi.<pid namespace>.<pid>.<start time>.<random>.<endpoint>": unique, even when a pid is used again.
 std::string new_shm_name(int endpoint);
 
 // Empty if /dev/shm has room for an endpoint's file; else what it has, and what to do.

@@ -1,4 +1,4 @@
-// Which of a host's NICs a process should use, and on which CPU its proxy should run: what sysfs says of where NICs, GPUs and CPUs are.
+// Chooses a process's NICs, and the CPU of its proxy, from sysfs: where NICs, GPUs and CPUs are.
 #pragma once
 
 #include <cstddef>
@@ -41,7 +41,7 @@ enum class Nearness { Switch, RootComplex, Numa, Far };
 
 struct Picked {
   std::vector<std::size_t> nics;      // indices
-  std::string why;                    // for doctor and logs: "behind one PCIe switch with GPU 0000:53:00.0"
+  std::string why;                    // text for doctor and logs: "behind one PCIe switch with GPU 0000:53:00.0"
 };
 
 struct NamedLocation {
@@ -49,8 +49,8 @@ struct NamedLocation {
   Location location;
 };
 
-// For the process `localities[self]` those NICs that are nearest to it; processes that the same NICs are nearest to share them, as evenly as it goes. Where
-// nothing is known, or nothing is nearer than the rest, all share all.
+// Returns the NICs nearest to the process `localities[self]`. Processes with the same nearest NICs share them as evenly as
+// possible. If distances are unknown, or all equal, all processes share all NICs.
 Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities, std::size_t self);
 
 // A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for each process that

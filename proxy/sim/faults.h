@@ -22,7 +22,7 @@ enum class Fault : std::uint8_t {
   Duplicated,          // an arrival was reported twice
   Replayed,            // an immediate of long ago was reported again
   Busy,                // a burst of EAGAIN
-  QueueFull,           // EAGAIN: the endpoint holds no more writes under way
+  QueueFull,           // EAGAIN: the endpoint holds no more writes in flight
   CompletionsHeld,     // more completions than the queue holds; the provider kept them back
   CompletionsLost,     // more completions than the queue holds; it overran
   FailedWrite,         // a write that completed with an error
@@ -32,7 +32,7 @@ enum class Fault : std::uint8_t {
   UnknownDropped,      // the target has not inserted this initiator yet, and dropped it; the provider tried again
   UnknownSource,       // an immediate that names no peer
   Unasked,             // an immediate that answers a dispatch that was never sent
-  Poisoned,            // a block that nobody may read any more was overwritten
+  Poisoned,            // the memory of a finished block was overwritten
   Slow,                // a rank did nothing for milliseconds
   Killed,              // a rank died, and its control connections said so
   Vanished,            // a rank stopped, and nothing said so

@@ -10,7 +10,7 @@
 namespace pplx::sim {
 
 struct Format {
-  int bits;            // of the significand, the leading one included
+  int bits;            // bits of the significand, the leading one included
   int least;           // the exponent of the smallest normal number
   double most;         // the largest finite number
   bool saturates;      // larger numbers become the largest one, else infinity

@@ -127,7 +127,7 @@ bool run_seeds(const char* program, const Options& o, std::uint64_t first, std::
       std::exit(1);
     }
     if (children[j] > 0) continue;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);   // nobody waits for orphans
+    prctl(PR_SET_PDEATHSIG, SIGKILL);   // no process waits for orphans
     for (std::uint64_t seed = shared.next++; seed < end; seed = shared.next++) {
       shared.jobs[j].seed = seed;
       const itimerval limit = {{0, 0}, {o.limit, 0}};

@@ -12,7 +12,7 @@ constexpr std::size_t kHistory = 64;
 // repeats that late: what is repeated is among the last few of its stream.
 constexpr std::uint64_t kRecent = 4;
 
-// Of the stream that an immediate belongs to. A credit has no shards; there they name an op.
+// The stream that an immediate belongs to. A credit has no shards; there they name an op.
 std::uint32_t stream_of(std::uint32_t immediate) { return immediate & (unpack(immediate).op == Op::Credit ? 0xffff00ffu : 0xffff0000u); }
 
 }  // namespace
@@ -283,7 +283,7 @@ void Network::sent(Flight& f) {
   if (!from.open || from.dead) return;
   Port& to = *ports_[f.to];
   --from.under_way;
-  if (to.dead && f.unlanded > 0) return;   // nobody learns what became of it, but its place in the queue is free
+  if (to.dead && f.unlanded > 0) return;   // its outcome stays unknown, but its place in the queue is free
   Due due;
   due.completion.kind = Completion::Kind::Sent;
   due.completion.context = f.write.context;
@@ -337,7 +337,7 @@ void Network::arrive(std::uint32_t number, Flight& f) {
     const Immediate i{static_cast<Op>(random_.below(8)), static_cast<std::uint32_t>(random_.below(8)),
                       random_.chance(0.5) ? to.rank : kMaxRanks - 1, static_cast<std::uint32_t>(random_.below(256)), 0, 1};
     totals_.count(Fault::UnknownSource);
-    log_.line("rank %u: an immediate of nobody arrived", to.rank);
+    log_.line("rank %u: an immediate of an unknown source arrived", to.rank);
     push_arrival(to, pack(i));
   }
   to.history.push_back(f.arrival);
@@ -351,7 +351,7 @@ bool Network::is_recent(const Port& port, const Arrival& arrival) {
   return piece != stream->second.pieces.end() && arrival.piece + kRecent >= piece->second;
 }
 
-// Steps, and pieces of a step, come in any order, but none is overtaken by half as many as its number can tell apart.
+// Steps, and pieces of a step, come in any order, but none is overtaken by half the count that its number can tell apart.
 Network::Arrival Network::note(Port& port, std::uint32_t immediate) {
   const Immediate i = unpack(immediate);
   Stream& stream = port.streams[stream_of(immediate)];

@@ -30,7 +30,7 @@ struct Profile {
   Time latency;
   double ns_per_byte;
   double late_read, split, delayed, duplicated, replayed, stranger, busy;
-  std::uint32_t queue_depth;        // a port's limit of writes under way
+  std::uint32_t queue_depth;        // a port's limit of writes in flight
   std::uint32_t completions;        // a port's completion queue holds that many
   bool refuses_unknown;             // a target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
   bool offsets;                     // targets are named by offsets, else by addresses
@@ -43,11 +43,11 @@ struct Trap {
   using Damage = std::function<void(const Immediate& immediate, char* block)>;
 
   Kind kind = Kind::None;
-  std::uint32_t rank = 0;           // CompletionsLost: whose queue; else: who posts
+  std::uint32_t rank = 0;           // CompletionsLost: the owner of the queue; else: the poster
   Fits fits;                        // asked about writes that start with a header; unused for CompletionsLost
   Damage damage;                    // Corrupt: how the header changes on its way
   bool fired = false;
-  std::uint32_t peer = 0;           // to whom the write went
+  std::uint32_t peer = 0;           // the write's target
   Immediate immediate;              // the immediate that it carried
 };
 
@@ -66,15 +66,15 @@ class Network final : public Clock::Task {
   };
   struct Due {
     Completion completion;
-    char* source = nullptr;                              // Sent: memory that nobody reads any more
+    char* source = nullptr;                              // Sent: memory that is no longer read
     std::size_t bytes = 0;
-    std::uint64_t key = 0;                               // of the region it lies in
+    std::uint64_t key = 0;                               // the key of the region it lies in
     bool repeated = false;                               // Arrived: this is
     Arrival repeats;
   };
   struct Stream {
     std::uint64_t step = 0;                              // the newest one; 0: there was none
-    std::map<std::uint64_t, std::uint64_t> pieces;       // by step, of the last few: the newest one
+    std::map<std::uint64_t, std::uint64_t> pieces;       // step -> newest piece, for the last few steps
   };
   struct Port {
     std::uint32_t number = 0, rank = 0;
@@ -87,8 +87,8 @@ class Network final : public Clock::Task {
     std::deque<Due> held;                                // completions for which the queue has no room
     std::uint32_t under_way = 0;
     bool overran = false;
-    std::unordered_map<int, Time> busy_until;            // by peer
-    std::deque<Arrival> history;                         // for replay
+    std::unordered_map<int, Time> busy_until;            // indexed by peer
+    std::deque<Arrival> history;                         // candidates for replay
     std::unordered_map<std::uint32_t, Stream> streams;
     std::function<void()> on_ready;
   };
@@ -102,7 +102,7 @@ class Network final : public Clock::Task {
   const Profile& profile() const { return profile_; }
   std::uint64_t new_key() { return ++last_key_; }
 
-  Post post(Port& from, const Write& write);             // for SimFabric::write()
+  Post post(Port& from, const Write& write);             // backs SimFabric::write()
   int poll(Port& at, Completion* out, int capacity);
   void push_arrival(Port& at, std::uint32_t immediate);  // an arrival that belongs to no write
   void repeat_arrival(Port& at, const Arrival& arrival);
@@ -135,7 +135,7 @@ class Network final : public Clock::Task {
     std::uint32_t count = 0, unread = 0, unlanded = 0;
     std::uint32_t events = 0;                            // still to come; the flight ends with the last one
     std::uint64_t order = 0;                             // among its pair's writes
-    Time not_before = 0;                                 // of the pieces still to land
+    Time not_before = 0;                                 // when the remaining pieces may land
     Arrival arrival;
     Time patience = 0;                                   // before the next try at a target that does not know the initiator
     Fate fate = Fate::Whole;

@@ -102,7 +102,7 @@ void draw_tokens(const Config& c, const Step& step, Role& role, Random& random) 
   for (std::size_t i = 0; i < values; ++i) store(role.before.data() + i * size, rounded_to(random.real(-4, 4), c.dtype), c.dtype);
 }
 
-// Finds who gets each choice, and which choices have room.
+// Finds the receivers of each choice, and the choices that have room.
 void route(const Config& c, Step& step) {
   const bool compact = c.layout == LayoutKind::Compact;
   step.arrivals.resize(c.world);
@@ -142,7 +142,7 @@ void route(const Config& c, Step& step) {
       }
     }
   }
-  // A choice that had no room is missing from the outputs of all who hold the token.
+  // A choice that had no room is missing from the outputs of all ranks that hold the token.
   for (std::uint32_t r = 0; r < c.world; ++r)
     for (std::uint32_t other = 0; other < c.world; ++other)
       for (std::uint32_t t = 0; t < step.roles[r].tokens && r / c.replicas == other / c.replicas; ++t)

@@ -1,5 +1,5 @@
-// A step's script, drawn from the seed: tokens, routing, weights, and how the step is used. It includes the expected result, who
-// receives which choice at which place, written as plain loops over all ranks, without the library's plan.
+// A step's script, drawn from the seed: tokens, routing, weights, and how the step is used. It includes the expected result, the
+// receiver and the place of each choice, written as plain loops over all ranks, without the library's plan.
 #pragma once
 
 #include <memory>
@@ -17,7 +17,7 @@ inline constexpr Wire kWires[] = {Wire::Native, Wire::FP8, Wire::FP8_UE8M0, Wire
 // One rank's role in a step.
 struct Role {
   std::uint32_t tokens = 0;
-  std::uint32_t slice = 0, slices = 1;         // of the ranks that hold the same tokens, this one sends every token t = slice mod slices
+  std::uint32_t slice = 0, slices = 1;       // replicas: this rank sends every token t = slice mod slices
   std::vector<std::int32_t> ids;             // [tokens, top_k]
   std::vector<float> weights, late_weights;  // [tokens, top_k]
   std::vector<float> tail;                   // [tokens, top_k]: the number that each choice's expert attaches to its row
@@ -42,8 +42,8 @@ struct Step {
   bool has_tail = false;
   bool same_plan = false;                    // as the step before
   bool overflows = false;                    // some rank's output is too small
-  std::vector<Role> roles;                   // by rank
-  // By destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
+  std::vector<Role> roles;                   // indexed by rank
+  // Indexed by destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
   std::vector<std::vector<std::vector<Choice>>> arrivals;
   std::uint32_t closed = 0;                  // how many ranks have closed it
 };

@@ -62,7 +62,7 @@ void Walker::begin() {
   }
 }
 
-// What a rank may do with its tensors after a half: write them again. In pieces they stay until the receive half is done.
+// Overwrites tensors after a half, as a rank may. In pieces they stay until the receive half is done.
 void Walker::poison_tokens() {
   poison(scales_in_);
   poison(weights_);
@@ -375,7 +375,7 @@ void Walker::check_combine() const {
   totals_.outputs += expected.size();
 }
 
-// ---- memory that nobody may read any more --------------------------------------------------------------------------------------
+// ---- memory that may not be read any more --------------------------------------------------------------------------------------
 
 // Poisons the blocks of a step that this rank has read. The start of a slot is enough to reveal a second or late read.
 void Walker::poison_slots(Op op) {

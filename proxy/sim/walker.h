@@ -19,7 +19,7 @@ class Walker {
   enum class Progress { None, Some, Closed };
   Progress advance();                        // begins the next phase, or polls the current one
   bool has_sent() const { return stage_ > 0; }
-  // Of an AllToAll in pieces: whether `earlier`, a step before this one, has begun the receive half that this one would begin next.
+  // AllToAll in pieces: true if `earlier`, a step before this one, has begun the receive half that this one would begin next.
   bool in_order_after(const Walker& earlier) const {
     const bool receives = !run_ && (stage_ == 1 || stage_ == 3);
     return !receives || earlier.stage_ > stage_ || (earlier.stage_ == stage_ && earlier.run_);

@@ -44,7 +44,7 @@ class World {
     std::unique_ptr<cpu::Exchange> exchange;
     LocalRegion region;
     std::vector<std::unique_ptr<Walker>> walkers;
-    std::shared_ptr<const Plan> plan;          // of the last step begun
+    std::shared_ptr<const Plan> plan;          // plan of the last step begun
     std::uint32_t begun = 0, closed = 0;       // in this generation
     bool may_overflow = false, overflowed = false, noticed = false;   // in some step begun; in one closed; and it was reported
     std::optional<PeerFailure> failure;
@@ -122,21 +122,21 @@ class World {
   std::vector<bool> alive_;
   bool long_ = false;                          // has more steps than the bits that travel can tell apart
   bool in_pieces_ = false;                     // some AllToAll is
-  std::uint32_t replicas_ = 1;                 // of those AllToAlls that have any
+  std::uint32_t replicas_ = 1;                 // in those AllToAlls that have any
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;
   double timeout_ = 0, slow_ = 0;
   Time gossip_ = 0;                            // the longest that the control connections take
-  bool resetting_ = false;                     // nobody is in a phase
+  bool resetting_ = false;                     // no rank is in a phase
   bool leaves_ = false;                        // ranks leave in order once they are done
-  std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // by object: the steps that some rank is still in
+  std::vector<std::map<std::uint32_t, std::shared_ptr<Step>>> scripts_;   // indexed by object: the steps that some rank is still in
 
   Trouble trouble_ = Trouble::None;
   std::uint32_t victim_ = 0, trouble_step_ = 0, polls_left_ = 0;
   std::optional<Time> struck_;
-  std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // by object and node, when the first of its ranks did
-  std::vector<bool> late_;                     // by rank: rightly blamed by a timeout, since it waited for the victim itself
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Time> node_raised_;   // (object, node) -> when the first of its ranks raised
+  std::vector<bool> late_;                     // indexed by rank: rightly blamed, since it waited for the victim itself
 };
 
 }  // namespace pplx::sim

@@ -1,4 +1,4 @@
-// Strikes, and checks whom the ranks blame: every failure that a rank raises must name the cause.
+// Strikes, and checks the ranks' blame: every failure that a rank raises must name the cause.
 #include "world.h"
 
 #include <algorithm>
@@ -64,7 +64,7 @@ void World::set_trap(Trap::Kind kind) {
   trap.rank = victim_;
   trap.fits = [this, kind, fault](const Immediate& i, std::uint32_t peer, const BlockHeader& header, std::size_t bytes) {
     const Object& object = ranks_[victim_].objects[i.object];
-    if (object.begun + 1 >= steps_) return false;   // nobody would ask for it any more
+    if (object.begun + 1 >= steps_) return false;   // no rank would read it any more
     if (kind != Trap::Kind::Corrupt) return true;
     if (i.op == Op::Weights && header.rows == 0) return false;   // never looked at
     if (fault == Fault::CorruptPiece) return i.op != Op::Weights;
@@ -128,7 +128,7 @@ void World::wake_too_late(Rank& rank) {
   schedule(*rank.phases_actor, true);
 }
 
-// As in Python after a call raised a failure: tells everybody, unless everybody knows.
+// As in Python after a call raised a failure: tells all ranks, unless all know.
 void World::failed(Rank& rank, Object& object, const PeerFailure& failure) {
   log_.line("rank %u: object %u raises: %s", rank.number, object.config.object, failure.what());
   if (!rank.alive) {   // the others went on without it
@@ -165,7 +165,7 @@ void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
   wake(*rank.phases_actor);
 }
 
-// Whether `rank` waits for `victim`, perhaps through others.
+// True if `rank` waits for `victim`, perhaps through others.
 bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   std::vector<bool> seen(ranks_.size(), false);
   std::vector<std::uint32_t> ask{from};
@@ -194,7 +194,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
   const Trap& trap = network_.trap();
   if (trouble_ == Trouble::None || !struck_ || (is_trap(trouble_) && !trap.fired)) wrong("raised without a cause");
   const std::string text = f.what();
-  if (f.peer != kNoRank && text.find(rank_text(f.peer)) == std::string::npos) wrong("does not say whom it blames");
+  if (f.peer != kNoRank && text.find(rank_text(f.peer)) == std::string::npos) wrong("does not name the blamed rank");
   if (text.find(rank_text(kNoRank)) != std::string::npos) wrong("names a rank that there is none of");
   const bool first_hand = rank.number == (trouble_ == Trouble::Corrupt ? trap.peer : victim_);
   const auto must_blame = [&](std::uint32_t peer) {
@@ -218,7 +218,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     case Trouble::Leave: must_blame(victim_); break;
     case Trouble::Vanish:
       // A timeout blames the rank that it waited for, which may itself have been waiting.
-      if (f.peer >= ranks_.size()) wrong("blames nobody");
+      if (f.peer >= ranks_.size()) wrong("blames no rank");
       if (!late_[f.peer] && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
       late_[f.peer] = true;
       break;
@@ -291,7 +291,7 @@ void World::check_noticed() {
     check_failure(victim, object, failure);
     return;
   }
-  throw Violation(std::string("nobody noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
+  throw Violation(std::string("no rank noticed: ") + name_of(trouble_) + " of rank " + std::to_string(victim_));
 }
 
 }  // namespace pplx::sim

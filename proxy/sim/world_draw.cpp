@@ -150,7 +150,7 @@ void World::plan_trouble() {
   } while (is_trap(trouble_) ? !remote : living < 3);
   trouble_step_ = random_.between(0u, 3u);
   polls_left_ = random_.between(0u, in_pieces_ ? 40u : 6u);
-  // By then nobody can have finished all steps.
+  // No rank can have finished all steps by then.
   steps_ = std::max(steps_, trouble_step_ + ranks_[0].objects[0].config.in_flight + 3);
   log_.line("generation %u, %u steps: %s of rank %u after it began step %u", generation_, steps_, name_of(trouble_), victim_,
             trouble_step_);

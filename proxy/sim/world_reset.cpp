@@ -1,4 +1,4 @@
-// Resets the survivors: writes under way drain, fabrics go, and memory keeps the words of the old generation.
+// Resets the survivors: writes in flight drain, fabrics go, and memory keeps the words of the old generation.
 #include "world.h"
 
 namespace pplx::sim {
@@ -7,7 +7,7 @@ using namespace cpu;
 
 namespace {
 
-constexpr Time kDrain = 100 * kMillisecond;   // the time that reset() gives writes under way
+constexpr Time kDrain = 100 * kMillisecond;   // the time that reset() gives writes in flight
 
 }  // namespace
 
@@ -16,7 +16,7 @@ void World::stop_fabric(Rank& rank) {
   rank.fabric.reset();
 }
 
-// Writes under way get a moment; those to a dead peer never end. Then the survivors' fabrics go.
+// Writes in flight get a moment; those to a dead peer never end. Then the survivors' fabrics go.
 void World::drain() {
   for (Rank& rank : ranks_)
     if (rank.alive && rank.proxy) {
@@ -67,7 +67,7 @@ void World::make_stale(Object& object) {
         }
 }
 
-// Python's reset() without its agreements: here everybody waits for everybody.
+// Python's reset() without its agreements: here all ranks wait for all.
 void World::reset() {
   log_.line("reset");
   network_.set_trap({});

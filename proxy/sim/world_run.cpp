@@ -241,7 +241,7 @@ void World::finish_generation() {
                     std::any_of(r.objects.begin(), r.objects.end(), [](const Object& o) { return o.failure.has_value(); });
            });
   });
-  if (!done) throw Violation("nothing happens any more, and nobody raises");
+  if (!done) throw Violation("nothing happens any more, and no rank raises");
 }
 
 void World::check_notices() {
@@ -274,7 +274,7 @@ void World::run() {
     }
     reset();
   }
-  // Writes still under way must not disturb anything either.
+  // Writes still in flight must not disturb anything either.
   pump(clock_.now() + 20 * kMillisecond, [] { return false; });
   ++totals_.seeds;
   totals_.events += clock_.events();

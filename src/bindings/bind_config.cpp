@@ -85,13 +85,13 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("zero_pad", &Config::zero_pad)
       .def_readwrite("scale_tma", &Config::scale_tma)
       .def_property_readonly("invalid", [](const Config& c) { return invalid(c) == nullptr ? "" : invalid(c); })
-      .def_property_readonly("in_pieces", [](const Config& c) { return in_pieces(c); }, "Whether blocks may go in pieces.")
+      .def_property_readonly("in_pieces", [](const Config& c) { return in_pieces(c); }, "True if blocks may go in pieces.")
       .def_property_readonly("whole_slot_bytes", [](const Config& c) { return bytes_of_slots(c, max_rows_of_block(c)); },
-                             "With so many slot_bytes all blocks are whole.")
+                             "The least slot_bytes with which all blocks are whole.")
       .def_property_readonly("least_slot_bytes", [](const Config& c) { return least_slot_bytes(c); },
-                             "What steps that never go in pieces need.")
+                             "The least slot_bytes for steps that never go in pieces.")
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
-      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Of the part that peers write into.")
+      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Size of the part that peers write into.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
       .def_property_readonly("local_experts", [](const Config& c) { return local_experts(c, c.rank); })
       .def_property_readonly("scales_per_row", [](const Config& c) { return scales_per_row(c); })
@@ -103,7 +103,7 @@ void bind_config_struct(py::module_& m) {
 }
 
 void bind_plan(py::module_& m) {
-  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "Who gets which row, and where each choice goes.")
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", "The destinations of each row, and the place of each choice.")
       .def_readonly("tokens", &Plan::tokens)
       .def_readonly("ids", &Plan::ids)
       .def_readonly("index", &Plan::index)
@@ -133,16 +133,16 @@ void bind_layout(py::module_& m) {
       .def_readonly("strides", &OutputPart::strides, "Elements.")
       .def_readonly("nbytes", &OutputPart::bytes);
   py::class_<OutputLayout>(m, "OutputLayout", "The tensors that a dispatch fills, and the buffer that has them.")
-      .def_readonly("nbytes", &OutputLayout::bytes, "Of the buffer.")
+      .def_readonly("nbytes", &OutputLayout::bytes, "Size of the buffer.")
       .def_property_readonly("parts", [](const OutputLayout& layout) {
         std::map<std::string, OutputPart> parts;
         for (const auto& [name, part] : kOutputParts)
           if ((layout.*part).exists()) parts.emplace(name, layout.*part);
         return parts;
-      }, "By name; without what this layout and wire do not have.");
+      }, "Tensors by name; only those that this layout and wire have.");
   m.def("output_layout", &cpu_output_layout, py::arg("config"),
         "On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.");
-  py::class_<HookLayout>(m, "HookLayout", "Where the words of a dispatch's hooks lie, in words from their start. The first one is `planned`.")
+  py::class_<HookLayout>(m, "HookLayout", "Offsets of the words of a dispatch's hooks, in words from their start. The first one is `planned`.")
       .def_readonly("arrived", &HookLayout::arrived)
       .def_readonly("count", &HookLayout::count, "Words of `arrived`.")
       .def_readonly("words", &HookLayout::words, "All of them.");

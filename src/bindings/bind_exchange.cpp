@@ -82,18 +82,18 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
 
 void bind_structs(py::module_& m) {
   using Tokens = BoundStruct<cpu::Tokens>;
-  Tokens::bind(m, "Tokens", "What a dispatch sends: addresses, 0 for none, and strides in bytes.",
+  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes.",
                {Tokens::required<&cpu::Tokens::x, &cpu::Rows::data>("x"), Tokens::required<&cpu::Tokens::x, &cpu::Rows::stride>("stride"),
                 Tokens::field<&cpu::Tokens::scales>("scales"), Tokens::field<&cpu::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
                 Tokens::field<&cpu::Tokens::scale, &ScaleStrides::scale>("scale_stride"), Tokens::field<&cpu::Tokens::weights>("weights"),
                 Tokens::field<&cpu::Tokens::keep_own_rows>("keep_own_rows")});
   using Outputs = BoundStruct<cpu::Outputs>;
-  Outputs::bind(m, "Outputs", "Where a dispatch writes: addresses of x, of scale, and of the buffer of output_layout().",
+  Outputs::bind(m, "Outputs", "Outputs of a dispatch: addresses of x, of scale, and of the buffer of output_layout().",
                 {Outputs::required<&cpu::Outputs::x>("x"), Outputs::field<&cpu::Outputs::scales>("scales"),
                  Outputs::required<&cpu::Outputs::small>("small"),
                  Outputs::field<&cpu::Outputs::hooks>("hooks")});
   using ExpertOutputs = BoundStruct<cpu::ExpertOutputs>;
-  ExpertOutputs::bind(m, "ExpertOutputs", "What a combine sends: addresses, 0 for none, and strides in bytes.",
+  ExpertOutputs::bind(m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and strides in bytes.",
                       {ExpertOutputs::required<&cpu::ExpertOutputs::expert_out, &cpu::Rows::data>("expert_out"),
                        ExpertOutputs::required<&cpu::ExpertOutputs::expert_out, &cpu::Rows::stride>("stride"),
                        ExpertOutputs::required<&cpu::ExpertOutputs::weighted>("weighted"),
@@ -101,7 +101,7 @@ void bind_structs(py::module_& m) {
                        ExpertOutputs::field<&cpu::ExpertOutputs::weights>("weights"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail")});
   using Result = BoundStruct<cpu::Result>;
-  Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
+  Result::bind(m, "Result", "Outputs of a combine: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cpu::Result::y>("y"), Result::required<&cpu::Result::stride>("stride"),
                 Result::required<&cpu::Result::accumulate>("accumulate"), Result::field<&cpu::Result::tail>("tail")});
 }

@@ -40,7 +40,8 @@ std::vector<libfabric::Locality> to_localities(const LocalityTuples& tuples) {
   return localities;
 }
 
-// For doctor, and for tests with the sysfs of another machine: what each of `localities` would pick of the NICs of these names, why, and the CPU of its proxy.
+// Returns for each of `localities` the NICs of these names that it would pick, the reason, and the CPU of its proxy. Serves doctor,
+// and tests with the sysfs of another machine.
 std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(const std::vector<std::string>& names, const LocalityTuples& tuples,
                                                                              const std::string& sysfs) {
   const libfabric::Topology topology(sysfs);
@@ -139,13 +140,13 @@ void bind_fabric(py::module_& m) {
   py::register_exception<FabricError>(m, "FabricError", PyExc_RuntimeError);
 
   m.def("libfabric_status", &libfabric_status, py::arg("wheels") = std::vector<std::string>{},
-        "What libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.");
+        "Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.");
   m.def(
       "cleanup_dead_peer", [](const py::bytes& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
       "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
 
   m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("localities"), py::arg("sysfs") = "/sys",
-        "For each process of a host, (PCI address of its GPU or \"\", its CPUs): the NICs of these names that it takes, why, and the CPU of its proxy.");
+        "Processes of a host are (PCI address of its GPU or \"\", its CPUs). Returns for each the NICs of these names that it takes, why, and the CPU of its proxy.");
 
   m.def(
       "pick_cpus",

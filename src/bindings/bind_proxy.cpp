@@ -134,7 +134,7 @@ py::dict stats(ProxyThread& thread) {
 
 void bind_proxy(py::module_& m) {
   m.def("proxy_of", &proxy_of, py::arg("rank"), py::arg("peer"), py::arg("proxies"),
-        "Which of a rank's proxies carries to and from that peer.");
+        "Index of the proxy that carries to and from that peer.");
   using Unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<ProxyThread, std::shared_ptr<ProxyThread>>(m, "Proxy", "The thread that drives the fabric, one per Communicator and provider.")
       .def(py::init<std::shared_ptr<Fabric>, std::uint64_t, int>(), py::arg("fabric"), py::arg("shard_bytes"), py::arg("cpu"), Unlocked())

@@ -1,6 +1,6 @@
 // A plain struct that Python fills by keyword and C++ takes as one argument: Tokens(x=..., stride=...). Nothing can be swapped by
-// mistake, nothing that is required be forgotten. Made by a vectorcall of its own in 0.1 us: a constructor of pybind11's with as many
-// keywords takes 1.6 us, and a step makes four of them.
+// mistake, nothing that is required be forgotten. Made by a vectorcall of its own in 0.1 us: a constructor of pybind11's with the
+// same keywords takes 1.6 us, and a step makes four of them.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -114,7 +114,7 @@ void BoundStruct<T>::bind(pybind11::module_& m, const char* name, const char* do
     signature_ += std::string(", ") + field.name + ": " + field.type + (must ? "" : field.type == std::string("bool") ? " = False" : " = 0");
   }
   signature_ += ") -> None\n";
-  // For whoever reads signatures: calls of the class go to make().
+  // Shows readers the signature; calls of the class go to make().
   methods_[0] = {"__init__", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&documented_only)), METH_VARARGS | METH_KEYWORDS,
                  signature_.c_str()};
   for (Field& field : fields_) properties_.push_back({field.name, &read, nullptr, nullptr, &field});

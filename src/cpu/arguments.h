@@ -21,7 +21,7 @@ struct Rows {
 struct Tokens {
   std::shared_ptr<const Plan> plan;
   Rows x;                               // dtype, or e4m3 when scales are given
-  const char* scales = nullptr;         // of x, when the caller quantised: floats, or e8m0 bytes on MXFP8
+  const char* scales = nullptr;         // scales of x, when the caller quantised: floats, or e8m0 bytes on MXFP8
   ScaleStrides scale;
   const float* weights = nullptr;       // [tokens, top_k], contiguous; null: ones
   bool keep_own_rows = false;           // x stays unchanged until dispatch_recv has returned: own rows need no copy
@@ -93,7 +93,7 @@ struct ExpertOutputs {
   bool weighted = true;
   bool uses_weights = false;                      // `weights` overrides the dispatch's; the same on every rank of a step
   const float* weights = nullptr;                 // [tokens, top_k] of this rank's own tokens; null when there are none
-  std::shared_ptr<const Plan> plan;               // of the same step, for weights
+  std::shared_ptr<const Plan> plan;               // the dispatch of the same step, for weights
   bool has_tail = false;                          // the same on every rank of a step
   const float* tail = nullptr;                    // [output rows], Compact [output rows, top_k]; contiguous
   bool release = false;

@@ -134,7 +134,7 @@ BlockHeader Blocks::header(std::uint32_t step, std::uint32_t rows, std::uint32_t
 }
 
 void Blocks::protocol_error(Phase phase, std::uint32_t step, std::uint32_t peer, const std::string& what) const {
-  throw PeerFailure(rank_text(peer) + " sent what it must not: " + what + " (" + phase_name(phase) + ", step " +
+  throw PeerFailure(rank_text(peer) + " sent an invalid message: " + what + " (" + phase_name(phase) + ", step " +
                         std::to_string(step) + "). Its memory or its program is damaged, or it runs another version.",
                     AbortReason::Protocol, peer, phase, step);
 }

@@ -17,7 +17,7 @@ namespace pplx::cpu {
 
 struct Memory {
   char* own = nullptr;
-  std::vector<char*> peers;      // by rank: the peer's heap, mapped; for this rank its own; null behind the proxy
+  std::vector<char*> peers;      // indexed by rank: the peer's heap, mapped; for this rank its own; null behind the proxy
 };
 
 // To and from other ranks, headers included.
@@ -36,7 +36,7 @@ class Blocks {
   const std::vector<bool>& alive() const { return alive_; }
   // The living peers, in the order in which a rank visits them: rank + 1 first, itself last.
   const std::vector<std::uint32_t>& peers() const { return order_; }
-  // The other living ranks that hold the same tokens.
+  // Other living ranks that hold the same tokens.
   const std::vector<std::uint32_t>& replicas() const { return replicas_; }
   void reset(std::uint32_t generation, const std::vector<bool>& alive);
 
@@ -55,7 +55,7 @@ class Blocks {
     return mapped(peer) ? slot_at_peer(set, op, peer) : memory_.own + heap_.spaced_send_at(config_, set, op, remote_before_[peer]);
   }
   char* staging(std::uint32_t set) { return staging_[set].data(); }
-  // Of this rank, and of those that it has mapped.
+  // The abort word of this rank, or of a rank that it has mapped.
   std::uint64_t* abort_of(std::uint32_t rank) const { return word(memory_.peers[rank], Heap::abort_at(generation_)); }
 
   std::uint64_t arrival(std::uint32_t set, Signal signal, std::uint32_t peer) const {
@@ -66,19 +66,19 @@ class Blocks {
   }
   Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
 
-  // Of a block that peer sends, in pieces or whole: how many leading pieces are there.
+  // Leading pieces that are here of a block that peer sends, in pieces or whole.
   std::uint32_t pieces_here(std::uint32_t step, Op op, std::uint32_t peer) const {
     if (!has_arrived(step, signal_of(op), peer)) return 0;
     return std::max(1u, count(heap_.pieces, step, op, peer));
   }
-  // Of a block that this rank sends in pieces: how many of them the peer has read, and how many have left for good.
+  // Pieces of a block that this rank sends: how many of them the peer has read, and how many have left for good.
   std::uint32_t pieces_consumed(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.consumed, step, op, peer); }
   std::uint32_t pieces_left(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.left, step, op, peer); }
   Waiting waiting_for_piece(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
   Waiting waiting_for_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
   // Announces that the first `count` pieces are written.
   void publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const BlockShape& shape, std::uint32_t count);
-  // What this rank has announced to the proxy in (set, op) so far, as a word, and whether all of it has left for good.
+  // Pieces that this rank has announced to the proxy in (set, op) so far, as a word, and whether all of them have left for good.
   std::uint64_t announced_pieces(std::uint32_t set, Op op, std::uint32_t peer) const;
   bool pieces_have_left(std::uint32_t set, Op op, std::uint32_t peer, std::uint64_t announced) const;
   // Tells the peer that leading pieces of its block have been read.
@@ -97,7 +97,7 @@ class Blocks {
   void raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer);
 
   BlockHeader header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags = 0) const;
-  // Throws unless a checked header says as many pieces as its rows make.
+  // Throws unless a checked header has the number of pieces that its rows make.
   void check_pieces(const BlockHeader& header, Phase phase, Op op, std::uint32_t peer) const;
   // Throws unless the header is that of a later piece of the block that `first` begins.
   void check_piece(const BlockHeader& header, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer, std::uint32_t piece) const;
@@ -125,10 +125,10 @@ class Blocks {
   std::uint32_t generation_ = 1;
   std::vector<bool> alive_;
   std::vector<std::uint32_t> order_, replicas_;
-  std::vector<std::uint32_t> remote_before_;   // by peer: remote peers of lower rank
+  std::vector<std::uint32_t> remote_before_;   // indexed by peer: remote peers of lower rank
   std::vector<std::vector<char>> staging_;
-  std::vector<std::uint64_t> mailed_;   // by word_index: the arrival_word that `sent` must reach
-  std::vector<std::uint64_t> announced_pieces_;   // by word_index: what `left` must reach
+  std::vector<std::uint64_t> mailed_;   // indexed by word_index: the arrival_word that `sent` must reach
+  std::vector<std::uint64_t> announced_pieces_;   // indexed by word_index: the word that `left` must reach
   Notices notices_;
   std::atomic<std::uint64_t> rows_sent_{0}, rows_received_{0}, bytes_sent_{0}, bytes_received_{0};
 };

@@ -23,7 +23,7 @@ class CombineRecv final : public StagedRun {
 
   const Plan& plan() const { return plan_; }
   std::uint32_t own_tokens() const { return released_ ? 0 : own_; }
-  // Of the living peers, in their order, once all have been read. Only in an AllToAll in pieces.
+  // Headers of the living peers, in their order, once all have been read. Only in an AllToAll in pieces.
   const std::vector<BlockHeader>& headers() const { return headers_; }
 
   // Adds up the own tokens begin to end - 1. `row_of(ref)` is where the row of plan.token_rows[ref] lies.
@@ -222,7 +222,7 @@ class CombineRecvInPieces final : public PieceRun {
       for (std::uint32_t p = 0; p < arrivals.shape().pieces; ++p) rows_left.push_back(arrivals.shape().end(p) - arrivals.shape().begin(p));
     }
     PieceArrivals arrivals;
-    std::vector<std::uint32_t> rows_left;   // by piece
+    std::vector<std::uint32_t> rows_left;   // indexed by piece
     std::uint32_t read = 0;                 // leading pieces
   };
   struct Chunk {
@@ -304,7 +304,7 @@ class CombineRecvInPieces final : public PieceRun {
   bool opened_ = false;
   std::uint32_t next_ = 0, added_ = 0;    // own tokens claimed, and added up
   std::uint32_t ref_ = 0;                 // the first row that is not known to be here
-  std::vector<std::unique_ptr<In>> in_;   // by rank
+  std::vector<std::unique_ptr<In>> in_;   // indexed by rank
 };
 
 }  // namespace

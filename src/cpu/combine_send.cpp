@@ -19,7 +19,7 @@ class CombineWriter {
   const ExpertOutputs& input() const { return in_; }
   std::uint32_t rows(std::uint32_t peer) const { return in_.release ? 0 : in_.received->rows(peer); }
 
-  // Whether the weights of a peer's tokens are here, where it sends any.
+  // True if the weights of a peer's tokens are here, where it sends any.
   bool has_weights(std::uint32_t peer) const {
     if (!in_.uses_weights) return true;
     if (b_.has_arrived(step_, Signal::Weights, peer)) return true;
@@ -218,7 +218,7 @@ class CombineSend final : public StagedRun {
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
+  std::vector<Blocks::Announced> before_;   // contents of the send area from the set's last step
 };
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------
@@ -268,7 +268,7 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.expect(step, OpenStep::Progress::Received, input.release ? "release" : "combine_send");
   if (!input.release && (!input.received || input.received->generation != generation()))
-    throw Misuse("combine: this handle is from before reset()");
+    throw Misuse("combine: this handle is from before reset(): dispatch again");
   if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
   open.released = input.release;
   open.has_tail = input.has_tail;

@@ -19,7 +19,8 @@ class DispatchRecv final : public StagedRun {
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), open_(open), out_(output),
         received_(std::move(received)), block_(dispatch_block(c_)), experts_(local_experts(c_, c_.rank)) {}
 
-  // Of the living peers, in their order, once all have been read. Only in an AllToAll in pieces, whose rows place_rows() places.
+  // Headers of the living peers, in their order, once all have been read. Only in an AllToAll in pieces, whose rows place_rows()
+  // places.
   const std::vector<BlockHeader>& headers() const { return headers_; }
 
   // Rows begin to end - 1 of a peer's block, which lie one behind the other from `from` on.
@@ -266,7 +267,7 @@ class DispatchRecv final : public StagedRun {
   const BlockLayout block_;
   const std::uint32_t experts_;
   std::uint32_t rows_per_unit_ = 1;
-  std::vector<std::uint32_t> rows_;            // by source
+  std::vector<std::uint32_t> rows_;            // indexed by source
   std::vector<std::uint32_t> base_, counts_;   // [source, local expert]
   std::vector<BlockHeader> headers_;
 };
@@ -342,7 +343,7 @@ class DispatchRecvInPieces final : public PieceRun {
   const std::shared_ptr<PieceSending> sending_;
   std::mutex mutex_;
   std::atomic<bool> opened_{false};
-  std::deque<In> ins_;             // by peer, once all headers are here
+  std::deque<In> ins_;             // indexed by peer, once all headers are here
 };
 
 }  // namespace

@@ -167,7 +167,7 @@ class DispatchSend final : public StagedRun {
   const BlockLayout block_;
   std::uint32_t tokens_per_unit_ = 1, rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Blocks::Announced> before_;   // what the send area still holds of the set's last step
+  std::vector<Blocks::Announced> before_;   // contents of the send area from the set's last step
 };
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------

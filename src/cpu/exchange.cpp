@@ -29,7 +29,7 @@ bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, Since&
     const double at = now_();
     if (since.last > 0 && at - since.last > deadlines::kAway.seconds) since.begun += at - since.last;
     since.last = at;
-    if (failures_.someone_is_busy(at)) since.begun = at;   // the time begins when nobody is
+    if (failures_.someone_is_busy(at)) since.begun = at;   // the time begins when no rank is busy
     failures_.look(phase_run, phase, step, at - since.begun, timeout_ * (steps_.book().is_first() ? deadlines::kFirstStepFactor : 1));
     return false;
   } catch (const PeerFailure& failure) {

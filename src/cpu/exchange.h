@@ -37,8 +37,8 @@ class Exchange {
   void combine_send(std::uint32_t step, const ExpertOutputs& input, const Interrupted& interrupted);
   void combine_recv(std::uint32_t step, const Result& output, const Interrupted& interrupted);
 
-  // Throws if blocks go in pieces, and an earlier step has not come to dispatch_recv or combine_recv, which throw it too: for a caller who
-  // would have to undo something then.
+  // Throws if blocks go in pieces, and an earlier step has not come to dispatch_recv or combine_recv, which throw it too. Serves
+  // callers that would have to undo something then.
   void check_order(std::uint32_t step, Phase receives) const;
 
   // The phases for a caller that owns the clock and polls them. Call finish_...() once poll() has returned true. poll() latches and throws

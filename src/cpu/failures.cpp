@@ -27,7 +27,7 @@ void Failures::tell_node(std::uint64_t word) {
 }
 
 void Failures::fail(const Abort& abort, const std::string& message) {
-  seen();   // what this rank has known for longer comes first
+  seen();   // an older failure that this rank has heard of comes first
   note(abort, message);
 }
 

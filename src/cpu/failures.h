@@ -1,4 +1,4 @@
-// What can end a wait other than what it waits for. The first failure latches, and this rank tells all that it has mapped.
+// Events that end a wait early. The first failure latches, and this rank tells all that it has mapped.
 #pragma once
 
 #include <atomic>
@@ -26,13 +26,13 @@ class Failures {
   // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead rank.
   void lost_network(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);
-  void peer_busy(std::uint32_t peer, bool busy);   // it lives, and says that it comes later: nobody is blamed meanwhile
+  void peer_busy(std::uint32_t peer, bool busy);   // it lives, and says that it comes later: no rank is blamed meanwhile
   void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }
 
   // Throws the latched failure, if there is one; the arguments say what this rank was doing.
   void raise(Phase phase = Phase::None, std::uint32_t step = 0);
   [[noreturn]] void latch(PeerFailure failure);
-  // Throws if this wait should end: somebody failed, the peer has left, or it took longer than `patience`.
+  // Throws if this wait should end: a rank failed, the peer has left, or it took longer than `patience`.
   void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
   // Any rank: the one that is waited for may wait for the busy one itself.
   bool someone_is_busy(double at) const;
@@ -56,9 +56,9 @@ class Failures {
   const Blocks& blocks_;
   const Clock now_;
   std::mutex mutex_;
-  std::vector<std::atomic<double>> left_at_;  // by peer: when it said goodbye; negative: it has not
+  std::vector<std::atomic<double>> left_at_;  // indexed by peer: the time of its goodbye; negative: none yet
   std::atomic<bool> someone_left_{false};
-  std::vector<std::atomic<double>> busy_since_;  // by peer; negative: it is not
+  std::vector<std::atomic<double>> busy_since_;  // indexed by peer; negative: not busy
   std::atomic<bool> someone_was_busy_{false};
   LostNetwork lost_network_;
   double lost_at_ = 0;

@@ -1,4 +1,4 @@
-// Which steps are open on this rank, and what each has to do next.
+// The steps that are open on this rank, and the next call of each.
 #pragma once
 
 #include <string>
@@ -62,7 +62,7 @@ class OpenSteps {
     return open;
   }
 
-  // Of an AllToAll in pieces: a receive half waits for the same one of all ranks, so they come to them in the same order.
+  // Checks an AllToAll in pieces: a receive half waits for the same one of all ranks, so they come to them in the same order.
   void check_order(std::uint32_t step, bool OpenStep::* begun, const char* call) const {
     for (const OpenStep& open : by_set_)
       if (open.progress != Progress::Closed && step_difference(open.step, step) < 0 && !(open.*begun))

@@ -24,8 +24,8 @@ struct Waiting {
   std::uint64_t expected = 0;
   std::uint64_t seen = 0;
   const char* what = "";
-  std::uint32_t piece = kNoPiece;      // of what is waited for; `seen` is then how many are there
-  bool to_be_read = false;             // by the peer, which does not send it
+  std::uint32_t piece = kNoPiece;      // the piece that is waited for; `seen` then counts the pieces that are there
+  bool to_be_read = false;             // the wait is for the peer to read it, not to send it
 
   static constexpr std::uint32_t kNoPiece = ~0u;
 };
@@ -63,7 +63,7 @@ class StagedRun : public PhaseRun {
     const int stage = stage_.load(std::memory_order_acquire);
     if (stage != kNotBegun && stage != kFinished)
       for (Group& group : stages_[stage]->groups)
-        // A group may be ready that nobody has asked yet.
+        // A group may be ready that no thread has asked yet.
         if (!group.ready.load(std::memory_order_acquire) && !ready(stage, group.number)) return waiting_of(stage, group.number);
     return {};
   }
@@ -135,7 +135,7 @@ class StagedRun : public PhaseRun {
   FirstError errors_;
 };
 
-// How many units so many rows make. One is what a thread does between two looks at what else there is.
+// Returns the number of units that `rows` rows make. One is what a thread does between two looks at other work.
 inline std::uint32_t units_of(std::uint64_t rows, std::uint64_t row_bytes, std::uint32_t* rows_per_unit) {
   constexpr std::uint64_t kUnitBytes = 64 * 1024;
   *rows_per_unit = static_cast<std::uint32_t>(std::max<std::uint64_t>(1, kUnitBytes / std::max<std::uint64_t>(1, row_bytes)));

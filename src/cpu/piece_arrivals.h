@@ -35,7 +35,7 @@ class PieceArrivals {
     const std::uint32_t piece = shape_.piece_of(row);
     return slot_ + b_.heap().piece_at(op_, piece) + header_bytes_ + std::uint64_t{row - shape_.begin(piece)} * row_bytes_;
   }
-  // One thread at a time: so many leading pieces have been read. A credit that lets nothing go would come after the step.
+  // One thread at a time: `pieces` leading pieces have been read. A credit that lets nothing go would come after the step.
   void have_read(std::uint32_t pieces) {
     const std::uint32_t credit = std::min(pieces, useful_credits(shape_));
     if (credit == credit_) return;

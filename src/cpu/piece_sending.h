@@ -20,7 +20,7 @@ class PieceSending {
   Waiting waiting(bool first) const;
 
  protected:
-  // Whether the block for a peer may be begun; called again until it says so.
+  // True if the block for a peer may be begun; called again until then.
   virtual bool may_begin(std::uint32_t /*peer*/) { return true; }
   virtual Waiting waiting_to_begin(std::uint32_t /*peer*/) const { return {}; }
   // At `to`, in its place.
@@ -34,7 +34,7 @@ class PieceSending {
         : peer(peer), slot(slot), before(before), stream(shape, rows_per_unit) {}
     const std::uint32_t peer;
     char* const slot;
-    const std::uint64_t before;   // what the send area still holds of the set's last step
+    const std::uint64_t before;   // contents of the send area from the set's last step
     PieceStream stream;
   };
 
@@ -46,7 +46,7 @@ class PieceSending {
   const std::uint32_t step_, set_;
   const Op op_;
   const BlockLayout block_;
-  std::deque<Out> outs_;          // by peer, in their order
+  std::deque<Out> outs_;          // indexed by peer, in their order
 };
 
 }  // namespace pplx::cpu

@@ -67,7 +67,7 @@ class PieceStream {
   std::mutex mutex_;
   std::uint32_t row_ = 0, allowed_ = 0;          // rows claimed; pieces that may be
   std::atomic<std::uint32_t> piece_{0}, finished_{0};
-  std::vector<std::uint32_t> units_left_;        // by piece
+  std::vector<std::uint32_t> units_left_;        // indexed by piece
 };
 
 }  // namespace pplx::cpu

@@ -17,7 +17,7 @@ namespace pplx::cpu {
 // It naps only after a long wait, because a thread that wakes stands behind all that yield. With four ranks and their proxies on two
 // busy cores, naps of 5 us after 50 us of waiting made a round trip of one token five times as long or more, one of 128 tokens two to
 // three times. But then it must nap: where some twenty threads do nothing but yield, Linux 6.18 lets others wait for half a minute, its
-// own workers ("workqueue lockup") and ranks that everybody waits for.
+// own workers ("workqueue lockup") and ranks that all others wait for.
 class Backoff {
  public:
   void pause();

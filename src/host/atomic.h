@@ -14,7 +14,7 @@ inline bool store_if_zero(std::uint64_t* word, std::uint64_t value) {
   return __atomic_compare_exchange_n(word, &zero, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
 }
 
-// For what the protocol's words have in common with a GPU's.
+// Host counterpart of a GPU's atomics on the protocol's words.
 struct HostAtomics {
   static std::uint64_t load_acquire(const void* word) { return pplx::load_acquire(static_cast<const std::uint64_t*>(word)); }
   static void store_release(void* word, std::uint64_t value) { pplx::store_release(static_cast<std::uint64_t*>(word), value); }

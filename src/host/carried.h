@@ -1,4 +1,4 @@
-// The proxy's view of an AllToAll: its memory on this rank, and whom to tell when the network fails it.
+// The proxy's view of an AllToAll: its memory on this rank, and the listener for failures of the network.
 #pragma once
 
 #include <cstddef>

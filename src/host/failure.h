@@ -34,7 +34,7 @@ struct PeerFailure : std::runtime_error {
   std::string seen;
 };
 
-// What the control plane says of it: ranks below 0 are unknown.
+// Turns a report of the control plane into an abort: ranks below 0 are unknown.
 inline Abort abort_named(const std::string& reason, int origin, int peer, std::uint32_t step) {
   const auto rank = [](int r) { return r < 0 ? kNoRank : static_cast<std::uint32_t>(r); };
   return {reason == "death"     ? AbortReason::Death
@@ -75,7 +75,7 @@ inline std::string abort_text(const Abort& a, const std::string& network = "") {
     case AbortReason::Fabric:
       return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
                                 : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
-    case AbortReason::Protocol: return rank_text(a.origin) + " received what " + rank_text(a.peer) + " must not send" + where;
+    case AbortReason::Protocol: return rank_text(a.origin) + " received an invalid message from " + rank_text(a.peer) + where;
     case AbortReason::Interrupted: return rank_text(a.origin) + " was interrupted" + where;
     case AbortReason::Closed: return rank_text(a.peer) + " closed its Communicator" + where;
     case AbortReason::Refused: return rank_text(a.origin) + " refused to take a step" + where;
@@ -95,7 +95,7 @@ inline std::string refused_text(const Abort& a, std::uint32_t in_flight) {
          ", whose memory it takes, is still open: combine or release it first, or raise in_flight";
 }
 
-// What a rank waits for where blocks go in pieces.
+// Describes what a rank waits for where blocks go in pieces.
 inline std::string round_text(const Abort& a, std::uint32_t piece, bool to_be_read) {
   const bool combine = a.phase == Phase::CombineSend || a.phase == Phase::CombineRecv;
   const std::string what = "piece " + std::to_string(piece) + " of the " + (combine ? "combine" : "dispatch") + " block";

@@ -1,5 +1,5 @@
-// The first failure of an AllToAll. A word tells it to all who wait, on this rank or another; the words of a message do not fit in it
-// and are kept here.
+// The first failure of an AllToAll. A word tells it to all waiting threads, on this rank or another; the words of a message do not
+// fit in it and are kept here.
 #pragma once
 
 #include <mutex>
@@ -35,7 +35,7 @@ class FirstFailure {
   }
 
   void name_networks(std::vector<std::string> by_peer) { networks_ = std::move(by_peer); }   // before the first step
-  // By which `peer` is reached; empty: its memory is mapped.
+  // The network that reaches `peer`; empty: its memory is mapped.
   std::string network_of(std::uint32_t peer) const { return peer < networks_.size() ? networks_[peer] : std::string(); }
 
  private:

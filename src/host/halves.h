@@ -1,4 +1,4 @@
-// Which halves of a dispatch or a combine a call does.
+// Names the halves of a dispatch or a combine that a call does.
 #pragma once
 
 namespace pplx {

@@ -45,7 +45,7 @@ class LossTeller {
     state_->thread = std::thread([state = state_] { state->wait_then_tell(); });
   }
 
-  // Null: nobody, from now on. A call that is under way has ended when this returns.
+  // Null stops listening. A running call has ended when this returns.
   void listen(Tell tell) {
     if (fork_.in_child()) return;
     std::thread thread;

@@ -22,11 +22,11 @@ inline void raise_notices(Notices& notices, const Config& c) {
   for (std::uint32_t* word : {&notices.bad_ids, &notices.bad_scales, &notices.overflowed, &notices.short_output})
     __atomic_store_n(word, 0, __ATOMIC_RELAXED);
   if (bad_ids != 0)
-    throw Misuse("topk_ids of an earlier dispatch had ids that are not 0 to " + std::to_string(c.num_experts - 1) +
-                 ", nor -1: they counted as -1");
+    throw Misuse("topk_ids of an earlier dispatch had ids outside 0 to " + std::to_string(c.num_experts - 1) +
+                 " other than -1: they counted as -1");
   if (bad_scales != 0)
-    throw Misuse("x_scale of an earlier dispatch had scales that are no powers of two, which those of wire 'fp8_ue8m0' are: they were "
-                 "sent as they are");
+    throw Misuse("x_scale of an earlier dispatch had scales that are not powers of two, as wire 'fp8_ue8m0' requires: they were "
+                 "sent unchanged");
   if (overflowed != 0)
     throw Misuse("the output buffer of " + rank_text(overflowed - 1) +
                  " was too small in an earlier step: rows that did not fit counted as zero. Give the layout a larger " +

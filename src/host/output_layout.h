@@ -1,5 +1,5 @@
-// What a dispatch returns: the tensors of every layout and wire, their shapes and strides, and where they lie in the buffer that has
-// them. The only place where any of this is computed, for both devices.
+// The results of a dispatch: the tensors of every layout and wire, their shapes and strides, and their places in the buffer. The
+// only place where any of this is computed, for both devices.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct OutputPart {
 
 struct OutputLayout {
   OutputPart x, scale, counts, offsets, weights, src_rank, src_token, topk_ids, topk_weights, num_rows;
-  std::uint64_t bytes = 0;               // of the buffer
+  std::uint64_t bytes = 0;               // size of the buffer
 };
 
 inline constexpr std::pair<const char*, OutputPart OutputLayout::*> kOutputParts[] = {

@@ -32,7 +32,7 @@ class OutputPool : public std::enable_shared_from_this<OutputPool> {
 
   ~OutputPool();
   std::unique_ptr<Buffer> take(std::size_t bytes);
-  void close();                    // what is out now is freed when it comes back
+  void close();                    // buffers in use now are freed when they come back
 
  private:
   struct Block {

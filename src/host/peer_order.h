@@ -9,7 +9,7 @@
 
 namespace pplx {
 
-// From rank + 1 on, so that nobody is hit by all at once; oneself last. Only the living.
+// Starts at rank + 1, so that ranks do not all hit one peer at once; ends with this rank. Only the living.
 inline std::vector<std::uint32_t> peer_order(const Config& c, const std::vector<bool>& alive) {
   std::vector<std::uint32_t> order;
   for (std::uint32_t i = 1; i <= c.world; ++i) {
@@ -19,7 +19,7 @@ inline std::vector<std::uint32_t> peer_order(const Config& c, const std::vector<
   return order;
 }
 
-// The other living ranks that hold the same tokens, in that order. They store into each other's memory.
+// Other living ranks that hold the same tokens, in that order. They store into each other's memory.
 template <typename IsMapped>
 std::vector<std::uint32_t> other_replicas(const Config& c, const std::vector<std::uint32_t>& order, const IsMapped& is_mapped) {
   std::vector<std::uint32_t> replicas;

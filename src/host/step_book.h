@@ -20,7 +20,7 @@ class StepBook {
     is_first_.store(false, std::memory_order_relaxed);
   }
   std::uint64_t closed() const { return closed_; }
-  // Whether none has been closed since the start or reset(): peers may still be compiling or loading. Safe from any thread.
+  // True if no step has been closed since the start or reset(): peers may still be compiling or loading. Safe from any thread.
   bool is_first() const { return is_first_.load(std::memory_order_relaxed); }
   void reset() {
     next_ = first_;

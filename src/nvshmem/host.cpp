@@ -50,7 +50,7 @@ void init(int device, const std::string& id, int rank, int world) {
   begin(device, NVSHMEMX_INIT_WITH_UNIQUEID, &attributes);
 }
 
-// Of an NVSHMEM that another library of this process has begun: this module's kernels have a device state of their own.
+// Attaches to an NVSHMEM that another library of this process has begun: this module's kernels have a device state of their own.
 void attach(int device) { begin(device, 0, nullptr); }
 
 // One that the default stream does not order: that may have a step of another AllToAll in front, which waits for a rank that is here.
@@ -84,7 +84,7 @@ State state_of(int device) {
   return found;
 }
 
-// Whether the heap takes more of the GPU's memory as it fills: CUDA's virtual memory, unless NVSHMEM_DISABLE_CUDA_VMM is set.
+// True if the heap takes more of the GPU's memory as it fills: CUDA's virtual memory, unless NVSHMEM_DISABLE_CUDA_VMM is set.
 bool is_virtual(void* heap) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
@@ -131,8 +131,8 @@ std::uintptr_t allocate(int device, std::size_t bytes) {
 
 void bind_carrier(py::module_& m) {
   m.attr("version") = std::to_string(kVersion.major) + "." + std::to_string(kVersion.minor) + "." + std::to_string(kVersion.patch);
-  m.def("is_initialized", &is_initialized, "Whether this process has an NVSHMEM, whoever began it.");
-  m.def("unique_id", [] { return py::bytes(unique_id()); }, "For init(), on one rank.");
+  m.def("is_initialized", &is_initialized, "True if this process has an NVSHMEM, begun by any library.");
+  m.def("unique_id", [] { return py::bytes(unique_id()); }, "Makes the id for init(), on one rank.");
   m.def(
       "init",
       [](int device, const py::bytes& id, int rank, int world) {
@@ -142,11 +142,11 @@ void bind_carrier(py::module_& m) {
       },
       py::arg("device"), py::arg("unique_id"), py::arg("rank"), py::arg("world"),
       "Collective; may wait for ever for a rank that does not come.");
-  m.def("attach", &attach, py::arg("device"), Unlocked(), "Where is_initialized(): gives this module's kernels its state.");
+  m.def("attach", &attach, py::arg("device"), Unlocked(), "Requires is_initialized(). Gives this module's kernels its state.");
   m.def("my_pe", [] { return nvshmem_my_pe(); });
   m.def("n_pes", [] { return nvshmem_n_pes(); });
   m.def("runs_ibgda", [](int device) { return state_of(device).ibgda_is_initialized; }, py::arg("device"), Unlocked(),
-        "Whether kernels post to a NIC themselves. Where not, what they put to a far peer is a host thread's, for which they wait.");
+        "True if kernels post to a NIC themselves. Otherwise a host thread posts their puts to a far peer, and they wait for it.");
   m.def("room", &room, py::arg("device"),
         "gpu: its UUID; free: bytes of its memory; grows: whether the heap takes of them; at_most: what the heap may come to.");
   m.def("allocate", &allocate, py::arg("device"), py::arg("nbytes"), Unlocked(),
@@ -154,7 +154,7 @@ void bind_carrier(py::module_& m) {
   m.def(
       "reached_at",
       [](std::uintptr_t address, int pe) { return reinterpret_cast<std::uintptr_t>(nvshmem_ptr(reinterpret_cast<void*>(address), pe)); },
-      py::arg("address"), py::arg("pe"), "Where this GPU's stores reach that place of a PE; 0: nowhere.");
+      py::arg("address"), py::arg("pe"), "Address at which this GPU's stores reach that place of a PE; 0: none.");
 }
 
 }  // namespace pplx::cuda

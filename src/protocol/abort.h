@@ -1,8 +1,8 @@
-// The abort word: why nobody need wait any longer.
+// The abort word: the reason to stop waiting.
 //
-//   aborts[generation mod kAborts]: set (1) | reason (4) | phase (3) | origin rank (12) | peer (12) | step (32). Written by whoever
-//   fails first, at itself and at every peer that it has mapped, with compare-and-swap: the first one stays. Read by every wait, each
-//   time that it has looked in vain for a while.
+//   aborts[generation mod kAborts]: set (1) | reason (4) | phase (3) | origin rank (12) | peer (12) | step (32). Written by the
+//   rank that fails first, to itself and to every peer that it has mapped, with compare-and-swap: the first one stays. Read by
+//   every wait, each time that it has looked in vain for a while.
 //
 // Ranks that are not mapped hear of it by their control connections; on CUDA the host then says so in Report.abort, which has the
 // same form.
@@ -33,8 +33,8 @@ inline constexpr std::uint32_t kNoRank = 0xfff;
 struct Abort {
   AbortReason reason = AbortReason::None;
   Phase phase = Phase::None;
-  std::uint32_t origin = kNoRank;   // who noticed
-  std::uint32_t peer = kNoRank;     // whom it blames
+  std::uint32_t origin = kNoRank;   // the rank that noticed
+  std::uint32_t peer = kNoRank;     // the rank that it blames
   std::uint32_t step = 0;
 };
 constexpr std::uint64_t abort_word(const Abort& a) {

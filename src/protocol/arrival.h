@@ -1,4 +1,4 @@
-// How a rank learns that something has come. Nothing is ever asked for: whoever waits looks at words in its own memory, which peers
+// How a rank learns that something has come. A waiting rank polls words in its own memory, which peers
 // or its proxy write. All of them have the step's number, so none is ever reset.
 //
 //   arrival         arrival[set][signal][peer]: generation (32) | step (32). The block of that signal, from that peer, is there. Written
@@ -6,7 +6,7 @@
 //   tagged piece    sixteen bytes: what it says (96) | tag (32), which mixes generation and step. So are counts[set][source][piece], four
 //                   numbers of 24 bits each; the routes of dispatch rows; and the first piece of a combine's header, whose tag is its
 //                   step and generation. Written by the source's GPU; read by dispatch_recv and combine_recv.
-//   blank           in the place of a row: all ones, so this piece of 16 bytes is not there yet. Whoever reads it makes it blank again.
+//   blank           in the place of a row: all ones, so this piece of 16 bytes is not there yet. Its reader makes it blank again.
 //                   So are the payload and the scales of a block's first dispatch rows (kShowingRows), and all combine rows, whose
 //                   sums never look so.
 //   in-row arrival  behind each dispatch row that is not among those first ones, or of which some piece looks blank; and behind a combine
@@ -19,7 +19,7 @@
 // Arrival words are stored with release, after what they announce, and loaded with acquire. Pieces are what they announce, and are
 // relaxed: a release at system scope takes a GPU 2 us.
 //
-// Which carrier uses which:
+// Use by device and carrier:
 //
 //   device, carrier   dispatch: counts       dispatch: rows            combine: rows                  combine: header
 //   cpu, mapped       Header word, header    Dispatch word             Combine word                   Combine word
@@ -45,7 +45,7 @@ constexpr std::uint64_t arrival_word(std::uint32_t generation, std::uint32_t ste
 constexpr bool arrived(std::uint64_t word, std::uint32_t generation, std::uint32_t step) {
   return static_cast<std::uint32_t>(word >> 32) == generation && step_reached(static_cast<std::uint32_t>(word), step);
 }
-// Whether a word has reached the generation and step of another one.
+// True if a word has reached the generation and step of another one.
 constexpr bool reached(std::uint64_t word, std::uint64_t wanted) {
   return arrived(word, static_cast<std::uint32_t>(wanted >> 32), static_cast<std::uint32_t>(wanted));
 }
@@ -72,7 +72,7 @@ constexpr void unpack_numbers(const PackedNumbers& p, std::uint32_t (&n)[kNumber
 }
 static_assert(kMaxChoices <= kMostOfNumber, "a count fits");
 
-// By the writer, once the block is stored. `memory`: the heap of whoever waits, as the writer has it mapped.
+// Called by the writer, once the block is stored. `memory`: the waiting rank's heap, as the writer has it mapped.
 template <typename Atomics>
 PPLX_BOTH void raise_arrival(char* memory, const Heap& heap, const Config& c, Signal signal, std::uint32_t writer,
                              std::uint32_t generation, std::uint32_t step) {

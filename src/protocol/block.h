@@ -38,7 +38,7 @@ struct BlockHeader {
   std::uint32_t source = 0;
   std::uint32_t tokens = 0;        // dispatch: what replicas must have in common, with the digest
   std::uint64_t ids_digest = 0;
-  std::uint32_t piece = 0;         // this one of so many: pieces.h
+  std::uint32_t piece = 0;         // this piece's number, of `pieces`: pieces.h
   std::uint32_t pieces = 1;
   std::uint32_t begin = 0;         // on GPUs in pieces: of the block's rows, the piece's first one
   std::uint32_t end = 0;           // and the one behind its last
@@ -47,7 +47,7 @@ struct BlockHeader {
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 
 inline constexpr std::uint32_t kWordBytes = 8;
-inline constexpr std::uint32_t kPieceBytes = 16;  // what a GPU stores and loads whole or not at all
+inline constexpr std::uint32_t kPieceBytes = 16;  // a GPU stores and loads a piece whole or not at all
 
 struct BlockLayout {
   std::uint32_t header_bytes = 0;

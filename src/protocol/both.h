@@ -1,4 +1,4 @@
-// For functions that are no constexpr and run on both sides, as templates on the atomics of host or device do.
+// Marks functions that are no constexpr and run on both sides, as templates on the atomics of host or device do.
 #pragma once
 
 #ifdef __CUDACC__

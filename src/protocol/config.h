@@ -15,7 +15,7 @@ inline constexpr std::uint32_t kMaxRanks = 1024;        // 10 bits of the immedi
 inline constexpr std::uint32_t kMaxObjects = 8;         // 3 bits of the immediate
 inline constexpr std::uint32_t kMaxTopK = 16;           // one bit a choice in a row's route
 inline constexpr std::uint32_t kMaxLocalExperts = 4096; // 12 bits of a route entry
-inline constexpr std::uint32_t kMaxChoices = 1u << 20;  // of a rank in a step, all of which may name one expert: 20 bits of a route entry
+inline constexpr std::uint32_t kMaxChoices = 1u << 20;  // a rank's in a step, all of which may name one expert: 20 bits of a route entry
 inline constexpr std::uint32_t kMaxInFlight = 8;
 
 struct Config {
@@ -30,14 +30,14 @@ struct Config {
   std::uint32_t align = 1;             // Ragged: every expert's segment starts at a multiple of it
   std::uint32_t max_rows = 0;          // Ragged, Compact: rows of the output
   std::uint32_t max_per_expert = 0;    // Padded: rows of one expert in the output
-  std::uint64_t slot_bytes = 0;        // of the dispatch and combine blocks of a set; beyond it blocks go in pieces. 0: no limit
-  std::uint32_t whole_tokens = 256;    // steps of so many tokens a rank never go in pieces
+  std::uint64_t slot_bytes = 0;        // the most for dispatch and combine blocks of a set; beyond it blocks go in pieces. 0: no limit
+  std::uint32_t whole_tokens = 256;    // steps of up to this number of tokens a rank never go in pieces
   std::uint32_t part_bytes = 0;        // on GPUs: blocks for other nodes leave in parts that are not smaller, but for the last. 0: whole
   std::uint32_t lent = 0;              // on GPUs, Compact: buffers of the heap for what experts make, which peers fetch
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
   bool on_gpu = false;                 // kernels write rows before all are counted, and routes in pieces that show whose they are
   std::uint32_t first_step = 1;
-  std::uint32_t object = 0;            // which of the Communicator's AllToAlls, for the immediate
+  std::uint32_t object = 0;            // number among the Communicator's AllToAlls, for the immediate
   Dtype dtype = Dtype::BFloat16;
   Wire wire = Wire::Native;
   LayoutKind layout = LayoutKind::Ragged;

@@ -22,14 +22,14 @@ constexpr Deadline kGoodbyeGrace{
     "GOODBYE_GRACE", 1.0, "after a peer's goodbye: for what it sent and the network still holds"};
 constexpr Deadline kAway{
     "AWAY", 1.0, "a thread that comes back to its wait after more than this was stopped itself: that time is no peer's fault"};
-// What it is busy with may hang as well, and then somebody must say so.
+// A busy rank may hang as well, and then its peers must say so.
 constexpr Deadline kBusy{
     "BUSY", 1800.0, "a rank that says that it is busy (Communicator.busy) is not blamed for so long"};
-// The warp that passes a remote peer's words on may wait for another peer. It must give up first, since it knows whom to blame.
+// The warp that passes a remote peer's words on may wait for another peer. It must give up first, since it knows the rank to blame.
 constexpr Deadline kPassedOn{
     "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on"};
 constexpr Deadline kCloseKernels{
-    "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for kernels under way"};
+    "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for running kernels"};
 constexpr Deadline kCloseAborted{
     "CLOSE_ABORTED", 0.3, "for the kernels that did not end, after they were told to"};
 

@@ -14,7 +14,7 @@
 
 namespace pplx {
 
-// Which arrival words a rank has, each per set and per peer. A header's word may be raised before its block's.
+// Arrival words of a rank, each per set and per peer. A header's word may be raised before its block's.
 enum class Signal : std::uint8_t { Header, Dispatch, Combine, Weights, Slice };
 inline constexpr std::uint32_t kSignals = 5;
 constexpr Signal signal_of(Op op) {
@@ -33,35 +33,35 @@ struct Heap {
   std::uint64_t later_signals = 0;      // u64 [in_flight][kPieceOps][kMostParts - 1][world]: signals.h
   std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare,
                                         // on GPUs in pieces [world][most_rounds]
-  std::uint64_t counts_bytes = 0, source_bytes = 0;  // of a set; of a source's choices
+  std::uint64_t counts_bytes = 0, source_bytes = 0;  // sizes of a set's counts, and of one source's
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
   std::uint64_t slot_bytes[kOps] = {};
   bool in_pieces = false, in_parts = false;
-  std::uint32_t slot_rows = 0;          // of the largest block that is whole
+  std::uint32_t slot_rows = 0;          // rows of the largest block that is whole
   std::uint32_t piece_rows = 0;
-  std::uint64_t place_bytes[kOps] = {}; // of an AllToAll in pieces
+  std::uint64_t place_bytes[kOps] = {}; // only in an AllToAll in pieces
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
-  std::uint64_t slice_bytes = 0;        // of one
+  std::uint64_t slice_bytes = 0;        // size of one
   std::uint64_t offers = 0;             // pieces of sixteen bytes [in_flight][world]: where in its heap a peer has this rank's first row of a combine
-  std::uint64_t made = 0, made_bytes = 0;  // what experts made, [lent]; bytes of one
+  std::uint64_t made = 0, made_bytes = 0;  // experts' outputs, [lent]; bytes of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
   std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]; on GPUs once more, of the rows in pieces
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
-  std::uint64_t send_bytes[kOps] = {};  // of one set
-  std::uint64_t shared_bytes = 0;       // of the part that peers write into
+  std::uint64_t send_bytes[kOps] = {};  // size of one set
+  std::uint64_t shared_bytes = 0;       // size of the part that peers write into
   std::uint64_t bytes = 0;
 
-  // Generations take turns: a rank that was left out at a reset still has this memory mapped, and when it wakes up in a step of
-  // long ago, what it aborts is nobody's.
+  // Generations take turns. A rank that was left out at a reset still has this memory mapped. When it wakes up in an old step, it
+  // aborts a generation that no rank uses any more.
   static constexpr std::uint32_t kAborts = 8;
   static constexpr std::uint64_t abort_at(std::uint32_t generation) { return std::uint64_t{kWordBytes} * (generation % kAborts); }
 
   constexpr std::uint64_t arrival_at(const Config& c, std::uint32_t set, Signal signal, std::uint32_t peer) const {
     return arrival + kWordBytes * ((std::uint64_t{set} * kSignals + std::uint32_t(signal)) * c.world + peer);
   }
-  // Of the words that count pieces: `words` is one of pieces, consumed and left.
+  // Addresses words that count pieces: `words` is one of pieces, consumed and left.
   constexpr std::uint64_t count_at(const Config& c, std::uint64_t words, std::uint32_t set, Op op, std::uint32_t peer) const {
     return words + kWordBytes * ((std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer);
   }
@@ -73,7 +73,7 @@ struct Heap {
   constexpr std::uint64_t rows_in_pieces_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return count_at(c, left, c.in_flight + set, op, peer);
   }
-  // Of a GPU's word that says which rounds a peer has read.
+  // Addresses a GPU's word that says which rounds a peer has read.
   constexpr std::uint64_t read_at(const Config& c, std::uint32_t set, Op op, std::uint32_t round, std::uint32_t peer) const {
     return count_at(c, round % kPlaces == 0 ? consumed : pieces, set, op, peer);
   }
@@ -81,7 +81,7 @@ struct Heap {
   constexpr std::uint64_t round_at(const Config& c, std::uint32_t set, std::uint32_t source, std::uint32_t most, std::uint32_t round) const {
     return counts_at(c, set, c.world) + kPieceBytes * (std::uint64_t{c.replicas > 1 ? c.world : 0} + std::uint64_t{source} * most + round);
   }
-  // Of a credit among the mailbox's words.
+  // Index of a credit among the mailbox's words.
   constexpr std::uint64_t credit_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{c.in_flight} * kOps + std::uint64_t{set} * kPieceOps + std::uint32_t(op)) * c.world + peer;
   }
@@ -92,7 +92,7 @@ struct Heap {
     if (rows <= slot_rows) return {rows, 1, rows > 0 ? rows : 1};
     return {rows, ceil_div(rows, piece_rows), piece_rows};
   }
-  // Of a piece in its slot, or in its part of the send area.
+  // Offset of a piece in its slot, or in its part of the send area.
   constexpr std::uint64_t piece_at(Op op, std::uint32_t piece) const { return place_bytes[std::uint32_t(op)] * (piece % kPlaces); }
   // How many rows it sends, how many of them show by themselves, and whether it has many tokens: 1.
   constexpr std::uint64_t rows_at(const Config&, std::uint32_t set, std::uint32_t peer) const {
@@ -114,7 +114,7 @@ struct Heap {
     return offers + std::uint64_t{kPieceBytes} * (std::uint64_t{set} * c.world + peer);
   }
   constexpr std::uint64_t made_at(std::uint32_t buffer) const { return made + made_bytes * buffer; }
-  // Whether rows from there on, so many bytes, are of one buffer. A copy takes sixteen bytes at least.
+  // True if `bytes` bytes of rows from there on are in one buffer. A copy takes sixteen bytes at least.
   constexpr bool has_made(const Config& c, std::uint64_t at, std::uint64_t bytes) const {
     return at >= made && at < made_at(c.lent) && at % kPieceBytes == 0 && (at - made) % made_bytes + bytes <= made_bytes;
   }

@@ -2,11 +2,12 @@
 //
 //   planned   [1]      raised by dispatch_recv once counts and offsets are there
 //   arrived   [words]  a word per block of kHookRows rows of the output, Padded: per expert. Raised by dispatch_recv once all rows of the
-//                      block are placed, whatever carried them; at once where it has none. Who sees it raised sees the plan as well
+//                      block are placed, whatever carried them; at once where it has none. A reader of a raised word sees the plan
+//                      as well
 //
 // They are 0 when the step begins. `planned` and `arrived` are raised when they have kRaised, the top bit, and keep it: one load and one
-// compare. Below it `arrived` counts what was placed; who plans adds kRaised less what there will be, so the last one to add raises it,
-// whoever that is, and nobody waits for a sum. After a failure dispatch_recv raises all of them: nobody spins for ever.
+// compare. Below it `arrived` counts what was placed; the planning warp adds kRaised less the final count, so the last addition
+// raises it: no warp waits for a sum. After a failure dispatch_recv raises all of them: no consumer spins for ever.
 #pragma once
 
 #include "config.h"
@@ -14,7 +15,7 @@
 namespace pplx {
 
 inline constexpr std::uint32_t kRaised = 1u << 31;
-inline constexpr std::uint32_t kHookRows = 128;  // of a block
+inline constexpr std::uint32_t kHookRows = 128;  // rows of a block
 inline constexpr std::uint32_t kHookAlign = 32;  // words: arrays begin on lines of their own
 
 constexpr bool is_raised(std::uint32_t word) { return (word & kRaised) != 0; }

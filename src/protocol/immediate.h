@@ -18,7 +18,7 @@ struct Immediate {
   std::uint32_t piece = 0;       // its low 3 bits travel
 };
 
-// Whether a step may be the one that an immediate names.
+// True if a step may be the one that an immediate names.
 constexpr bool same_step(std::uint32_t step, const Immediate& i) { return ((step ^ i.step) & 0x1fu) == 0; }
 
 constexpr std::uint32_t pack(const Immediate& i) {

@@ -3,13 +3,13 @@
 //
 //   mail      mailbox[set][op][peer]: set (1) | in pieces (1) | parts (4) | rows of the block (26) | step (32). Written by the device, read
 //             by the proxy. Of a block in parts: how many of them may go by now. The rows of one in pieces count over the whole step, in
-//             30 bits: all that may go by now. A GPU's pieces have as many rows as they happen to have, so in place of rows its mail counts
+//             30 bits: all that may go by now. A GPU's pieces differ in their number of rows, so in place of rows its mail counts
 //             pieces; rows_in_pieces[set][op][peer], written before it, has the rows of the piece in either place, until the next one there.
 //   outgoing  outgoing[set][op][peer]: where the block begins in the heap. Written by the device, on CUDA once by its host; read by
 //             the proxy after the mail.
 //   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
 //
-// The mail is stored with release: the block, and where it begins, are there for whoever sees it. The proxy polls all of it, and a
+// The mail is stored with release: the block, and where it begins, are there for its reader. The proxy polls all of it, and a
 // word that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written
 // again only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of
 // its own. Of a block in pieces `left` says how many have left (pieces.h).
@@ -42,7 +42,7 @@ constexpr Mail read_mail(std::uint64_t word) {
   return {step, what & kMailRows, false, what >> 26};
 }
 
-// The words of one block, in a heap as whoever uses them has it mapped.
+// The words of one block, in a heap as its user has it mapped.
 struct MailboxEntry {
   char* mail;
   char* outgoing;

@@ -1,5 +1,5 @@
-// What a step tells without failing. A device notes it, and the host's next call says so, once (src/host/notices.h). On CUDA the words
-// lie in pinned host memory.
+// Words of a step that tell something without failing. A device notes it, and the host's next call says so, once
+// (src/host/notices.h). On CUDA the words lie in pinned host memory.
 #pragma once
 
 #include <cstdint>

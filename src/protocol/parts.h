@@ -2,8 +2,8 @@
 // the rest is still being stored, and rows are read while later ones come.
 //
 // Part p has the rows [begin(p), begin(p + 1)), the last one what is left; part 0 has the header, too. Where parts begin follows from the
-// configuration alone: whoever stores a row need not know how many there will be. There are four pairs of parts, equal within a pair; a
-// pair's are so many times the last pair's.
+// configuration alone: a warp that stores a row need not know how many there will be. There are four pairs of parts, equal within a
+// pair; a pair's are 2^growth_log times the last pair's.
 //
 // Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by the proxy.
 // The arrival word rises with part 0.
@@ -29,7 +29,7 @@ struct PartSizes {
     for (; row >> rows >= 2; part += 2, rows += growth_log) row -= 2u << rows;
     return part + (row >> rows);
   }
-  // How many a block of so many rows has.
+  // The number of parts of a block of `rows` rows.
   constexpr std::uint32_t count(std::uint32_t rows) const { return rows == 0 ? 1 : part_of(rows - 1) + 1; }
 };
 

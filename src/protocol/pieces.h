@@ -27,8 +27,8 @@
 //   consumed  consumed[set][op][peer] for even rounds, pieces[set][op][peer] for odd ones: pieces_word() with how many rounds the peer has
 //             read, of this rank and of all others. Read before round k is sent to that peer; k - 1 is asked for
 //
-// All ranks pass the rounds in order, whatever their tokens, so nobody waits in a circle: the earliest round that is not read yet waits for
-// nothing but itself.
+// All ranks pass the rounds in order, whatever their tokens, so ranks do not wait in a circle: the earliest round that is not read
+// yet waits for nothing but itself.
 //
 // Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
 // src/cuda/remote_rounds.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
@@ -42,7 +42,7 @@ inline constexpr std::uint32_t kPlaces = 2;
 inline constexpr std::uint32_t kPieceOps = 2;           // dispatch and combine; weights blocks are small, and always whole
 inline constexpr std::uint32_t kMostPieces = 0xffff;
 
-// Of all slots for dispatch and combine blocks of so many rows in a set.
+// Bytes of all slots in a set, for dispatch and combine blocks of `rows` rows.
 constexpr std::uint64_t bytes_of_slots(const Config& c, std::uint64_t rows) {
   return c.world * (align_up(dispatch_block(c).bytes(rows), block_alignment(c)) + align_up(combine_block(c).bytes(rows), block_alignment(c)));
 }
@@ -58,7 +58,7 @@ constexpr std::uint32_t piece_rows_of(const Config& c) {
   return each <= headers ? 0 : static_cast<std::uint32_t>((each - headers) / (dispatch.row_bytes + combine.row_bytes));
 }
 
-// What slot_bytes must be at least, so that steps of whole_tokens tokens are whole.
+// The least slot_bytes with which steps of whole_tokens tokens are whole.
 constexpr std::uint64_t least_slot_bytes(const Config& c) {
   const std::uint64_t rows = ceil_div(c.whole_tokens < max_rows_of_block(c) ? c.whole_tokens : max_rows_of_block(c), kPlaces);
   const BlockLayout dispatch = dispatch_block(c), combine = combine_block(c);
@@ -72,11 +72,11 @@ constexpr const char* invalid_pieces(const Config& c) {
   return nullptr;
 }
 
-// How a block of so many rows travels.
+// How a block of `rows` rows travels.
 struct BlockShape {
   std::uint32_t rows = 0;
   std::uint32_t pieces = 1;
-  std::uint32_t piece_rows = 1;    // of every piece but the last
+  std::uint32_t piece_rows = 1;    // in every piece but the last
 
   constexpr std::uint32_t piece_of(std::uint32_t row) const { return row / piece_rows; }
   constexpr std::uint32_t begin(std::uint32_t piece) const { return piece * piece_rows; }
@@ -105,13 +105,13 @@ constexpr std::uint32_t tokens_of_round(const Config& c) {
   return rows >= 32 ? rows - rows % 32 : rows >= 8 ? rows - rows % 8 : rows;
 }
 constexpr std::uint32_t rounds_of(const Config& c, std::uint32_t tokens) { return ceil_div(tokens, tokens_of_round(c)); }
-// Of any step of an AllToAll in pieces; 0: this is none, or not on a GPU.
+// The most rounds of a step in an AllToAll in pieces; 0: this is none, or not on a GPU.
 constexpr std::uint32_t most_rounds(const Config& c) {
   return c.on_gpu && in_pieces(c) && tokens_of_round(c) != 0 ? rounds_of(c, max_rows_of_block(c)) : 0;
 }
 
-// Of the number of a piece three bits travel. `known`: how many leading pieces are known of; the answer is how far behind those the piece
-// is. Two at most are under way, so what is further is an old one.
+// Three bits of a piece's number travel. `known`: leading pieces known so far. Returns how far behind those the piece is. Two at
+// most are in flight, so a piece further behind is an old one.
 constexpr std::uint32_t pieces_ahead(std::uint32_t low, std::uint32_t known) { return (low - known) & 7u; }
 
 }  // namespace pplx

@@ -1,5 +1,5 @@
-// The plan: a pure function from a step's expert ids to who gets which row and where each choice goes.
-// Deterministic: everything is in (token, k) order. CUDA kernels compute the same numbers; this is their reference.
+// The plan: a pure function from a step's expert ids to each row's destinations and each choice's place. Deterministic: everything
+// is in (token, k) order. CUDA kernels compute the same numbers; this is their reference.
 #pragma once
 
 #include <algorithm>
@@ -19,15 +19,15 @@ struct Plan {
 
   std::uint32_t tokens = 0;
   std::uint32_t top_k = 0;
-  Slice slice;                                 // which of the tokens this rank sends; the others' choices are dropped
-  std::uint64_t ids_digest = 0;               // of all tokens' ids; without replicas 0
+  Slice slice;                                 // the tokens that this rank sends; choices of other tokens are dropped
+  std::uint64_t ids_digest = 0;               // digest of all tokens' ids; without replicas 0
   std::vector<std::int32_t> ids;              // [tokens * top_k], kDropped where the choice goes nowhere
   std::vector<std::uint32_t> index;           // [tokens * top_k]: of this choice among those that go to its expert
   std::vector<std::uint32_t> counts;          // [num_experts]
   std::vector<std::uint32_t> rows_begin;      // [world + 1]: where each destination's rows start in row_token
   std::vector<std::uint32_t> row_token;       // tokens, by destination rank, ascending
   std::vector<std::uint32_t> token_begin;     // [tokens + 1]
-  std::vector<RowRef> token_rows;             // by token, ranks ascending: where its partial sums come back from
+  std::vector<RowRef> token_rows;             // indexed by token, ranks ascending: where its partial sums come back from
 
   std::uint32_t rows(std::uint32_t rank) const { return rows_begin[rank + 1] - rows_begin[rank]; }
 };

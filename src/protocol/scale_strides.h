@@ -25,7 +25,7 @@ constexpr ScaleStrides scale_strides(const Config& c) {
   return {each * scales, each, each * scales * rows};
 }
 
-// Of the whole tensor, the unused ends of columns included.
+// Bytes of the whole tensor, the unused ends of columns included.
 constexpr std::uint64_t scale_tensor_bytes(const Config& c) {
   const std::uint64_t groups = c.layout == LayoutKind::Padded ? local_experts(c, c.rank) : 1;
   const std::uint64_t column = c.scale_tma ? scale_column_bytes(c) : scale_bytes_each(c.wire) * rows_of_scale_column(c);

@@ -1,6 +1,6 @@
 // The signals of a carrier that GPUs drive themselves (docs/carriers.md). A signal is a count that puts of one kind, for one set and
-// from one source, add to: it says how many have landed, and nothing about their order. It is never set back: whoever waits knows how
-// many there were when its generation began, and how many are to come.
+// from one source, add to: it says how many have landed, and nothing about their order. It is never set back: a waiting kernel
+// knows how many there were when its generation began, and how many are to come.
 //
 //   Dispatch, Combine   of part 0, which has the header, one for each turn of the set; of each later part (parts.h) one for each block
 //                       that has it

@@ -62,7 +62,7 @@ class ScriptedFabric final : public PlainFabric {
 };
 
 inline constexpr std::uint64_t kShardBytes = 1024;
-inline constexpr std::uint64_t kBase = 0x1000000;   // of every peer's heap
+inline constexpr std::uint64_t kBase = 0x1000000;   // base of every peer's heap
 
 // Rank 0 of five. Rank 1 is on its node; 2, 3 and 4 are remote.
 struct World {

@@ -26,7 +26,7 @@ struct Node {
       config.rank = r;
       memory.own = memory.peers[r];
       const auto clock = [this] {
-        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // by then it is waiting
+        if (time > 5 && meanwhile) std::exchange(meanwhile, {})();   // it is waiting by then
         return time += 0.1;
       };
       exchanges.push_back(std::make_unique<Exchange>(config, memory, 1, 10.0, clock));
@@ -66,7 +66,7 @@ struct Node {
   }
 
   double time = 0;
-  std::function<void()> meanwhile;   // happens once, while somebody waits
+  std::function<void()> meanwhile;   // happens once, while a rank waits
   std::vector<std::unique_ptr<std::uint64_t[]>> heaps;
   std::vector<std::unique_ptr<Exchange>> exchanges;
 };
@@ -132,7 +132,7 @@ void two_failures() {
   CHECK_EQ(node.heard(1).peer, 0u);
 }
 
-// A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be on their way.
+// A rank that said goodbye is not waited for until the timeout, and not given up while its last blocks may still be in flight.
 void goodbye() {
   Node node(3);
   node.meanwhile = [&] { node.exchanges[0]->failures().peer_left(1); };
@@ -143,7 +143,7 @@ void goodbye() {
   CHECK(node.time > 6 && node.time < 7);
 }
 
-// Nobody writes to a dead rank's memory, and after a reset no trace of the abort is left.
+// No rank writes to a dead rank's memory, and after a reset no trace of the abort is left.
 void reset() {
   Node node(3);
   node.wait_in_vain(0);

@@ -136,7 +136,7 @@ std::vector<std::uint64_t> everything(const std::string& options, std::uint64_t 
   check::Random random(seed);
   World w(parse_chaos(options + ",seed=" + std::to_string(seed)));
   World receiver(parse_chaos(options + ",seed=" + std::to_string(seed)), 1);
-  std::map<std::uint64_t, std::size_t> parts;      // by context of the inner fabric: those that it still has
+  std::map<std::uint64_t, std::size_t> parts;      // keyed by context of the inner fabric: parts that it still has
   std::vector<std::uint64_t> log;
   ShardMask masks[4];
   std::uint32_t completed[4] = {};

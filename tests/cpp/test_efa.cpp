@@ -125,7 +125,7 @@ void keys(const std::string& provider) {
       all |= key;
       seen.insert(key);
     }
-    CHECK(seen.size() >= 60);   // of 2^16, two of 64 are the same once in 30 runs
+    CHECK(seen.size() >= 60);   // among 2^16, two of 64 are the same once in 30 runs
     CHECK_EQ(all, bytes == 8 ? ~0ull : (1ull << 8 * bytes) - 1);   // each bit was set once: it was not with odds of 2^-58
     unsetenv("FAKE_KEY_BYTES");
   }

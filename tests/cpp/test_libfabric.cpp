@@ -217,7 +217,7 @@ class Exchange {
       CHECK(holds(side_.target().data() + message.target, message.bytes, message.payload_seed));   // already when the completion is there
       return;
     }
-    check::fail(__FILE__, __LINE__, "an immediate that nobody sent: " + std::to_string(completion.immediate));
+    check::fail(__FILE__, __LINE__, "an immediate that was never sent: " + std::to_string(completion.immediate));
   }
   Side& side_;
   int peer_;
@@ -303,7 +303,7 @@ void introduce(Side& side, int peer, Pipe& pipe) {
   pipe.send(side.target_region().description);
   const Blob address = pipe.receive();
   side.meet(peer, address, pipe.receive());
-  pipe.send({1});   // nobody writes before both know each other
+  pipe.send({1});   // no side writes before both know each other
   pipe.receive();
 }
 
@@ -441,7 +441,7 @@ void test_two_in_one_process(const std::string& provider, int a_endpoints, int b
 }
 
 void test_three_in_one_process(const std::string& provider, std::uint64_t seed) {
-  // A ring: everybody writes to the next and hears from the one before.
+  // A ring: each side writes to the next and hears from the one before.
   const Traffic traffic = make_traffic(seed, 60, 100000);
   std::vector<std::unique_ptr<Side>> sides;
   for (int rank = 0; rank < 3; ++rank) sides.push_back(std::make_unique<Side>(options(provider), traffic.source_bytes, traffic.target_bytes));
@@ -556,8 +556,8 @@ void test_misuse(const std::string& provider) {
   must_throw("closed", [&] { a.fabric().endpoints(); });
 }
 
-// Writes so many bytes at that place of a peer; false when nothing is heard of it, as from provider net, which answers nobody whom the other side has
-// not inserted. Counts arrivals.
+// Writes `bytes` bytes at that place of a peer. Returns false when no answer comes: provider net does not answer a writer that the
+// other side has not inserted. Counts arrivals.
 bool write_and_wait(Side& writer, LibfabricFabric& reader, const RemoteRegion& target, std::size_t offset, std::size_t bytes, double limit, int& arrivals) {
   Write write;
   write.immediate = 0x1234;
@@ -577,8 +577,8 @@ bool write_and_wait(Side& writer, LibfabricFabric& reader, const RemoteRegion& t
   return over;
 }
 
-// Whoever can connect to an endpoint, which takes no secret, may try to write. This stranger knows where the memory starts. What it cannot guess is
-// the key; and what no peer writes into has none.
+// Any process that can connect to an endpoint may try to write: endpoints take no secret. This stranger knows where the memory
+// starts. What it cannot guess is the key; and what no peer writes into has none.
 void test_a_stranger(const std::string& provider) {
   constexpr std::size_t kShared = 4096, kBytes = 4 * kShared;
   constexpr int kMostSilent = 4;
@@ -656,7 +656,7 @@ void test_zero_bytes_without_regions(const std::string& provider) {
   });
 }
 
-// Writes under way to a removed peer fail once, and what becomes of them later, for the peer lives, is nobody's business.
+// Writes in flight to a removed peer fail once. Their later outcome does not matter, although the peer lives.
 void test_removed_peer_that_lives(const std::string& provider) {
   Side a(options(provider), kMiB, kMiB), b(options(provider), kMiB, kMiB);
   introduce(a, 0, b, 1);
@@ -693,7 +693,7 @@ void test_killed_peer(const std::string& provider, Victim victim) {
   Child child = spawn({name_of(victim), provider});
   double closing = 0;
   std::string error, stray;
-  int failed = 0, strays = 0;   // of writes of ours; of the connection, or of the peer's writes
+  int failed = 0, strays = 0;   // writes of ours; failures of the connection, or of the peer's writes
   {
     Side side(options(provider), kMiB, kMiB);
     introduce(side, 0, child.pipe);
@@ -725,7 +725,7 @@ void test_killed_peer(const std::string& provider, Victim victim) {
     CHECK_EQ(kill(child.pid, SIGKILL), 0);
     CHECK_EQ(child.wait(), SIGKILL);
     const Clock::time_point death = Clock::now();
-    // Shared memory completes nothing more; tcp and net fail what is under way, and when nothing was they connect again for ever.
+    // Shared memory completes nothing more; tcp and net fail what is in flight, and when nothing was they connect again for ever.
     const bool notices = provider == "tcp;ofi_rxm" || provider == "sockets";
     until("the death to be seen", [&] {
       step();
@@ -792,7 +792,7 @@ void test_killed_at_any_moment(const std::string& provider, std::uint64_t seed) 
   CHECK(shm_files() == before);
 }
 
-// Files of a killed process that nobody was connected to go when the next one opens shm; those of the living stay.
+// Files of a killed process that had no connection go when the next process opens shm; those of the living stay.
 void test_files_of_the_dead() {
   const std::set<std::string> before = shm_files();
   Child victim = spawn({name_of(Victim::Polls), "shm"}), alive = spawn({name_of(Victim::Polls), "shm"});

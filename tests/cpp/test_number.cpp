@@ -161,7 +161,7 @@ void check_e8m0() {
   CHECK(!is_e8m0(0.0f) && !is_e8m0(INFINITY) && !is_e8m0(-INFINITY));
 }
 
-// By exact arithmetic in double: the least power of two, 2^-127 or more, that is no less than amax / 448.
+// Computes in exact arithmetic, in double, the least power of two, 2^-127 or more, that is no less than amax / 448.
 void check_power(float amax) {
   double power = 0x1p-127;
   while (power * 448.0 < static_cast<double>(amax)) power *= 2;

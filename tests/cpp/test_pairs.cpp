@@ -26,7 +26,7 @@ namespace {
 using namespace pplx;
 
 int ranks = 4;
-constexpr int kWrites = 24;             // of a rank to each other one, in a round
+constexpr int kWrites = 24;             // from a rank to each other one, in a round
 constexpr std::size_t kPiece = 7168;
 constexpr int kRounds = 12;             // more immediates than a provider gets receives posted at once
 constexpr int kBurst = 1500;            // writes of 8 bytes to each, faster than any queue
@@ -136,11 +136,11 @@ class Rank {
       if (done[i].kind == Completion::Kind::Arrived) {
         const std::uint32_t immediate = done[i].immediate, from = immediate >> 20 & 0xf;
         if (immediate >> 24 != static_cast<std::uint32_t>(number) || from >= static_cast<std::uint32_t>(ranks))
-          check::fail(__FILE__, __LINE__, what_ + ": immediate " + std::to_string(immediate) + " is nobody's");
+          check::fail(__FILE__, __LINE__, what_ + ": immediate " + std::to_string(immediate) + " belongs to no write");
         at = from * (arrived_.size() / static_cast<std::size_t>(ranks)) + (immediate & 0xfffff);
       }
       std::vector<int>& seen = done[i].kind == Completion::Kind::Arrived ? arrived_ : sent_;
-      if (at >= seen.size() || seen[at]++ != 0) check::fail(__FILE__, __LINE__, what_ + ": a completion came twice, or is nobody's");
+      if (at >= seen.size() || seen[at]++ != 0) check::fail(__FILE__, __LINE__, what_ + ": a completion came twice, or belongs to no write");
       --left_;
     }
     if (cpu_seconds() - begin > limit)

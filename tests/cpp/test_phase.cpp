@@ -73,7 +73,7 @@ void one_thread() {
   CHECK(phase.poll());
   CHECK_EQ(phase.units(2), 1u);
   CHECK_EQ(phase.finished_groups.load(), 4u);
-  CHECK_EQ(phase.waiting().peer, kNoRank);   // finished: it waits for nobody
+  CHECK_EQ(phase.waiting().peer, kNoRank);   // finished: it waits for no peer
   CHECK(phase.poll());
 }
 

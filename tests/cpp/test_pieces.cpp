@@ -1,5 +1,5 @@
-// Blocks in pieces between two ranks that map each other's memory, a poll at a time: who may write when, what is refused, what a wait says,
-// and what a reset leaves. proxy/sim runs whole steps.
+// Blocks in pieces between two ranks that map each other's memory, a poll at a time: when each rank may write, what is refused,
+// what a wait says, and what a reset leaves. proxy/sim runs whole steps.
 #include <cstring>
 #include <functional>
 #include <memory>
@@ -113,7 +113,7 @@ void finish(PhaseRun& a, PhaseRun& b) {
   CHECK(done);
 }
 
-// A send half lets two pieces go and waits for nobody; each further one waits until its place has been read, in both operations.
+// A send half lets two pieces go and does not block; each further one waits until its place has been read, in both operations.
 void credits() {
   Pair p;
   const std::uint32_t step = p.send(0);
@@ -129,7 +129,7 @@ void credits() {
   CHECK(zero->waiting().peer == 1 && zero->waiting().piece == 2);
   finish(*zero, *one);
   CHECK_EQ(p.here(0, Op::Dispatch, step), kPieces);
-  CHECK_EQ(p.consumed(0, Op::Dispatch, step), kPieces - 2);   // nobody waits for the last ones
+  CHECK_EQ(p.consumed(0, Op::Dispatch, step), kPieces - 2);   // no rank waits for the last ones
   for (std::uint32_t rank : {0u, 1u}) p.send_back(rank, step);
   CHECK_EQ(p.here(0, Op::Combine, step), 2u);
   const auto add_zero = p.add(0, step), add_one = p.add(1, step);
@@ -204,7 +204,7 @@ void headers() {
     }
 }
 
-// Who gives up says whom it waits for, in which phase, and for which piece.
+// A rank that gives up names the peer that it waits for, the phase, and the piece.
 void timeouts() {
   for (const bool combine : {false, true}) {
     Pair p;

@@ -1,4 +1,4 @@
-// The plan and the arithmetic of who owns what, against plain loops that share nothing with them.
+// The plan, and the arithmetic of owners, against plain loops that share nothing with them.
 #include <map>
 #include <set>
 #include <vector>
@@ -112,7 +112,7 @@ void check_plan(const Config& c, check::Random& random) {
   Config with = c;
   const auto node = static_cast<std::uint32_t>(random.integer(1, c.world));
   std::vector<std::uint32_t> remote;
-  for (std::uint32_t r = node; r < c.world; ++r) remote.push_back(r);   // of rank 0
+  for (std::uint32_t r = node; r < c.world; ++r) remote.push_back(r);   // remote peers of rank 0
   with.remote_peers = static_cast<std::uint32_t>(remote.size());
   const Heap heap = heap_of(with);
   std::uint64_t packed = 0;

@@ -38,7 +38,7 @@ void one_write() {
   w.run();
   CHECK(w.sent(1, Op::Dispatch, 3));
   CHECK_EQ(w.proxy.outstanding(0), 0u);
-  CHECK(w.proxy.waiting());   // for the combine
+  CHECK(w.proxy.waiting());   // the proxy waits for the combine
   w.fabric.arrive(w.immediate(Op::Combine, 3, 1));
   w.run();
   CHECK(w.has(1, Op::Combine, 3));
@@ -114,9 +114,9 @@ void stray_immediates() {
       w.immediate(Op::Dispatch, 2, 31),
       w.immediate(Op::Dispatch, 1, 1),            // from a rank of this node, which never uses the network
       w.immediate(Op::Dispatch, 0, 1),            // from oneself
-      w.immediate(Op::Dispatch, 5, 1),            // from nobody
+      w.immediate(Op::Dispatch, 5, 1),            // from a rank that does not exist
       w.immediate(Op::Dispatch, 1023, 1),
-      pack({Op::Dispatch, 1, 2, 1, 0, 1}),        // of another AllToAll
+      pack({Op::Dispatch, 1, 2, 1, 0, 1}),        // names another AllToAll
       w.immediate(Op::Dispatch, 3, 1, 2, 2),      // the third of two shards
       0x60010100u, 0xe0020100u, 0xffffffffu,      // ops that do not exist
   };
@@ -131,13 +131,13 @@ void stray_immediates() {
     CHECK(!w.has(1, Op::Dispatch, 2));
     w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, shard, 3));
     for (std::uint32_t bits : stray) w.fabric.arrive(bits);
-    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, 3, 4));   // says four where three are under way
+    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1, 3, 4));   // says four where three are in flight
     w.run();
   }
   CHECK(w.has(1, Op::Dispatch, 2));
 }
 
-// Steps follow each other, over the wrap of step numbers too; an old step's immediate is nobody's.
+// Steps follow each other, over the wrap of step numbers too; an old step's immediate is not counted.
 void many_steps() {
   for (std::uint32_t first : {1u, 0u - 300u}) {
     World w(2, first, 2);
@@ -176,7 +176,7 @@ void many_steps() {
   }
 }
 
-// A peer whose queue is full holds up nobody else; refused writes go out later, once, and whole.
+// A peer whose queue is full delays no other peer; refused writes go out later, once, and whole.
 void busy_peer() {
   World w;
   w.fabric.busy = {2, 4};
@@ -197,7 +197,8 @@ void busy_peer() {
   CHECK_EQ(bytes[4], dispatch_block(w.config).bytes(20));
 }
 
-// Writes that go out together share doorbells: the last attempt on each endpoint announces no more, whoever was refused before it.
+// Writes that go out together share doorbells: the last attempt on each endpoint announces no more, even if an earlier one was
+// refused.
 void shared_doorbells() {
   check::Random random(11);
   for (int round = 0; round < 300; ++round) {
@@ -209,7 +210,7 @@ void shared_doorbells() {
       else if (random.chance(0.2)) w.fabric.broken.insert(static_cast<int>(peer));
       w.mail(1, Op::Dispatch, peer, static_cast<std::uint32_t>(random.integer(0, 20)), 0);
     }
-    for (int turn = 0; turn < 3; ++turn) {   // the second turn retries, the third finds nobody busy
+    for (int turn = 0; turn < 3; ++turn) {   // the second turn retries, the third finds no peer busy
       if (turn == 2) w.fabric.busy = {};
       w.fabric.attempts.clear();
       w.proxy.step();
@@ -259,7 +260,7 @@ void order_of_peers() {
     c.rank = rank;
     c.remote_peers = 20;
     w.attach(c);
-    for (std::uint32_t peer = 0; peer < c.world; ++peer) w.mail(2, Op::Dispatch, peer, 0, 64);   // one's own word is nobody's
+    for (std::uint32_t peer = 0; peer < c.world; ++peer) w.mail(2, Op::Dispatch, peer, 0, 64);   // one's own word is not a write
     const std::vector<Write> writes = w.take_writes();
     std::vector<std::uint32_t> order;
     for (std::uint32_t i = 1; i < c.world; ++i)
@@ -431,7 +432,7 @@ void many_objects() {
     c.object = n;
     w.attach(c);
   }
-  w.mail(1, Op::Dispatch, 2, 1, 0);   // of the last
+  w.mail(1, Op::Dispatch, 2, 1, 0);   // the last one's
   const std::vector<Write> writes = w.take_writes();
   CHECK_EQ(writes.size(), std::size_t{1});
   CHECK_EQ(unpack(writes[0].immediate).object, kMaxObjects - 1);

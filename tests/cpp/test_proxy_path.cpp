@@ -206,7 +206,7 @@ void steps_of_the_proxy(const CostOptions& options) {
     CostRun run(options);
     Proxy proxy(*run.fabric(), options.shard_bytes);
     run.attach(proxy);
-    run.announce();   // pages that are touched for the first time are nobody's system call, but mmap would be
+    run.announce();   // first touches of pages are no system calls, but mmap would be
     while (!run.settled()) proxy.step();
     CHECK(trap_system_calls());
     start_counting();
@@ -224,8 +224,8 @@ void steps_of_the_proxy(const CostOptions& options) {
   if (r.calls != 0) check::fail(__FILE__, __LINE__, "system call " + std::to_string(r.last_call) + " was the last");
 }
 
-// The null fabric, but the thread that polls it can be told to count from there on. In a command of ProxyThread that could not be done: waking who
-// waits for its end is a system call itself.
+// The null fabric, with a switch: its polling thread can be told to count from there on. A command of ProxyThread could not do
+// that: waking the thread that waits for its end is a system call itself.
 class ArmedFabric final : public Fabric {
  public:
   explicit ArmedFabric(std::shared_ptr<NullFabric> null) : null_(std::move(null)) {}

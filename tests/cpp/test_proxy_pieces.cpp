@@ -108,7 +108,7 @@ void pieces_that_arrive() {
       std::vector<std::uint32_t> come(20, 0);
       std::uint32_t done = 0;
       while (done < 18) {
-        // Two pieces are under way at most. Older ones are repeated.
+        // At most two pieces are in flight. Older ones are repeated.
         const std::uint32_t back = random.chance(0.3) ? static_cast<std::uint32_t>(random.integer(1, 5)) : 0;
         const std::uint32_t piece = back > 0 ? done - std::min(done, back) : done + static_cast<std::uint32_t>(random.integer(0, 1));
         const auto shard = static_cast<std::uint32_t>(random.integer(0, 2));
@@ -139,7 +139,7 @@ void credits() {
   CHECK_EQ(writes[0].bytes, std::size_t{0});
   CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 0));
   CHECK_EQ(writes[1].immediate, w.credit(Op::Dispatch, 0, 1, 1));
-  w.give_credit(1, Op::Dispatch, 2, 3);   // while those are under way
+  w.give_credit(1, Op::Dispatch, 2, 3);   // while those are in flight
   writes = w.take_writes();
   CHECK_EQ(writes.size(), std::size_t{1});
   CHECK_EQ(writes[0].immediate, w.credit(Op::Dispatch, 0, 1, 2));
@@ -150,15 +150,15 @@ void credits() {
   CHECK(w.failures[0].peer == 2 && w.failures[0].op == Op::Dispatch && w.failures[0].step == 1);
 
   const auto consumed = [&](Op op) { return w.count(w.heap.consumed, 1, op, 3); };
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 0));   // for pieces that were never sent
+  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 0));   // its pieces were never sent
   w.run();
   CHECK_EQ(consumed(Op::Dispatch), 0u);
   w.mail_pieces(1, Op::Dispatch, 3, 8, 0);
   w.run();
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 3, 0));   // of another step of the set
-  w.fabric.arrive(w.credit(Op::Combine, 3, 1, 0));    // of another op
-  w.fabric.arrive(w.credit(Op::Dispatch, 4, 1, 0));   // of another peer
-  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 2));   // for a piece that has not been sent
+  w.fabric.arrive(w.credit(Op::Dispatch, 3, 3, 0));   // another step of the set
+  w.fabric.arrive(w.credit(Op::Combine, 3, 1, 0));    // another op
+  w.fabric.arrive(w.credit(Op::Dispatch, 4, 1, 0));   // another peer
+  w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 2));   // its piece has not been sent
   w.run();
   CHECK_EQ(consumed(Op::Dispatch), 0u);
   const std::pair<std::uint32_t, std::uint32_t> come[] = {{1, 0}, {1, 0}, {0, 2}, {0, 2}, {1, 2}};   // a credit, and what then is consumed
@@ -177,7 +177,7 @@ void credits() {
 
 // ---- blocks in parts -----------------------------------------------------------------------------------------------------
 
-// Of 64 rows at most, in parts of at least two rows.
+// A world with blocks of at most 64 rows, in parts of at least two rows.
 struct PartWorld : World {
   explicit PartWorld(int endpoints = 1) : World(endpoints) {
     proxy.detach(0);
@@ -267,7 +267,7 @@ void parts_of_a_block() {
     w.mail_parts(3, op, 3, 1, 1, 4096);   // the set's next block
     CHECK_EQ(w.take_writes().size(), std::size_t{1});
     CHECK(!w.sent(3, op, 3));
-    w.mail(1, Op::Weights, 3, 64, 8192);   // which are always whole
+    w.mail(1, Op::Weights, 3, 64, 8192);   // weights blocks are always whole
     for (const Write& x : w.take_writes()) CHECK_EQ(unpack(x.immediate).piece, 0u);
   }
 }

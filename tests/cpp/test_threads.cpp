@@ -27,7 +27,7 @@ using namespace pplx::cpu;
 
 namespace {
 
-// A network of queues, one per rank. They are in order, unlike real networks: the subject here is who synchronises with whom.
+// A network of queues, one per rank. They are in order, unlike real networks: the subject here is which threads synchronise.
 struct QueueNet {
   struct Inbox {
     std::mutex mutex;
@@ -81,7 +81,7 @@ struct Scene {
   std::string provider;        // "": queues
   std::string chaos;           // "": none
   std::uint32_t replicas = 1;
-  std::uint32_t proxies = 1;   // of each rank
+  std::uint32_t proxies = 1;   // proxies of each rank
   std::uint32_t slot_rows = 0; // 0: blocks are whole
 };
 

@@ -1,4 +1,4 @@
-// How a blocked call ends: whom it blames, after how long, and what it ignores.
+// How a blocked call ends: the rank that it blames, the time, and what it ignores.
 #include "check.h"
 #include "local_ranks.h"
 
@@ -44,7 +44,7 @@ struct Lonely {
 
 const Abort kDeath{AbortReason::Death, Phase::None, 1, 1, 0}, kLost{AbortReason::Fabric, Phase::DispatchRecv, 0, 1, 1};
 
-// A rank that was stopped for longer than its timeout blames nobody for that: it first reads what came meanwhile.
+// A rank that was stopped for longer than its timeout blames no rank for that: it first reads what came meanwhile.
 void stopped_for_a_while() {
   double time = 1;
   int reads = 0, asked = 0;

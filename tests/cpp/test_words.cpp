@@ -43,7 +43,7 @@ void check_steps(check::Random& random) {
   }
 }
 
-// A step has 32 bits, a turn of its set 64: also after 2^32 steps it is that of the step, whoever has missed how many before.
+// A step has 32 bits, a turn of its set 64. After 2^32 steps the turn is still the step's, however many turns a rank has missed.
 void check_turns(check::Random& random) {
   for (std::uint32_t in_flight : {1u, 2u, 4u, 8u})
     for (std::uint32_t first : kAroundZero) {
@@ -52,7 +52,7 @@ void check_turns(check::Random& random) {
       c.first_step = first;
       for (std::uint32_t i = 0; i < in_flight; ++i) CHECK_EQ(turn_of(c, first + i, 0), 1u);
       for (int i = 0; i < 2000; ++i) {
-        const auto nth = static_cast<std::uint64_t>(random.integer(0, 1ll << 40));   // of all steps
+        const auto nth = static_cast<std::uint64_t>(random.integer(0, 1ll << 40));   // number among all steps
         const std::uint32_t step = first + static_cast<std::uint32_t>(nth);
         const std::uint64_t turn = (nth - (first_step_of_set(c, set_of(c, step)) - first)) / in_flight + 1;
         const auto apart = static_cast<std::uint64_t>(random.integer(0, 1 << 20));
@@ -102,14 +102,14 @@ void check_arrivals(check::Random& random) {
     const auto ahead = static_cast<std::uint32_t>(random.integer(0, 100));
     const std::uint64_t word = arrival_word(generation, step + ahead);
     CHECK(arrived(word, generation, step));
-    CHECK(!arrived(word, generation + 1, step));   // of before a reset
+    CHECK(!arrived(word, generation + 1, step));   // the word is older than a reset
     CHECK(!arrived(word, generation, step + ahead + 1));
     CHECK(reached(word, arrival_word(generation, step)) && !reached(word, arrival_word(generation, step + ahead + 1)));
     const bool in_pieces = random.chance(0.5);
     const auto rows = static_cast<std::uint32_t>(random.integer(0, in_pieces ? 0x3fffffff : kMailRows));
     const auto parts = in_pieces ? 0 : static_cast<std::uint32_t>(random.integer(0, kMostParts));
     const Mail sent{step, rows, in_pieces, parts}, m = read_mail(mail_word(sent));
-    CHECK(mail_word(sent) != 0);   // which is what the proxy has seen of fresh memory
+    CHECK(mail_word(sent) != 0);   // 0 is what the proxy has seen of fresh memory
     CHECK(m.step == step && m.rows == rows && m.in_pieces == in_pieces && m.parts == parts);
     const auto pieces = static_cast<std::uint32_t>(random.integer(0, kMostPieces));
     const std::uint64_t count = pieces_word(generation, step, pieces);
@@ -258,7 +258,7 @@ void check_heap(const Config& c) {
         }
       }
     }
-  const std::uint32_t finished = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);   // by one replica
+  const std::uint32_t finished = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);   // tokens of one replica
   for (std::uint32_t set = 0; set < c.in_flight && c.replicas > 1; ++set)
     for (std::uint32_t rank = 0; rank < c.replicas; ++rank) {
       const std::uint64_t at = h.slice_at(c, set, rank);
@@ -281,7 +281,7 @@ void check_heap(const Config& c) {
   CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
 }
 
-// Blocks, places and slots of more than 4 GiB, which no test maps. __int128: whoever computes in fewer bits is found.
+// Blocks, places and slots of more than 4 GiB, which no test maps. __int128: arithmetic in fewer bits is found.
 void check_large(Config c, std::uint64_t slot_bytes) {
   c.slot_bytes = slot_bytes;
   CHECK(invalid(c) == nullptr && invalid_pieces(c) == nullptr);
@@ -323,7 +323,7 @@ void check_large_heaps() {
     }
 }
 
-// The tensors that a dispatch fills, of more than 2^32 bytes, and of as many bytes of scales.
+// Tensors that a dispatch fills, of more than 2^32 bytes, and the same number of bytes of scales.
 void check_large_outputs() {
   for (const LayoutKind layout : {LayoutKind::Ragged, LayoutKind::Padded, LayoutKind::Compact})
     for (const Wire wire : {Wire::Native, Wire::FP8, Wire::MXFP8})

@@ -1,4 +1,4 @@
-"""What ranks on software NICs do that no other test does."""
+"""Cases of ranks on software NICs that no other test has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pplx_comm import doctor
 
 
 def findings(me: Any) -> dict[str, str]:
-    """What doctor says here, by name."""
+    """doctor's findings here, by name."""
     return {one.name: one.says for one in doctor.findings()}
 
 

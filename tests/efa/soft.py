@@ -22,7 +22,7 @@ def software(**options: Any) -> SoftEfa:
     # efa fills the queue at once, 9 KiB each: with 32768 of them opening eight ranks' endpoints took a minute.
     options.setdefault("receives", 1024)
     more = tuple((name, str(value)) for name, value in options.pop("more", {}).items())
-    # Of the wheels that the checkout's environment has; one that is there and cannot be used fails the test.
+    # Uses a wheel of the checkout's environment; a wheel that is there and cannot be used fails the test.
     if not any(path.is_file() for path, _ in libfabrics.candidates(options.get("libfabric"), os.environ)):
         pytest.skip(f"there is no libfabric here: {libfabrics.INSTALL}")
     return SoftEfa(Options(more=more, **options))

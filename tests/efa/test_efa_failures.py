@@ -1,4 +1,5 @@
-"""Ranks that die or stop, ports that go down and writes that fail, over the real efa provider: who is at fault is named, and the NIC."""
+"""Ranks that die or stop, ports that go down and writes that fail, over the real efa provider: errors name the rank at fault, and
+the NIC."""
 
 from __future__ import annotations
 
@@ -29,13 +30,13 @@ def told(folder: Path, transports: Sequence[str], incidents: Sequence[tuple[int,
 
 
 def test_killed(tmp_path: Path) -> None:
-    """By kill -9 in a phase: named by the others, who go on without it, and take it back. Both at once."""
+    """Two ranks fall to kill -9 in a phase, at once. The others name them, go on without them, and take them back."""
     told(tmp_path, EFA, [(1, "dispatch_recv", "kill")], 10.0)
 
 
 @pytest.mark.slow
 def test_killed_or_stopped_anywhere(tmp_path: Path) -> None:
-    """What others write to a rank that SIGSTOP has stopped lands all the same."""
+    """Writes to a rank that SIGSTOP has stopped land all the same."""
     told(tmp_path, EFA, [(number % RANKS, phase, "kill") for number, phase in enumerate(PHASES) if phase != "dispatch_recv"], 10.0)
     told(tmp_path, EFA, [(2, "dispatch_recv", "stop"), (0, "combine_send", "left out")], TIMEOUT)
 

@@ -20,7 +20,7 @@ SHARDS = {"PPLX_COMM_SHARD_BYTES": "1024", "LOCAL_WORLD_SIZE": "8"}
 
 @pytest.mark.parametrize(("machine", "each"), [pytest.param("p5", 4, marks=pytest.mark.slow), ("p5en", 2)])
 def test_all_nics_of_a_machine(machine: str, each: int) -> None:
-    """Eight ranks take four or two NICs each, nobody the same, and every block is dealt over them; by two proxies of each rank."""
+    """Eight ranks take four or two NICs each, no two the same, and every block is dealt over them; by two proxies of each rank."""
     case = Case(seed(), 8, transport="proxy:efa", hidden=1024, max_tokens=16, proxy_threads=2, steps=2)
     with crew_on(8, SHARDS, machine=machine, seed=seed()) as (efa, crew):
         taken = crew.run("efa_cases:shards", case, timeout=120)

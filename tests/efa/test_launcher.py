@@ -74,7 +74,7 @@ def test_the_exit_code(command: str, code: int) -> None:
     assert "software device" in done.stderr and not Path(done.stdout.strip()).exists()
 
 
-def test_what_the_command_gets() -> None:
+def test_environment_of_the_command() -> None:
     done = launched(
         "--nics",
         "3",
@@ -168,7 +168,7 @@ def test_a_port_by_name_and_number(tmp_path: Path, capfd: pytest.CaptureFixture[
     device.set_port(tmp_path, "rdmap16s27", False)
     device.set_port(tmp_path, "1", True)
     assert down() == [1, 0, 1, 0]
-    with pytest.raises(Error, match="no NIC '2': give a number below 2, or one of rdmap16s27, rdmap17s27"):
+    with pytest.raises(Error, match="no NIC '2': pass a number below 2, or one of rdmap16s27, rdmap17s27"):
         device.set_port(tmp_path, "2", False)
     (tmp_path / "control").unlink()
     with pytest.raises(Error, match="no process has opened rdmap16s27 yet"):
@@ -248,8 +248,8 @@ MISTAKES = [
     (("--fail", "silent;error=16", "--", "true"), {}, 2, "'silent;error=16' must be faults"),
     (("--fail", "rnr,nic=x", "--", "true"), {}, 2, "'rnr,nic=x' must be faults"),
     (("--fail", ";", "--", "true"), {}, 2, "';' must be faults"),
-    (("--machine", "p5", "--nics", "2", "--", "true"), {}, 2, "--nics is for --machine plain"),
-    (("--libfabric", "/no/libfabric.so.1", "--", "true"), {}, 2, "--libfabric names /no/libfabric.so.1, which is no file"),
+    (("--machine", "p5", "--nics", "2", "--", "true"), {}, 2, "--nics needs --machine plain"),
+    (("--libfabric", "/no/libfabric.so.1", "--", "true"), {}, 2, "--libfabric names /no/libfabric.so.1, which is not a file"),
     (("--", "true"), {"PPLX_LIBFABRIC": "/no/libfabric.so.1"}, 2, "PPLX_LIBFABRIC names /no/libfabric.so.1"),
     (("--libfabric", "/etc/hostname", "--", "true"), {}, 2, "is built without efa: pip install mpich"),
     (("--set", "port-down=0"), {}, 2, "--dir $EFA_SOFT_DIR --set port-down=NIC"),
@@ -312,7 +312,7 @@ def page(rows: dict[str, list[int]], names: list[str]) -> bytes:
 
 
 def test_counters_add_up(tmp_path: Path) -> None:
-    """Of two processes, one of another version with a counter more, and two that were killed as they began."""
+    """Adds up two processes, one of another version with a counter more, and two that were killed as they began."""
     (tmp_path / "counters-1-a").write_bytes(page({"rdmap2s0": [1, 0, 7], "rdmap10s0": [0, 0, 0]}, ["sends", "reads", "bytes"]))
     (tmp_path / "counters-2-b").write_bytes(page({"rdmap2s0": [2, 0, 5, 1]}, ["sends", "reads", "bytes", "error_13"]))
     (tmp_path / "counters-3-c").write_bytes(b"")
@@ -323,6 +323,6 @@ def test_counters_add_up(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left() -> None:
-    """Of all the tests above: this user's launchers that still live are those of other programs."""
+    """After all the tests above, this user's launchers that still live are those of other programs."""
     device.remove_abandoned()
     until("no folder of this process is left", lambda: not list(device.MEMORY.glob(f"{device.PREFIX}{os.getpid()}.*")), 1.0)

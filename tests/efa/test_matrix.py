@@ -13,7 +13,7 @@ from soft import EFA, MIXED, crew_on, crews_on
 from test_chaos import HARD, KINDS, chaos
 
 CASES = {2: 4, 3: 4, 4: 4, 5: 2, 8: 2}
-"""By number of ranks; test_more_shapes takes at least four times as many."""
+"""Number of ranks -> cases; test_more_shapes takes at least four times the number."""
 
 
 @pytest.fixture(scope="module", params=sorted(CASES), ids=lambda n: f"ep{n}")
@@ -46,7 +46,7 @@ def test_mixed_nodes(crew: Crews) -> None:
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_chaos_on_top(world_size: int) -> None:
-    """What the NICs do not do: shards that split, duplicates, immediates of old steps."""
+    """Adds faults that the NICs do not make: shards that split, duplicates, immediates of old steps."""
     happened: Counter[str] = Counter()
     with crew_on(world_size, chaos(HARD), seed=seed()) as (_, crew):
         for case in cases(world_size, 42_000, 12 // world_size):
@@ -68,7 +68,7 @@ def test_replicas(transport: str) -> None:
 
 @pytest.mark.parametrize("transport", EFA)
 def test_the_same_bits_in_any_order(transport: str) -> None:
-    """Of NICs that keep the order, and of those that do their worst: the same as over mapped memory."""
+    """NICs that keep the order, and NICs that do their worst, give the same bits as mapped memory."""
     case = replace(random_case(seed() * 100_000 + 43_000, 3), crowd="uneven", max_tokens=24)
     with crew_on(3, seed=seed()) as (_, crew):
         wanted = crew.run("rank_cases:exchange", replace(case, transport="mapped"))

@@ -29,7 +29,7 @@ struct Window {
   char* theirs;                 // the peer's, laid out alike
 };
 // PPLX_EMULATION_CUT. "lost=0-2@40": the 40th put of rank 0 to rank 2 and all behind it do not land, which is rank 0's error as soon as the
-// first was to. "unheard=0-2@40": they land, and it is an error once somebody asks whether they have left, which they never have.
+// first was to. "unheard=0-2@40": they land, and it is an error once a rank asks whether they have left, which they never have.
 constexpr std::uint64_t kCutError = 12;
 class Cut {
  public:
@@ -50,10 +50,10 @@ struct Flight {
   const char* memory;           // the window's
   char *to, *signal;            // in the peer's memory
   std::vector<Piece> pieces;    // yet to be delivered, from the end; one without bytes is the signal
-  Clock::time_point due;        // of what comes next
+  Clock::time_point due;        // time of the next event
   bool landed = false, lost = false, unheard = false;
   unsigned counts = 1;
-  unsigned asks = 0;            // how often somebody must still ask before it has left
+  unsigned asks = 0;            // how often a rank must still ask before it has left
 };
 
 class Network {
@@ -68,7 +68,7 @@ class Network {
     windows_.push_back({own, bytes, peer, theirs});
   }
 
-  // Whoever owns the memory ends: nothing of it may be read or written any more. What is on its way still lands, if peers live.
+  // The owner of the memory ends: nothing of it may be read or written any more. Flights still land, if peers live.
   void close_windows(const char* own) {
     std::unique_lock<std::mutex> lock(mutex_);
     const auto is_own = [&](const Flight& f) { return f.memory == own; };
@@ -150,7 +150,7 @@ class Network {
   // Mostly soon, sometimes after much else.
   std::chrono::microseconds delay() { return std::chrono::microseconds(random_() % 8 == 0 ? random_() % 3000 : random_() % 60); }
 
-  // As many as five, cut anywhere, shuffled.
+  // Cuts into at most five pieces, anywhere, shuffled.
   std::vector<Piece> pieces_of(std::uint64_t bytes) {
     std::vector<std::uint64_t> cuts{0, bytes};
     for (auto n = random_() % 5; n > 0 && bytes > 0; --n) cuts.push_back(random_() % bytes);
@@ -163,7 +163,7 @@ class Network {
     return pieces;
   }
 
-  // What is due of a flight.
+  // Performs the due part of a flight.
   void go_on(std::size_t number) {
     Flight& flight = flights_[number];
     if (flight.lost) {
@@ -180,7 +180,7 @@ class Network {
     flight.landed = flight.pieces.empty();
     if (flight.landed) changed_.notify_all();
     flight.due = Clock::now() + (random_() % 2 == 0 ? std::chrono::microseconds(0) : delay());
-    // Nobody asks whether a signal alone has left.
+    // No kernel asks whether a signal alone has left.
     if (flight.landed && flight.put.bytes == 0) flights_.erase(flights_.begin() + static_cast<std::ptrdiff_t>(number));
   }
 

@@ -76,7 +76,7 @@ def test_bulk_copies_of_many_chunks() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "room"), [(1, 7), (2, 1), (2, 7), (4, 2), (9, 7)])
 def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
-    """Rows have numbers without a plan, for up to eight ranks. Tokens that nobody wants, or one expert several times."""
+    """Rows have numbers without a plan, for up to eight ranks. Some tokens choose no expert, or one expert several times."""
     with Crew(world, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         cases = [("sparse", 3, 150), ("repeats", 8, 70), ("zipf", 1, 90), ("repeats", 6, 80)]
         if (world, room) == (2, 7):
@@ -228,7 +228,7 @@ def test_no_bulk_copies_where_others_are_apart(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
-def test_bulk_copies_where_nvshmem_has_nobody_to_put_to(transport: str) -> None:
+def test_bulk_copies_where_nvshmem_puts_to_no_rank(transport: str) -> None:
     """All are near, or of one node."""
     with Crew(2, {**BULK, "PPLX_EMULATION_NEAR": "all"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport=transport)

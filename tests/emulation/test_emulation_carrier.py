@@ -40,7 +40,7 @@ def test_random_shapes_by_kernels(transport: str, near: str) -> None:
     ],
 )
 def test_near_peers_are_mapped(near: str, transport: str, remote: list[list[int]]) -> None:
-    """Those that stores reach both ways; and nobody, where ranks of a node do not reach each other so."""
+    """Peers are mapped if stores reach both ways; none are where ranks of a node do not reach each other so."""
     case = Case(seed(), 4, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, steps=8, transport=transport)
     for environment, wanted in (({}, remote), ({"PPLX_COMM_NVSHMEM_NEAR": "0"}, None)):
         if wanted is None:
@@ -63,7 +63,8 @@ def test_the_bits_of_mapped_memory(crew: Crews, layout: str) -> None:
 
 
 def test_several_all_to_alls_by_kernels(crew: Crews) -> None:
-    """Of one Communicator, in steps that interleave, each of its own shape, among such of mapped memory and a proxy."""
+    """Several AllToAlls of one Communicator, in steps that interleave, each of its own shape, among some of mapped memory and a
+    proxy."""
     transports = ["nvshmem", "nvshmem-mixed", "nvshmem", "mapped", "proxy:tcp"]
     cases = [replace(case_of(27_000, i, crew.world_size, t), in_flight=1, steps=4) for i, t in enumerate(transports)]
     crew.run("emulated:call", module(), "rank_cases:interleaved", cases)
@@ -87,7 +88,7 @@ def test_a_put_that_lands_after_its_generation(near: str) -> None:
 
 @pytest.mark.parametrize(("how", "landed"), [("whole", True), ("open", False), ("sent", False)])
 def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
-    """What a step that was not received has put may land after close(): the next AllToAll there would take it for its own."""
+    """Puts of a step that was not received may land after close(): the next AllToAll there would take them for its own."""
     case = Case(seed(), 2, num_experts=6, top_k=3, hidden=64, max_tokens=8, transport="nvshmem")
     with Crew(2, {"PPLX_EMULATION_NEAR": "none"}) as crew:
         assert crew.run("emulated:call", module(), "nvshmem_cases:landed_at_close", case, how)[:-1] == [landed]
@@ -97,7 +98,8 @@ def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
 @pytest.mark.parametrize(("world", "near"), [(2, "none"), (3, "none"), (4, "odd")])
 @pytest.mark.parametrize("how", ["lost", "unheard"])
 def test_a_carrier_with_an_error(how: str, world: int, near: str, pieces: bool) -> None:
-    """Puts are lost, or land and nobody hears of it. Waits look at the carrier's error, so none lasts until its timeout, and all ranks say
+    """Puts are lost, or land without a completion. Waits look at the carrier's error, so none lasts until its timeout, and all
+    ranks say
     what the rank of the error does: the peer, its phase and its step."""
     peer, timeout = world // 2, 30.0  # but for three ranks, the only one that rank 0 puts to
     case = Case(seed(), world, num_experts=9, top_k=3, hidden=64, max_tokens=30 if pieces else 8, crowd="full", transport="nvshmem")

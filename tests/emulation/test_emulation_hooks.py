@@ -66,9 +66,9 @@ def test_groups(crew: Crews, layout: str, how: str) -> None:
         assert crew.run("emulated:call", module(), "hook_cases:groups", case, parts, how) == plain
 
 
-def test_nobody_spins_for_ever() -> None:
+def test_no_consumer_spins_for_ever() -> None:
     with Crew(3) as crew:
-        crew.start("emulated:call", module(), "hook_cases:nobody_comes", Case(seed(), 3), 1.0)
+        crew.start("emulated:call", module(), "hook_cases:rank_1_stays_away", Case(seed(), 3), 1.0)
         said = crew.collect(60, [0, 2])
         crew.tell(1)
         crew.collect(60, [1])
@@ -158,10 +158,10 @@ def test_groups_of_pieces(layout: str, how: str, transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem"])
-def test_nobody_spins_for_ever_in_pieces(transport: str) -> None:
+def test_no_consumer_spins_for_ever_in_pieces(transport: str) -> None:
     with Crew(3) as crew:
         case = Case(seed(), 3, max_tokens=30, transport=transport)
-        crew.start("emulated:in_pieces", module(), 4, "hook_cases:nobody_comes", case, 1.0)
+        crew.start("emulated:in_pieces", module(), 4, "hook_cases:rank_1_stays_away", case, 1.0)
         said = crew.collect(60, [0, 2])
         crew.tell(1)
         crew.collect(60, [1])

@@ -18,7 +18,7 @@ REPLICAS = [(2, 2, "mapped"), (4, 2, "mapped"), (4, 4, "mapped"), (3, 3, "mapped
 
 
 def replica_case(number: int, world: int, replicas: int, transport: str = "mapped") -> Case:
-    """Each sends as many tokens as a rank of piece_case() does: one of a group may have one more than the next."""
+    """Each sends the tokens that a rank of piece_case() does: one of a group may have one more than the next."""
     case = piece_case(number, world)
     return replace(case, replicas=replicas, max_tokens=replicas * case.max_tokens - number % replicas, transport=transport)
 
@@ -138,8 +138,8 @@ def test_replicas_apart_in_pieces(kind: str, transport: str) -> None:
 @pytest.mark.parametrize(("world", "transport"), [(2, "mapped"), (4, "proxy:tcp")])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
 def test_a_replica_that_does_not_come_for_its_pieces(phase: str, world: int, transport: str) -> None:
-    """Its replica, who waits for its rows and for those that it finishes, says who. Of four some wait for others who wait for it. All
-    reset, and go on."""
+    """Its replica waits for its rows and for those that it finishes, and names it. Among four, some wait for others that wait for
+    it. All reset, and go on."""
     case = Case(2, world, max_tokens=80, num_experts=world, transport=transport, replicas=2)
     # Good steps of four emulated ranks take long on a busy machine.
     with Crew(world, {"PPLX_TEST_STEP_TIMEOUT": "5" if world == 2 else "15"}) as crew:

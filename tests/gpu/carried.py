@@ -15,7 +15,7 @@ def moved(tensor: torch.Tensor | None, device: torch.device | str) -> torch.Tens
     """With the same strides: what lies between rows must not travel."""
     if tensor is None:
         return None
-    if tensor.dtype == torch.float8_e8m0fnu:  # bytes, for whoever cannot copy such
+    if tensor.dtype == torch.float8_e8m0fnu:  # bytes, since not all devices copy e8m0
         there = moved(tensor.view(torch.uint8), device)
         assert there is not None
         return there.view(tensor.dtype)

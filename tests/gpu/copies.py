@@ -43,7 +43,7 @@ def copying() -> None:
 
 
 def reserve() -> None:
-    """What PyTorch will allocate, so that it asks CUDA for none later."""
+    """Allocates all that PyTorch will need, so that it asks CUDA for none later."""
     small = [torch.empty(1 << 20, dtype=torch.uint8, device="cuda") for _ in range(64)]
     large = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     del small, large

@@ -1,4 +1,4 @@
-"""What the rank processes of tests/gpu run: the cases of rank_cases.py with device="cuda", and what only a GPU has.
+"""Cases of the rank processes of tests/gpu: the cases of rank_cases.py with device="cuda", and cases that need a GPU.
 
 The runner and the reference stay as they are: tensors travel to the GPU where they enter the library, and back where they leave it.
 """
@@ -71,7 +71,7 @@ def gpu_of(me: Any) -> torch.device:
 
 
 def group_of(me: Any, case: Case) -> int:
-    """What replicas, who pass the same tokens, have in common; without them the rank."""
+    """Returns the group of replicas that pass the same tokens; without replicas the rank."""
     return int(me.rank // case.replicas)
 
 
@@ -143,7 +143,7 @@ def exchange_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> list[in
 
 
 def refused_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> str:
-    """What the error says where those that do not reach each other must."""
+    """Returns the error where ranks must reach each other and do not."""
     with unreachable(me, pairs):
         try:
             rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))).close()
@@ -204,7 +204,7 @@ def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
 
 
 def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
-    """Of d.x, as one list of rows whatever the layout: those that something was dispatched to."""
+    """Returns the rows of d.x that something was dispatched to, as one list whatever the layout."""
     if layout == "compact":
         assert d.num_rows is not None
         return torch.arange(int(d.num_rows))
@@ -389,7 +389,7 @@ def lost_peer(me: Any, case: Case, timeout: float) -> Any:
 
 def killed(me: Any, case: Case, victim: int) -> Any:
     """kill -9 between two steps. The others' next step ends by itself, their next host calls name the rank within a second, other
-    streams go on, and so do they after reset(). Returns whom they named and when."""
+    streams go on, and so do they after reset(). Returns the ranks that they named, and when."""
     device = gpu_of(me)
     x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
@@ -410,7 +410,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
         time.sleep(60)
     other = torch.cuda.Stream()
     until, peer, at = time.monotonic() + 20, None, 0.0
-    with contextlib.suppress(pc.PeerError):  # which may be the first call that hears of it
+    with contextlib.suppress(pc.PeerError):  # may be the first call that hears of it
         step()
     with torch.cuda.stream(other):
         beside = torch.ones(1000, device=device).cumsum(0)
@@ -438,7 +438,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
 
 
 def old_graph(me: Any, case: Case) -> None:
-    """A graph of before a reset() does nothing, and disturbs nobody; captured anew it works."""
+    """A graph from before a reset() does nothing, and disturbs no rank; captured anew it works."""
     device = gpu_of(me)
     x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
     ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
@@ -462,7 +462,7 @@ def old_graph(me: Any, case: Case) -> None:
         replayed(graph)
         sums = y.clone()
         for _ in range(2):
-            with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+            with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
                 me.comm.barrier()
             me.comm.control.abort("the test ends this generation")
             assert a2a.reset() == list(range(me.world_size))

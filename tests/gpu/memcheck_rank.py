@@ -14,7 +14,7 @@ from cases import Case, in_pieces, random_case
 from harness import Member
 
 SIZES = ("few", "bulk", "pieces")
-"""Of few tokens; the same by bulk copies; and of so many that blocks go in pieces. The test sets what bulk takes."""
+"""Few tokens; the same by bulk copies; and enough that blocks go in pieces. The test sets where bulk begins."""
 
 
 def drawn(size: str, number: int, world: int, transport: str) -> Case:

@@ -1,4 +1,4 @@
-"""What ranks do with a MoE layer on GPUs, beyond the cases of moe_cases."""
+"""Cases of a MoE layer on GPUs, beyond those of moe_cases."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def products(me: Any, seed: int) -> dict[str, float]:
 
 
 def both_products(me: Any, seed: int) -> dict[str, bool]:
-    """Of few rows, in one launch: the bits of three, in calls one after the other, and in replays of a graph whose rows change."""
+    """Both products of few rows in one launch: the bits of three, in calls one after the other, and in replays of a graph whose
+    rows change."""
     from pplx_comm.moe.grouped import pair
 
     gpu_of(me)
@@ -138,7 +139,7 @@ def both_products(me: Any, seed: int) -> dict[str, bool]:
 
 
 def compiled_once(me: Any, case: MoECase) -> dict[str, Any]:
-    """Kernels that a step, forward and backward, compiles: with one routing, and then with others of as many tokens."""
+    """Kernels that a step, forward and backward, compiles: with one routing, and then with others of the same number of tokens."""
     from pplx_comm.moe.kernels import activation, formats, grouped, mx, pair, scaled
 
     def compiled() -> dict[str, int]:

@@ -27,9 +27,7 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("ranks", type=int, help="how many processes share a GPU")
-    parser.add_argument(
-        "--room-for", type=int, metavar="N", help="how many parts the multiprocessors are dealt in (as many as ranks)"
-    )
+    parser.add_argument("--room-for", type=int, metavar="N", help="parts that the multiprocessors are dealt in (one a rank)")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     args, command = parser.parse_args(given[:cut]), given[cut + 1 :]

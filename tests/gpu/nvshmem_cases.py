@@ -1,4 +1,4 @@
-"""What the ranks of test_nvshmem.py run: kernels that post by NVSHMEM, beside mapped memory."""
+"""Cases of test_nvshmem.py: kernels that post by NVSHMEM, beside mapped memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def remote(me: Any, case: Case) -> list[int]:
         wiring = a2a._steps.session.wiring
         name = wiring.kernels.__name__.rpartition(".")[2]
         rank_cases.must(
-            name == ("_nvshmem" if wiring.puts else "_cuda"), "who puts nothing takes the kernels of mapped memory:", name
+            name == ("_nvshmem" if wiring.puts else "_cuda"), "a rank that puts nothing takes the kernels of mapped memory:", name
         )
         return list(wiring.peers.remote)
 
@@ -143,7 +143,7 @@ def remade(me: Any, case: Case, times: int, steps: int) -> None:
                 with torch.cuda.stream(streams[number]):
                     step(number, 2 * (time * steps + n) + number)
         if time < times:
-            # The other's steps of this time are still under way. What close() frees of CUDA's memory may wait for them.
+            # The peer's steps of this time are still in flight. Memory that close() frees may wait for them.
             settled = torch.cuda.Event()
             settled.record(streams[0])
             while not settled.query():
@@ -163,8 +163,8 @@ def remade(me: Any, case: Case, times: int, steps: int) -> None:
 
 
 def landed_at_close(me: Any, case: Case, how: str) -> bool:
-    """Whether the memory of an AllToAll may be another's when this rank closes it: after a whole step, with a step that is "open" or
-    whose combine was only "sent", or after one whose kernels "gave up" while the last rank stayed away and nobody looked."""
+    """True if another AllToAll may have this one's memory once this rank closes it: after a whole step, with a step that is "open"
+    or whose combine was only "sent", or after one whose kernels "gave up" while the last rank stayed away and no call looked."""
     device = gpu_cases.gpu_of(me)
     a2a = rank_cases.open_all_to_all(me, case, device=str(device), timeout=0.5 if how == "gave up" else 20.0)
     segment, said = a2a._steps.session.wiring.symmetric.segment, list[bool]()
@@ -184,7 +184,7 @@ def landed_at_close(me: Any, case: Case, how: str) -> bool:
         elif how == "sent":
             a2a.combine_send(out, d)
         gpu_cases.settle(device)
-    with contextlib.suppress(pc.Error):  # of a rank that gave up
+    with contextlib.suppress(pc.Error):  # a rank that gave up raises it
         me.comm.barrier()
     a2a.close()
     [landed] = said
@@ -218,7 +218,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
 
 
 def too_small(me: Any) -> str:
-    """What a heap without room says."""
+    """Returns the error of a heap without room."""
     case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=16384, transport="nvshmem")
     try:
         rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0).close()

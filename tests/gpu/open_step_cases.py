@@ -37,7 +37,7 @@ class Streams:
         stream.wait_stream(other)
 
     def after_copies(self, stream: Any) -> None:
-        """What torch was asked for so far comes before what this stream is given next."""
+        """Work that torch was asked for so far comes before later work of this stream."""
         stream.wait_stream(torch.cuda.current_stream())
 
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ def small_case(seed: int, world_size: int, in_flight: int, **changes: Any) -> Ca
 
 @dataclass
 class Inputs:
-    """Of one step, as all ranks know them. float32 integers and weights of one: every sum is exact."""
+    """Inputs of one step, as all ranks know them. float32 integers and weights of one: every sum is exact."""
 
     tokens: list[Tokens]
 
@@ -120,7 +120,7 @@ class Captured:
     inputs: list[tuple[torch.Tensor, torch.Tensor]]  # x, ids
     outputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # counts, x, y
     order: tuple[int, ...]
-    """Of its dispatches, each the step's number from 0, and combines, each ~number."""
+    """Order of its dispatches, each the step's number from 0, and combines, each ~number."""
     kept: list[Any]
 
 
@@ -248,7 +248,7 @@ class World:
         return Captured(captured[0], inputs, found, order, [kept, opened])
 
     def replay(self, captured: Captured, inputs: list[Inputs], number: int, stream: Any, after: list[Any] | None = None) -> None:
-        """In the order of the caller's streams, as whoever launches a graph must see to. `after`: only those come before."""
+        """Replays in the order of the caller's streams, as any launcher of a graph must. `after`: only those come before."""
         rank, case = self.me.rank, self.case
         mine = [(self.on_device(i.tokens[rank].x), self.on_device(i.tokens[rank].ids)) for i in inputs]
         found = [tuple(self.on_device(torch.zeros_like(t)) for t in outputs) for outputs in captured.outputs]
@@ -294,7 +294,7 @@ PAIR, TWO_PAIRS, NESTED, OVERLAPPED = (0, ~0), (0, ~0, 1, ~1), (0, 1, ~1, ~0), (
 
 
 class Sets:
-    """Which steps are open, as the rule has it: the memory of step n is free when step n - in_flight is closed."""
+    """The open steps by the rule: the memory of step n is free when step n - in_flight is closed."""
 
     def __init__(self, in_flight: int, next_step: int) -> None:
         self.in_flight, self.next = in_flight, next_step
@@ -456,7 +456,7 @@ def beside_a_combine(me: Any, case: Case, trials: int) -> list[str]:
 
 
 def _refused(world: World) -> dict[str, Any]:
-    """What this rank hears, at its next calls."""
+    """Returns what this rank hears at its next calls."""
     try:
         streams.settle()
         until = time.monotonic() + 10
@@ -540,7 +540,7 @@ def combined_again(me: Any, case: Case) -> dict[str, Any]:
         streams.settle()
         a2a.check()
         check_combined(step.inputs, me.rank, step.y, "the combine")
-        with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
             me.comm.barrier()
         streams.replay(captured[0], stream)
         heard = _refused(world)
@@ -564,7 +564,7 @@ def bad_ids(me: Any, case: Case, clumsy: int) -> None:
         world.close(step, "whole")
         streams.settle()
         if me.rank == clumsy:
-            mistake(a2a.check, f"ids that are not 0 to {case.num_experts - 1}, nor -1: they counted as -1")
+            mistake(a2a.check, f"ids outside 0 to {case.num_experts - 1} other than -1: they counted as -1")
         world.settle()
         world.close(world.open(draw_inputs(case, r), 1, stream, True), "whole")
         world.settle()

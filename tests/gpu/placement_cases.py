@@ -1,4 +1,4 @@
-"""What the tests of blocks in GPU memory run in a process, whose ranks are its threads."""
+"""Cases of blocks in GPU memory, run in a process whose ranks are its threads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random_shapes(_: Any, cases: list[Case], chaos: str = "") -> None:
 
 
 def pinned_bytes(_: Any, case: Case) -> list[tuple[int, int]]:
-    """Of each rank: pinned host memory, and what it is when the blocks are there, too."""
+    """Each rank's pinned host memory, without and with blocks there."""
 
     def of(me: Any) -> tuple[int, int]:
         with open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me))) as a2a:
@@ -104,7 +104,7 @@ def one_row_steps_on_gpu_memory(_: Any, case: Case, steps: int) -> list[int]:
 
 
 def device_memory_over_tcp(me: Any) -> str:
-    """What the error says where the provider does not reach GPU memory."""
+    """Returns the error where the provider does not reach GPU memory."""
     try:
         open_all_to_all(
             me, Case(1, me.world_size, transport="proxy:tcp"), device=str(gpu_cases.gpu_of(me)), placement="device"

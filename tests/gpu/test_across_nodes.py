@@ -168,7 +168,7 @@ def test_gpus_that_do_not_reach_each_other() -> None:
 
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_a_proxy_that_stands_still(transport: str) -> None:
-    """For a second, in the middle of steps: they wait for it, and nothing is lost."""
+    """A proxy stands still for a second, in the middle of steps: they wait for it, and nothing is lost."""
     with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},stall=1@60,stall=0@200"}) as crew:
         assert crew.run("gpu_cases:soak", small(transport), 300, timeout=100) == [0] * RANKS
 

@@ -27,7 +27,7 @@ from pplx_comm.gpus import cuda_module
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
 
 LIMIT = 60
-"""Seconds for a case on GPUs, the default of a crew: who takes longer hangs, and is named."""
+"""Seconds for a case on GPUs, the default of a crew: a rank that takes longer hangs, and is named."""
 
 COMPILED_LIMIT = 250
 """The same where torch compiles, which takes most of it."""
@@ -80,7 +80,7 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_what_is_no_number(crew: Crews, wire: str, dtype: str) -> None:
+def test_numbers_that_are_nan_or_infinite(crew: Crews, wire: str, dtype: str) -> None:
     """Blocks with NaN, infinities, zeros and the ends of the range, blocks that are short, and both layouts of scales."""
     for hidden, scale_layout in ((1024, "row"), (7168, "tma"), (200, "row"), (1128, "tma")):
         case = Case(
@@ -147,7 +147,7 @@ def test_tensors_of_before_a_reset(crew: Crews) -> None:
     crew.run("graph_cases:old_tensors", case, gpu=True, timeout=COMPILED_LIMIT)
 
 
-@pytest.mark.skipif(AT_ONCE < 2, reason="nobody to lose")
+@pytest.mark.skipif(AT_ONCE < 2, reason="no peer to lose")
 def test_lost_peer() -> None:
     ranks = APART[-1]
     with Crew(ranks) as crew:
@@ -169,7 +169,7 @@ def test_beside_a_kernel_that_holds_the_gpu(crew: Crews, left: int) -> None:
 
 
 def together(ranks: int) -> int:
-    """As many ranks as have a GPU each; else they share one."""
+    """The number of ranks that have a GPU each; else they share one."""
     return max([n for n in APART if n >= ranks], default=ranks)
 
 
@@ -201,7 +201,7 @@ def test_reset(wire: str, tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
-def test_reset_when_nobody_died() -> None:
+def test_reset_without_a_death() -> None:
     ranks = together(2)
     with Crew(ranks) as crew:
         crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks))

@@ -92,7 +92,7 @@ def test_one_compilation_serves_all_routings(crew: Crews, precision: str, limit:
 
 
 def of_one_rank(case: str) -> Any:
-    """What the case found."""
+    """Result of the case."""
     pytest.importorskip("triton")
     crews = Crews(1)
     try:

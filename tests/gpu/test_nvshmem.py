@@ -74,8 +74,8 @@ def small(transport: str, **changes: object) -> Case:
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
-def test_who_is_put_to(crew: Crews, transport: str, reach: str) -> None:
-    """Over P2P everybody is near."""
+def test_ranks_that_are_put_to(crew: Crews, transport: str, reach: str) -> None:
+    """Over P2P all ranks are near."""
     remote = crew.run("nvshmem_cases:remote", small(transport), timeout=120)
     node = 2 if transport == "nvshmem-mixed" else 1
     assert remote == [[peer for peer in range(RANKS) if reach == "far" and peer // node != rank // node] for rank in range(RANKS)]
@@ -313,7 +313,7 @@ def fuzz() -> str:
 
 @pytest.mark.timeout(1200)
 def test_fuzz(fuzz: str) -> None:
-    """Of the module's own kernels. Where all are near, they are those of mapped memory."""
+    """Fuzzes the module's own kernels. Where all are near, they are those of mapped memory."""
     with Crew(RANKS, {"PPLX_TEST_NVSHMEM": fuzz, "PPLX_COMM_CUDA_FUZZ": str(seed()), **REACH["far"]}) as crew:
         for number in range(20):
             case = random_case(seed() * 100_000 + 97_000 + number, RANKS, tuple(CARRIERS))

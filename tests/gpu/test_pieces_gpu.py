@@ -98,7 +98,7 @@ def test_soak(transport: str) -> None:
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_streams(transport: str, in_flight: int) -> None:
-    """What a receive half still sends of a step was written on another stream."""
+    """The rest of a step, which a receive half sends, was written on another stream."""
     with Crew(max(WORLDS)) as crew:
         case = replace(large(max(WORLDS), "native", tokens=1500), transport=transport, in_flight=in_flight)
         crew.run("gpu_cases:streams", pieces(replace(case, slot_bytes=None)), 20, timeout=300)
@@ -136,7 +136,7 @@ GROUPS = [g for g in (2, 4) if g <= RANKS]
 
 
 def of_replicas(case: Case, replicas: int, transport: str = "mapped") -> Case:
-    """Each sends as many tokens as it would without the others."""
+    """Each sends the tokens that it would without the others."""
     return pieces(replace(case, max_tokens=replicas * case.max_tokens, replicas=replicas, transport=transport, slot_bytes=None))
 
 
@@ -155,7 +155,7 @@ def test_random_shapes_of_replicas(transport: str, replicas: int) -> None:
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_replicas_as_on_the_cpu(wire: str, layout: str, transport: str) -> None:
-    """Of 513 tokens the first replica has so many that its blocks go in pieces, the second one does not."""
+    """Among 513 tokens the first replica has enough that its blocks go in pieces, the second one does not."""
     with Crew(RANKS) as crew:
         tokens_of = [4096, 513, 128, 3001, 1, 513, 512, 0, 1800]
         case = of_replicas(large(RANKS, wire, layout, tokens=2048), 2, transport)

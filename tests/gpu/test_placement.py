@@ -36,7 +36,7 @@ def small(transport: str) -> Case:
 
 
 def shapes(begin: int, count: int) -> list[Case]:
-    """Without replicas, who are of one node: with two ranks no copies would be left."""
+    """Shapes without replicas, which share a node: with two ranks no copies would be left."""
     return [replace(random_case(seed() * 100_000 + begin + n, RANKS, ("copy",)), replicas=1) for n in range(count)]
 
 
@@ -80,6 +80,6 @@ def test_a_million_one_row_steps(process: Crews, transport: str) -> None:
         assert run_ranks(RANKS, "placement_cases:one_row_steps", case, 1_000_000, timeout=800) == [0] * RANKS
 
 
-def test_what_cannot_be_had() -> None:
+def test_placements_that_are_refused() -> None:
     said = run_ranks(2, "placement_cases:device_memory_over_tcp")
     assert all("placement='device'" in text and "GPU" in text for text in said), said

@@ -1,4 +1,4 @@
-"""What ranks do while one of them says that it is busy; see harness."""
+"""Cases in which one rank says that it is busy; see harness."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def dies_busy(me: Any, late: int) -> dict[str, Any]:
 
 
 def stops_after(me: Any, late: int) -> dict[str, Any]:
-    """It was busy, and is no longer: it is blamed as ever."""
+    """It was busy, and is no longer: it is blamed again."""
     a2a = _all_to_all(me, "mapped")
     with me.comm.busy():
         pass

@@ -1,4 +1,4 @@
-"""What a test sends: an AllToAll and a few steps on it, the same on every rank by their seed."""
+"""The steps that a test sends: an AllToAll and a few steps on it, the same on every rank by their seed."""
 
 from __future__ import annotations
 
@@ -118,15 +118,15 @@ def variants(case: Case, **changes: list[Any]) -> list[Case]:
 class Step:
     """One step of a case, as all ranks know it."""
 
-    tokens: list[Tokens]  # by rank
+    tokens: list[Tokens]  # indexed by rank
     late_weights: list[torch.Tensor] | None  # weights= at combine
     weighted: bool
     released: bool
     start: list[torch.Tensor] | None  # accumulate=True adds to it
     given_out: bool
     plan_of: int | None  # reuse that step's plan
-    tails: list[torch.Tensor] | None = None  # by rank of the tokens: what each choice's expert attaches
-    how: list[str] = field(default_factory=list)  # by rank: whole, halves, async, other_thread
+    tails: list[torch.Tensor] | None = None  # indexed by rank of the tokens: what each choice's expert attaches
+    how: list[str] = field(default_factory=list)  # indexed by rank: whole, halves, async, other_thread
     strided: list[bool] = field(default_factory=list)
 
 

@@ -1,4 +1,4 @@
-"""What ranks do in a chaos (PPLX_COMM_CHAOS, proxy/chaos.h); see harness and rank_cases.py."""
+"""Cases in a chaos (PPLX_COMM_CHAOS, proxy/chaos.h); see harness and rank_cases.py."""
 
 from __future__ import annotations
 

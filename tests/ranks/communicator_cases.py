@@ -1,4 +1,4 @@
-"""What the ranks of test_communicator.py, test_launchers.py and test_rendezvous.py do."""
+"""Cases of test_communicator.py, test_launchers.py and test_rendezvous.py."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _told(problem: BaseException) -> dict[str, Any]:
 
 
 def _raised(call: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """What `call` raises, and after how many seconds."""
+    """Returns what `call` raises, and after how many seconds."""
     from outcomes import Starved
 
     from pplx_comm.errors import Error
@@ -106,7 +106,7 @@ def many_starts(me: Member, times: int) -> int:
 
 
 def share_files(me: Member, count: int) -> dict[str, Any]:
-    """Everybody maps everybody's memory, writes there, and reads what the others wrote."""
+    """Each rank maps all others' memory, writes there, and reads what the others wrote."""
     from pplx_comm.control import memfd
 
     with me.communicator() as comm:
@@ -256,7 +256,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
             os._exit(3)
         sys.exit(0)
     result = _raised(comm.barrier, timeout=20)
-    # The waiting thread may learn it before the control thread has told everybody.
+    # The waiting thread may learn it before the control thread has told all ranks.
     until("rank 1 is dead and the callback was called", lambda: not comm.control.alive()[1] and bool(heard))
     result["alive"] = comm.control.alive()
     result["failure"] = comm.failure.kind if comm.failure else None
@@ -273,7 +273,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
 
 
 def leave_after_barrier(me: Member, rounds: int) -> int:
-    """Who comes out of the last barrier first closes at once; nobody else may fail for that."""
+    """The first rank out of the last barrier closes at once; no other rank may fail for that."""
     for number in range(rounds):
         comm = me.communicator(node_size=1 + number % 2)
         comm.barrier()
@@ -282,7 +282,7 @@ def leave_after_barrier(me: Member, rounds: int) -> int:
 
 
 def wrong_order(me: Member) -> dict[str, Any]:
-    """Time is up when everybody has called, and for all together: what each sees of the others depends on no clock."""
+    """Time is up when all have called, and for all together: what each sees of the others depends on no clock."""
     from pplx_comm.control import collectives as _collectives
 
     comm = me.communicator()
@@ -304,13 +304,13 @@ def wrong_order(me: Member) -> dict[str, Any]:
         mesh.condition.notify_all()
     waiter.join()
     me.say("told")
-    me.hear()  # who left earlier would be named for leaving
+    me.hear()  # a rank that left earlier would be named for leaving
     comm.close()
     return told[0]
 
 
 def stopped(me: Member, seconds: float) -> dict[str, Any]:
-    """Rank 1 is stopped by the test for a while. Nobody may take that for its death."""
+    """Rank 1 is stopped by the test for a while. No rank may take that for its death."""
     with me.communicator(node_size=1) as comm:
         comm.barrier()
         me.say("ready")
@@ -325,7 +325,7 @@ def stopped(me: Member, seconds: float) -> dict[str, Any]:
 
 
 def abort(me: Member) -> dict[str, Any]:
-    """Rank 2 aborts, then rank 3 does; everybody keeps the first they heard, and it ends their waits."""
+    """Rank 2 aborts, then rank 3 does; each rank keeps the first that it heard, and it ends their waits."""
     comm = me.communicator(node_size=2)
     heard: list[Any] = []
     forgotten: list[Any] = []
@@ -364,7 +364,7 @@ def abort(me: Member) -> dict[str, Any]:
 
 
 def abort_with_nonsense(me: Member) -> dict[str, Any]:
-    """Rank 1 passes on what it found in a word that somebody has damaged."""
+    """Rank 1 passes on what it found in a damaged word."""
     comm = me.communicator()
     comm.barrier()
     if comm.rank == 1:
@@ -377,7 +377,7 @@ def abort_with_nonsense(me: Member) -> dict[str, Any]:
 
 
 def bad_timeouts(me: Member, timeouts: list[Any]) -> list[list[str]]:
-    """What is said of each, by every entry that takes one; the Communicator stays as good as before."""
+    """Returns the error of each, from every entry that takes one; the Communicator stays as good as before."""
     from pplx_comm.communicator import Communicator
 
     with me.communicator() as comm:
@@ -618,7 +618,7 @@ def weak_callback(me: Member) -> bool:
         gone = weakref.ref(listener)
         del listener
         gc.collect()
-        comm.control.abort("nobody hears this")
+        comm.control.abort("no rank hears this")
         return gone() is None
 
 

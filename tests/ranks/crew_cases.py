@@ -1,4 +1,4 @@
-"""What the rank processes of test_crew.py run."""
+"""Cases of test_crew.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do when one of them dies, stops, leaves or is interrupted, and after reset(); see harness and rank_cases.py."""
+"""Cases in which a rank dies, stops, leaves or is interrupted, and of reset(); see harness and rank_cases.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _die(path: str) -> None:
 
 
 def _hold_shm() -> None:
-    """As if shm of libfabric before 1.18 polled just now: it holds the lock of its own file, which whoever writes to it waits for."""
+    """Acts as if shm of libfabric before 1.18 polled just now: it holds the lock of its own file, which writers to it wait for."""
     files = [name for name in os.listdir("/dev/shm") if f".{os.getpid()}." in name]
     must(len(files) > 0, "files in /dev/shm", files)
     for name in files:
@@ -67,7 +67,7 @@ def _when_inside(function: str, then: Any) -> None:
 
 
 def until_failure(me: Any, timeout: float = 20.0) -> None:
-    """For a rank that is in no call: until it knows."""
+    """Waits until this rank, which is in no call, knows of the failure."""
     deadline = time.monotonic() + timeout
     while me.comm.failure is None:
         must(time.monotonic() < deadline, "this rank was told nothing")
@@ -202,7 +202,7 @@ def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps:
         for n in range(steps):
             stopping = n == 3 and me.rank == slow
             if n == 3:
-                me.comm.barrier()  # what the slow rank sent before has arrived
+                me.comm.barrier()  # the slow rank's earlier messages have arrived
             if stopping and phase == "dispatch_send":
                 os.kill(os.getpid(), signal.SIGSTOP)
             d = good.dispatch()
@@ -284,7 +284,8 @@ def interrupted(me: Any, case: Case, who: int, place: str) -> dict[str, Any]:
 
 
 def interrupted_in_the_constructor(me: Any, case: Case, who: int, with_another: bool) -> dict[str, Any]:
-    """One rank is interrupted while it waits for the others, who come later. Then they try again, and once more as the error says."""
+    """One rank is interrupted while it waits for the others, which come later. Then they try again, and once more as the error
+    says."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     other = open_all_to_all(me, case) if with_another else None
     me.comm.barrier()
@@ -332,7 +333,7 @@ def mismatch(me: Any, case: Case, kind: str) -> dict[str, Any]:
             c = runner.combine_send(n, d)
             assert c is not None
             runner.combine_recv(n, c)
-        # Whoever saw nothing yet does now.
+        # A rank that saw nothing yet does now.
         good.n += 1
         good.last_step = None
         good.step()
@@ -360,7 +361,7 @@ def replicas_apart(me: Any, case: Case, kind: str) -> dict[str, Any]:
         d = a2a.dispatch(x, ids)
         out = torch.zeros(ids.shape[0], case.hidden, dtype=DTYPES[case.dtype])
         a2a.combine(torch.zeros_like(d.x), d, out=out, accumulate=other and kind == "accumulate")
-        a2a.dispatch(x, ids)  # whoever saw nothing yet does now
+        a2a.dispatch(x, ids)  # a rank that saw nothing yet does now
 
     result = raised(act)
     result["closing"] = end_of(me, a2a, True)
@@ -445,7 +446,7 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str], held_
                 _hold_shm()
             me.comm.barrier()
             if held_shm:
-                me.comm.barrier()  # what the others write to it has begun
+                me.comm.barrier()  # the others' writes to it have begun
             else:
                 survivor.send()
             _die(path)
@@ -502,7 +503,7 @@ def own_proxy_stands_still(me: Any, case: Case) -> dict[str, Any]:
 
 
 def reset_after_timeout(me: Any, case: Case) -> None:
-    """Nobody died: after a timeout all reset and go on together."""
+    """No rank died: after a timeout all reset and go on together."""
     with open_all_to_all(me, case, timeout=3.0) as a2a:
         good = Good(me, case, a2a)
         good.step()

@@ -1,4 +1,4 @@
-"""What the ranks of test_faults.py do: fall in the middle of a phase, go on without who fell, come back."""
+"""Cases of test_faults.py: ranks fall in the middle of a phase, go on without the fallen, come back."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def fall(me: Any, case: Case, victim: int, pid: int, phase: str, how: str, delay
     elif me.rank == (victim + 1) % me.world_size and phase.endswith("_recv"):  # so that the victim waits inside
         device.core = _Watched(core, phase.replace("recv", "send"), held_back)
     survivor = Survivor(me, case, a2a, [True] * me.world_size)
-    # Who falls in combine_recv has given everything to this step: the next one shows it.
+    # A rank that falls in combine_recv has given everything to this step: the next one shows it.
     result = raised(lambda: [survivor.step() for _ in range(3)])
     device.core = core
     result["later"] = raised(a2a.check)
@@ -195,7 +195,7 @@ def timed_step(me: Any, case: Case) -> dict[str, Any]:
 
 
 def reset_and_die(me: Any, case: Case, left: list[int], dying: int, place: str, path: str) -> dict[str, Any]:
-    """One more dies while the survivors of the first death are in reset(). They hear who, and the next reset() is good."""
+    """One more dies while the survivors of the first death are in reset(). They hear its rank, and the next reset() is good."""
     a2a = me.kept["a2a"]
 
     def die(*_: Any, **__: Any) -> None:
@@ -261,7 +261,7 @@ def no_memory_for_outputs(me: Any, call: str) -> dict[str, Any]:
         if me.rank == 0:
             mine = good.mine
             used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            taken = a2a._steps.device._outputs.reserve()  # what the pool keeps of the first step
+            taken = a2a._steps.device._outputs.reserve()  # memory that the pool keeps from the first step
             resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), before[1]))
             try:
                 told = raised(lambda: getattr(a2a, call)(mine.x, mine.ids, mine.weights))
@@ -273,7 +273,7 @@ def no_memory_for_outputs(me: Any, call: str) -> dict[str, Any]:
 
 
 def out_of_address_space(me: Any, poor: int) -> dict[str, Any]:
-    """One rank may not map what the AllToAll needs. All are told who and how much; a smaller one is fine."""
+    """One rank may not map what the AllToAll needs. All are told which rank and how much; a smaller one is fine."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     _ = me.comm
     if me.rank == poor:

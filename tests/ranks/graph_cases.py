@@ -15,7 +15,7 @@ from pplx_comm.device.steps import Steps
 from pplx_comm.torch_ops import operators as operators_module
 
 INNER = 24
-PATIENCE = 60.0  # seconds: others wait while a rank compiles for as many tokens as only it has
+PATIENCE = 60.0  # seconds: others wait while a rank compiles for a number of tokens that only it has
 
 
 class Layer(torch.nn.Module):
@@ -134,7 +134,7 @@ def compiled_training(me: Any, case: Case, backend: str, steps: int, gpu: bool =
 
 
 def rules(me: Any, case: Case) -> None:
-    """What must hold of single calls. Raises what does not."""
+    """Rules of single calls. Raises if one is broken."""
     g = torch.Generator().manual_seed(case.seed * 64 + me.rank)
     n = case.max_tokens
     x = torch.randn(n, case.hidden, generator=g).to(getattr(torch, case.dtype))
@@ -194,7 +194,7 @@ def rules(me: Any, case: Case) -> None:
         assert torch.equal(dx, ranks.sum((1, 2))[:, None].to(dx.dtype).expand_as(dx))
         assert a2a.stats()["open_steps"] == 0
 
-        # What cannot be says so, and takes no step.
+        # Impossible calls say so, and take no step.
         steps = a2a.stats()["steps"]
         d = a2a.dispatch(leaf, ids, leaf_weights)
         for wrong, says in (
@@ -219,7 +219,8 @@ def rules(me: Any, case: Case) -> None:
 
 
 def old_tensors(me: Any, case: Case, gpu: bool = False) -> None:
-    """Of what was dispatched before a reset() nothing goes on: not its combine, its plan, nor its backward pass. Compiled code does."""
+    """Nothing that was dispatched before a reset() goes on: not its combine, its plan, nor its backward pass. Compiled code
+    does."""
     torch._dynamo.reset()
     with open_all_to_all(me, case, device=_device(me, gpu), timeout=PATIENCE) as a2a:
         x = torch.ones(case.max_tokens, case.hidden, dtype=a2a.dtype, device=a2a.device)
@@ -236,7 +237,7 @@ def old_tensors(me: Any, case: Case, gpu: bool = False) -> None:
         y = fast(leaf)
         assert torch.equal(y, pair(x))
         eager, d, plain = pair(leaf), a2a.dispatch(leaf, ids), a2a.dispatch(x, ids)
-        with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
             me.comm.barrier()
         me.comm.control.abort("the test ends this generation")
         a2a.reset()
@@ -276,7 +277,7 @@ def quantised(me: Any, case: Case) -> list[str]:
 
 
 def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
-    """Steps that nothing orders but the program, and one whose result nobody reads: what the core saw, compiled and eagerly."""
+    """Steps that nothing orders but the program, and one whose result is not read: what the core saw, compiled and eagerly."""
     torch._dynamo.reset()
     with open_all_to_all(me, case, timeout=PATIENCE) as a2a, torch.no_grad():
         seen: list[int] = []
@@ -289,7 +290,7 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
 
         def steps(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             first, second = a2a.dispatch(x * 0 + 1, ids), a2a.dispatch(x * 0 + 2, ids)
-            a2a.combine(second.x, second)  # nobody reads it, but the others wait for it
+            a2a.combine(second.x, second)  # its result is not read, but the others wait for it
             y = a2a.combine(first.x, first)
             a2a.dispatch(x * 0 + 3, ids).release()
             again = a2a.dispatch(x * 0 + 3, ids), a2a.dispatch(x * 0 + 3, ids)  # alike, and still two steps
@@ -343,7 +344,7 @@ def layers_without_tokens(me: Any, case: Case) -> dict[str, Any]:
 
 
 def apart(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether no two share memory, as torch sees it."""
+    """True if no two share memory, as torch sees it."""
     return len({t.untyped_storage()._cdata for t in tensors}) == len(tensors)
 
 

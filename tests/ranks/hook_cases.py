@@ -46,7 +46,7 @@ class Beside:
 
 
 class Expected:
-    """What a rank receives in a step, by output row."""
+    """Rows that a rank receives in a step, by output row."""
 
     def __init__(self, case: Case, step: Step, rank: int, d: pc.Dispatched) -> None:
         shape, self.case, self.d = case.shape, case, d
@@ -201,8 +201,8 @@ def groups(me: Any, case: Case, parts: int, how: str) -> str:
 # ---- what goes wrong ---------------------------------------------------------------------------------------------------------------
 
 
-def nobody_comes(me: Any, case: Case, timeout: float) -> dict[str, Any]:
-    """Rank 1 does not dispatch: the words of the others are raised all the same, so that nobody spins for ever."""
+def rank_1_stays_away(me: Any, case: Case, timeout: float) -> dict[str, Any]:
+    """Rank 1 does not dispatch: the words of the others are raised all the same, so that no consumer spins for ever."""
     with rank_cases.open_all_to_all(me, case, hooks=True, timeout=timeout) as a2a:
         x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype])
         ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64)
@@ -327,7 +327,7 @@ def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
             s.after_copies(main)
             s.replay(captured[0], main)
             s.settle()
-            a2a.check()  # what failed says more than the rows that it left
+            a2a.check()  # the failure says more than the rows that it left
             found = reference.segments(case.shape, inputs.tokens, me.rank)
             must(counts.tolist() == [len(segment.token) for segment in found], "counts of replay", n)
             rows = [row for part in seen for row in part]

@@ -1,4 +1,4 @@
-"""What the ranks of test_layouts.py run."""
+"""Cases of test_layouts.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that is lent to experts: who holds it keeps it; see harness and rank_cases.py."""
+"""Memory that is lent to experts: its holder keeps it; see harness and rank_cases.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rank_cases import Good, open_all_to_all
 
 
 def held_as_long_as_wanted(me: Any, case: Case) -> None:
-    """Of two that are lent, views outlive their handles, and further steps leave them as they are. What is let go is lent again."""
+    """Two are lent: views outlive their handles, and further steps leave them as they are. Released memory is lent again."""
     with open_all_to_all(me, case, lent_outputs=2) as a2a:
         good = Good(me, case, a2a)
         for step in good.runner.steps:
@@ -29,10 +29,10 @@ def held_as_long_as_wanted(me: Any, case: Case) -> None:
             d = step()
             must(d.expert_out is not None, "a dispatch is lent memory")
             held.append(d.expert_out[1:])
-            made.append(good.runner.made[d.expert_out.data_ptr()][1:])  # by experts, before anybody fetched
+            made.append(good.runner.made[d.expert_out.data_ptr()][1:])  # the experts', before any peer fetched
         for _ in range(3):
             d = step()
-            must(d.expert_out is None, "a dispatch has memory that somebody holds")
+            must(d.expert_out is None, "a dispatch has memory that is held")
         for x, rows in zip(held, made, strict=True):
             must(torch.equal(x.view(torch.uint8), rows), "rows that are held do not change")
         freed = held.pop(0).data_ptr()

@@ -82,7 +82,7 @@ def main() -> None:
     expected = b"".join(sent[(BLOCKS - 1 - i) * BYTES : (BLOCKS - i) * BYTES] for i in range(BLOCKS))
     say(rounds=len(seconds), positive=min(seconds) > 0, early=early, right=target.raw == expected)
     late: list[Any] = []
-    while not select.select([0], [], [], 0)[0]:  # the other's last writes may need this side
+    while not select.select([0], [], [], 0)[0]:  # the peer's last writes may need this side
         late += fabric.poll()
         os.sched_yield()
     fabric.close()

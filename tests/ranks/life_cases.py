@@ -1,4 +1,4 @@
-"""What a process holds and does beside its steps: descriptors, threads, forks, exits; see harness and rank_cases.py."""
+"""Resources of a process beside its steps: descriptors, threads, forks, exits; see harness and rank_cases.py."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class _MallocInfo(ctypes.Structure):
 
 
 def held() -> dict[str, int]:
-    """What this process holds: descriptors, threads, mapped regions, and KiB: what malloc has lent out of its heaps, and what is resident
-    elsewhere. How much freed memory the heaps keep moves by up to 20 MiB from one look to the next."""
+    """Counts what this process holds: descriptors, threads, mapped regions, and KiB: what malloc has lent out of its heaps, and
+    what is resident elsewhere. How much freed memory the heaps keep moves by up to 20 MiB from one look to the next."""
     libc = ctypes.CDLL(None)
     libc.mallinfo2.restype = _MallocInfo
     maps, elsewhere, in_heap = 0, 0, False
@@ -69,7 +69,7 @@ def cycles(me: Any, case: Case, times: int, what: str) -> dict[str, list[int]]:
 
 
 def leave_open(me: Any, case: Case, how: str) -> None:
-    """What the interpreter's end closes. The test looks at the exit code and at how long it takes."""
+    """The interpreter's end closes these. The test looks at the exit code and at how long it takes."""
     me.whole_end = True
     a2a = open_all_to_all(me, case)
     good = Good(me, case, a2a)
@@ -181,7 +181,7 @@ def closed_by_another_thread(me: Any, case: Case, call: str) -> dict[str, Any]:
 
 
 def dropped_with_a_step(me: Any, case: Case, others: int, enough: float, tries: int) -> list[dict[str, float]]:
-    """What this process's threads take after that."""
+    """Returns the CPU time that this process's threads take after that."""
     a2a = open_all_to_all(me, case)
     good = Good(me, case, a2a)
     good.step()

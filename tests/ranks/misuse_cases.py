@@ -1,4 +1,4 @@
-"""What ranks do wrong, and what they are told; see harness and rank_cases.py."""
+"""Mistakes of ranks, and the errors that they get; see harness and rank_cases.py."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
             (lambda: a2a.dispatch(x, ids[0]), "topk_ids"),
             (lambda: a2a.dispatch(x, torch.zeros(2, k + 1, dtype=torch.int32)), "topk_ids"),
             (lambda: a2a.dispatch(x, ids.tolist()), "topk_ids"),
-            # Which one, and what is allowed.
+            # Names the id, and the allowed range.
             (lambda: a2a.dispatch(x, far), rf"\[1, {k - 1}\] is {experts}.*{experts - 1}"),
             (lambda: a2a.dispatch(x, far.int()), rf"\[1, {k - 1}\] is {experts}"),
             (lambda: a2a.dispatch(x, below), r"\[0, 0\] is -2"),
@@ -301,7 +301,7 @@ def other_first_step(me: Any, who: int) -> dict[str, Any]:
 
 
 def bad_replicas(me: Any) -> None:
-    """What cannot work is refused on all ranks, and what follows works. Four ranks."""
+    """Impossible replicas are refused on all ranks, and later calls work. Four ranks."""
 
     def refused(pattern: str, **changes: Any) -> None:
         r = raised(lambda: open_all_to_all(me, Case(1, 4), **changes))
@@ -316,4 +316,4 @@ def bad_replicas(me: Any) -> None:
     refused("replicas is 1 on ranks 0, 1; 2 on ranks 2, 3|replicas is 1 on .* 2 on", replicas=1 + me.rank // 2)
     exchange(me, Case(2, 4, replicas=2, transport="mixed:tcp", crowd="uneven"))
     with open_all_to_all(me, Case(3, 4, replicas=2)) as a2a:
-        a2a.warmup()  # of tokens that it draws itself, on replicas the same
+        a2a.warmup()  # it draws tokens itself, the same on replicas

@@ -1,4 +1,4 @@
-"""What ranks do with a MoE layer."""
+"""Cases of a MoE layer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def whole_step(me: Any, case: MoECase, how: str = "plain") -> dict[str, float]:
     """Forward and backward; how far this rank is from the reference in each result."""
     world = make_world(case)
     layer = make_layer(me, case, world, main_grad=how == "main_grad")
-    if how == "main_grad":  # what is there is added to
+    if how == "main_grad":  # passes add to what is there
         layer.experts.gate_up.main_grad += 1
         layer.experts.down.main_grad += 1
     x = taken(layer, world.x[me.rank]).requires_grad_()
@@ -346,7 +346,8 @@ def fails_inside(me: Any, case: MoECase, where: str, clumsy: int) -> dict[str, A
 
 
 def differing(me: Any, wrong: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What MoE() raises where the last rank passes something else, for each of `wrong`; then a layer, which all make alike."""
+    """Returns what MoE() raises where the last rank passes something else, for each of `wrong`; then a layer, which all make
+    alike."""
     alike = {"hidden": 64, "intermediate": 32, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 16, "comm": me.comm}
     last = me.rank == me.world_size - 1
     found = [raised(lambda each=each: MoE(**{**alike, **(each if last else {})})) for each in wrong]

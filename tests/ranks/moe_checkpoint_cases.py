@@ -73,7 +73,7 @@ def fsdp(me: Any, store: str, seed: int) -> dict[str, float]:
     x, dy = whole_world(me.rank, 4, seed)
     plain = make_layer(me.comm, seed)
     wanted = train_step(plain, plain, x[me.rank], dy[me.rank])
-    for name in ("router.weight", "shared.gate_up", "shared.down"):  # of this rank's tokens alone
+    for name in ("router.weight", "shared.gate_up", "shared.down"):  # gradients of this rank's tokens alone
         dist.all_reduce(wanted[name], group=mesh["dp"].get_group())
     with pc.Communicator.from_torch(mesh["ep"].get_group(), timeout=20) as comm:
         layer = make_layer(comm, seed, mesh["ep"])
@@ -87,7 +87,7 @@ def full(t: Any) -> torch.Tensor:
 
 
 def everywhere(t: torch.Tensor, name: str) -> torch.Tensor:
-    """Of an expert's weights, those of all ranks."""
+    """Gathers the experts' weights of all ranks."""
     if not name.startswith("experts."):
         return t
     parts: list[Any] = [None] * dist.get_world_size()
@@ -174,7 +174,7 @@ def main_grad(me: Any, store: str, seed: int) -> dict[str, float]:
 
 
 def main_grad_under_fsdp(me: Any, store: str, seed: int) -> dict[str, Any]:
-    """What a layer says whose weights, and so their main_grad, fully_shard() has replaced; nothing was sent."""
+    """Returns the error of a layer whose weights, and so their main_grad, fully_shard() has replaced; nothing was sent."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -39,7 +39,7 @@ SPREADS = {"zipf": segments(192, 64, 16, 0, 0), "hot": segments(0, 0, 0, USED, 0
 def normal(seed: int, *shape: int) -> torch.Tensor:
     t = torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
     if shape[0] == ROWS:
-        t[USED:] = torch.nan  # nobody reads what is behind the last segment
+        t[USED:] = torch.nan  # rows behind the last segment are not read
     return t
 
 
@@ -191,7 +191,8 @@ PAIRS = {
     "small tiles": {"rows": 16, "side": 64, "masked": True},
     "one program": {"rows": 32, "programs": 1, "masked": False},
 }
-"""What differs from the usual shape. Of tiles of 16 rows an expert has several. By pointers the first two, by descriptors the last."""
+"""Differences from the usual shape. With tiles of 16 rows an expert has several. The first two go by pointers, the last by
+descriptors."""
 
 
 def padded_pair(*counts: int) -> Segments:
@@ -202,7 +203,7 @@ PAIR_SEGMENTS = {
     "ragged": (replace(segments(16, 0, 48, 80, 0), expected=16), replace(segments(0, 0, 0, 0, 0), expected=1)),
     "padded": (padded_pair(3, 0, 53, 17, 16), padded_pair(0, 0, 0, 0, 1), padded_pair(0, 0, 0, 0, 0)),
 }
-"""Of small tiles, of which there are many, the first ones."""
+"""Small tiles, which are many, run only the first case."""
 
 
 def operands_of_pair(where: Segments, seed: int, width: int = 256) -> tuple[Any, Any, Any, torch.Tensor]:
@@ -227,7 +228,8 @@ def pair(me: Any, layout: str, tma: bool, seed: int) -> dict[str, bool]:
     found = {}
     for name, changes in list(PAIRS.items())[tma : 2 + tma]:
         shape = replace(tiles.SHAPE_OF_PAIR, **changes)
-        # Tiles of as many rows: the interpreter multiplies by numpy, which adds up tiles of other sizes in other orders.
+        # The tiles have the same number of rows: the interpreter multiplies by numpy, which adds up tiles of other sizes in other
+        # orders.
         apart = {"shape_of_codes": lambda *_, s=shape: replace(s, programs=1)}
         with patched(tiles, {"SHAPE_OF_PAIR": shape, **apart}):
             for number, where in enumerate(PAIR_SEGMENTS[layout] if name != "small tiles" else PAIR_SEGMENTS[layout][:1]):
@@ -256,7 +258,7 @@ TURNS = 0.02, 0.2
 
 
 def pair_of_processes(me: Any, path: str, seed: int) -> dict[str, bool]:
-    """Two processes with one program each share a launch, and its memory, in which nothing is until somebody writes it."""
+    """Two processes with one program each share a launch, and its memory, which is empty until one of them writes it."""
     from triton.runtime.interpreter import interpreter_builder
 
     from pplx_comm.moe.grouped import pair as of_pair
@@ -312,7 +314,7 @@ def pair_of_processes(me: Any, path: str, seed: int) -> dict[str, bool]:
 
 
 def dot_scaled(a: Any, a_scale: Any, a_format: str, b: Any, b_scale: Any, b_format: str, sums: Any) -> Any:
-    """What tl.dot_scaled means, which the interpreter does not know."""
+    """Computes tl.dot_scaled, which the interpreter does not know."""
     import triton.language as tl
 
     def numbers(codes: Any, scale: Any) -> Any:
@@ -392,7 +394,7 @@ def activations(me: Any, seed: int) -> dict[str, float | bool]:
 
 
 def check_words(name: str, ptx: str, tma: bool) -> None:
-    """What orders rows and words, in the machine's words."""
+    """Checks the instructions that order rows and words."""
     if name == "rows_through_experts":
         for word in ("acq_rel", ".release"):
             just_before = ptx[: ptx.index(word)].splitlines()[-12:]

@@ -13,7 +13,7 @@ class MoECase:
     seed: int
     world_size: int
     spread: str = "even"
-    """Of tokens over experts: "even", "zipf", "hot" (one expert has all), "few" (most experts have none)."""
+    """Distribution of tokens over experts: "even", "zipf", "hot" (one expert has all), "few" (most experts have none)."""
     precision: str = "bf16"
     compute: str | None = None
     dtype: str = "float32"
@@ -22,10 +22,10 @@ class MoECase:
     num_experts: int = 6
     top_k: int = 2
     tokens: tuple[int, ...] = (9, 0, 24, 5)
-    """By rank."""
+    """Indexed by rank."""
     score: str = "softmax"
     groups: tuple[int, int] = (1, 1)
-    """Of experts, and how many of them a token's choices may be in."""
+    """Groups of experts, and how many of them a token's choices may be in."""
     normalise: bool = True
     scale: float = 1.0
     shared: int = 32
@@ -54,7 +54,7 @@ class Parameters:
 
 @dataclass
 class World:
-    """What all ranks have. The same on each."""
+    """Parameters that are the same on all ranks."""
 
     parameters: Parameters
     x: list[torch.Tensor]
@@ -140,7 +140,7 @@ def _losses(case: MoECase, logits: torch.Tensor, scores: torch.Tensor, chosen: l
 
 @dataclass
 class Expected:
-    """Of one rank: its output and gradients; those of its experts come from the tokens of all ranks."""
+    """One rank's output and gradients; those of its experts come from the tokens of all ranks."""
 
     y: torch.Tensor
     loss: torch.Tensor

@@ -61,7 +61,7 @@ class Networks:
         self._delete()
 
     def cut(self) -> None:
-        """One end goes down, which takes the carrier from the other. Nobody gets a reset: packets just do not arrive."""
+        """One end goes down, which takes the carrier from the other. No end gets a reset: packets just do not arrive."""
         self._ip("-n", self.names[1], "link", "set", "eth0", "down")
 
     def mend(self) -> None:
@@ -77,7 +77,7 @@ class Networks:
                 self._ip("-n", name, "link", "set", end, "up")
 
     def ports(self, side: int, first: int, last: int) -> None:
-        """What the kernel chooses from there."""
+        """Limits the ports that the kernel chooses from there."""
         setting = f"echo {first} {last} >/proc/sys/net/ipv4/ip_local_port_range"
         self._ip("netns", "exec", self.names[side], "sh", "-c", setting)
 

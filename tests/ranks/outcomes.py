@@ -1,4 +1,4 @@
-"""What a call raised, as ranks tell it to the test, and how a check fails."""
+"""Outcomes of calls, as ranks tell them to the test, and how a check fails."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Starved:
 
 
 def raised(call: Any, starved: Starved | None = None) -> dict[str, Any]:
-    """What the call raises, or that it returned."""
+    """Describes what the call raises, or that it returned."""
     starved = starved or Starved()
     begin = time.monotonic()
     try:

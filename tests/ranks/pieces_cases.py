@@ -1,4 +1,4 @@
-"""What ranks do with blocks in pieces; see harness and rank_cases.py."""
+"""Cases of blocks in pieces; see harness and rank_cases.py."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def out_of_order(me: Any, case: Case) -> tuple[str, str]:
 
 
 def plan_of_replicas(me: Any, case: Case) -> None:
-    """A plan has the weights of all tokens, whoever sends them; and the same routing goes again by it."""
+    """A plan has the weights of all tokens, also those that its replica sends; and the same routing goes again by it."""
     g = torch.Generator().manual_seed(case.seed + me.rank // case.replicas)
     shape = (case.max_tokens, case.top_k)
     with open_all_to_all(me, case) as a2a:

@@ -1,4 +1,4 @@
-"""What the rank processes of the tests run. A function takes `me`, its Member (see harness), and says what it saw."""
+"""Cases of the tests' rank processes. A function takes `me`, its Member (see harness), and says what it saw."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
 
 
 def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
-    """What a model would do with d.x. Rows that hold nothing give NaN, which must go nowhere."""
+    """Acts as a model would on d.x. Rows that hold nothing give NaN, which must go nowhere."""
     shape = case.shape
     rows = reference.dequantise(d.x, d.scale, case.wire) if shape.quantised else d.x.float()
     out = torch.full(d.x.shape, torch.nan).to(shape.dtype)
@@ -213,10 +213,10 @@ class Runner:
         self.rank, self.case, self.a2a = me.rank, case, a2a
         self.steps = make_steps(case)
         self.plans: dict[int, pc.Plan] = {}
-        self.random = random.Random(f"{case.seed} rank {me.rank}")  # what ranks may do differently
+        self.random = random.Random(f"{case.seed} rank {me.rank}")  # choices that ranks may make differently
         self.digest = hashlib.sha256()
-        self.outputs: dict[int, bytes] = {}  # by step, what combine returned
-        self.made: dict[int, torch.Tensor] = {}  # by address, what experts wrote to memory that was lent
+        self.outputs: dict[int, bytes] = {}  # step -> combine's result
+        self.made: dict[int, torch.Tensor] = {}  # address -> what experts wrote to lent memory
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         return _spread(rows, self.random)
@@ -496,7 +496,7 @@ def both_proxies_carry(me: Any, case: Case) -> None:
         until("all writes are counted", lambda: sum(writes()) >= sum(blocks) <= one.stats()["proxy"]["writes"])
         stats = two.stats()["proxy"]
         must(writes() == blocks, "writes of the proxies", writes(), "to peers", peers)
-        must(stats["writes"] == sum(blocks) == one.stats()["proxy"]["writes"], "as many writes as with one proxy", stats)
+        must(stats["writes"] == sum(blocks) == one.stats()["proxy"]["writes"], "the same number of writes as with one proxy", stats)
         for name, total in (("bytes", stats["bytes"]), ("dropped", 0), ("duplicates", 0)):
             must(sum(each[name] for each in stats["proxies"]) == total, name, stats)
         must(sum(nic["bytes"] for nic in stats["nics"]) == stats["bytes"], "bytes of the NICs", stats)

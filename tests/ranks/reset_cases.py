@@ -1,4 +1,4 @@
-"""What ranks do that have several AllToAlls on one Communicator, or several threads, when a rank dies: see test_reset.py."""
+"""Cases of several AllToAlls on one Communicator, or several threads, when a rank dies: see test_reset.py."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def in_opposite_orders(me: Any, case: Case) -> None:
     """Rank 0 resets a then b, the others b then a."""
     with several(me, case, 2, timeout=2.0) as both:
         _good_steps(me, case, both, [True] * me.world_size, 1)
-        with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
             me.comm.barrier()
         _fail(me)
         for a2a in both if me.rank == 0 else both[::-1]:
@@ -112,7 +112,7 @@ def threads_reset(me: Any, case: Case, how: str, count: int = 3) -> None:
 
 
 def _together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What the calls return, each of a thread of its own."""
+    """Returns the calls' results, each called in a thread of its own."""
     results: list[Any] = [None] * len(calls)
     ready = threading.Barrier(len(calls))
 
@@ -196,7 +196,7 @@ def nothing_failed(me: Any, case: Case) -> None:
 def late_thread(me: Any, case: Case) -> None:
     """A thread that was told of the failure calls reset() when another one has reset, and begun a step, which goes on."""
     with several(me, case, 2) as (one, other):
-        with contextlib.suppress(pc.PeerError):  # of a rank that is further on
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
             me.comm.barrier()
         _fail(me)
         told, begun = threading.Event(), threading.Event()

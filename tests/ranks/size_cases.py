@@ -25,7 +25,8 @@ MOST_RESIDENT = 1 << 30
 
 
 def far_layout(layout: str, row_bytes: int) -> dict[str, Any]:
-    """Of a Case: where ranks with four experts each have the rows of their last one beyond both. row_bytes: of a row of d.x."""
+    """Layout of a Case in which ranks with four experts each have the rows of their last one beyond both. row_bytes: of a row of
+    d.x."""
     rows = -(-FAR_BYTES // (3 * row_bytes)) + 1
     if layout == "padded":
         return {"layout": "padded", "rows": rows}
@@ -58,7 +59,7 @@ def far_apart(rows: torch.Tensor) -> torch.Tensor:
 
 
 class FarRunner(Runner):
-    """All inputs and outputs that may have rows far apart have them so. What nobody uses is memory that nobody has touched."""
+    """All inputs and outputs that may have rows far apart have them so. Unused rows are memory that was never touched."""
 
     def __init__(self, me: Any, case: Case, a2a: pc.AllToAll) -> None:
         super().__init__(me, case, a2a)

@@ -1,4 +1,4 @@
-"""What the ranks of test_surroundings.py do."""
+"""Cases of test_surroundings.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _steps(me: Any, transport: str = "mapped") -> None:
 
 
 def open_without_room(me: Any, case: Case) -> dict[str, Any]:
-    """What AllToAll() raises, and what it leaves in /dev/shm. Mapped memory works all the same."""
+    """Returns what AllToAll() raises, and what it leaves in /dev/shm. Mapped memory works all the same."""
     told = raised(lambda: open_all_to_all(me, case))
     me.comm.barrier()
     told["left"] = os.listdir("/dev/shm")

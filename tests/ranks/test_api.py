@@ -182,7 +182,7 @@ def test_the_cpu_by_number(crew: Crews) -> None:
 
 
 def test_a_missing_provider() -> None:
-    """No libfabric on one rank, or no NIC for the provider on any: all are told who lacks what, soon, and what comes next works."""
+    """No libfabric on one rank, or no NIC for the provider on any: all soon hear which rank lacks what, and later calls work."""
     proxy = {"transport": "proxy", "provider": "tcp"}
     missing = "/nowhere/libfabric.so.1"
     with Crew(3) as crew:

@@ -61,7 +61,7 @@ def test_many_steps(transport: str, in_flight: int) -> None:
 
 
 def test_a_proxy_that_stands_still() -> None:
-    """For a second, in the middle of steps: they wait for it, and nothing is lost."""
+    """A proxy stands still for a second, in the middle of steps: they wait for it, and nothing is lost."""
     case = Case(seed(), 3, max_tokens=3, hidden=32, transport="proxy:tcp")
     with Crew(3, chaos("delay=0,stall=1@40,stall=2@200")) as crew:
         begun = time.monotonic()
@@ -115,7 +115,7 @@ def test_cut_link(transport: str, how: str) -> None:
 
 @pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
 def test_reset_after_a_cut(transport: str) -> None:
-    """Nobody died: all reset, and go on over fresh endpoints."""
+    """No rank died: all reset, and go on over fresh endpoints."""
     with Crew(3, chaos("delay=0.1,kill=0-2@60")) as crew:
         for r in crew.run("chaos_cases:until_failure", Case(302, 3, transport=transport, hidden=16), 10.0, again=True):
             assert r.get("is_peer") and r["peer"] in (0, 2), r

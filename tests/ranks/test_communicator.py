@@ -34,7 +34,7 @@ def run(world_size: int, case: str, **arguments: Any) -> list[Any]:
         return crew.collect()
 
 
-# ---- who shares a node
+# ---- nodes
 
 
 @pytest.mark.parametrize("node_size", [None, 1, 3])
@@ -151,7 +151,7 @@ def test_wrong_order_names_what_each_waits_for() -> None:
     assert one["seen"] == [1, 2]
 
 
-def test_leaving_after_the_last_barrier_disturbs_nobody() -> None:
+def test_leaving_after_the_last_barrier_disturbs_no_rank() -> None:
     run(3, "leave_after_barrier", rounds=15)
 
 
@@ -160,7 +160,7 @@ def test_world_of_one() -> None:
     assert seen[0]["node"] == [0, 1, 0, 0]
 
 
-def test_inbox_gives_up_what_nobody_wants() -> None:
+def test_inbox_gives_up_unwanted_messages() -> None:
     inbox = Inbox()
     call = inbox.open(0, "tag")
     inbox.receive(0, 1, call.pack() + b"1")
@@ -208,7 +208,7 @@ def test_kill(victim: int, node_size: int | None) -> None:
     ],
 )
 def test_leave(how: str, words: str) -> None:
-    """Who leaves cleanly is no failure, except to those who wait for it, and they hear why it left."""
+    """A clean leave is no failure, except to ranks that wait for it, and they hear why it left."""
     with started(4, CASES + "leave_early", how=how) as crew:
         crew.heard(1, "leaves")
         if how == "close":
@@ -256,15 +256,15 @@ def test_abort_reaches_everybody_and_reset_clears_it() -> None:
         assert (told["calls"], told["generation"]) == (["abort", "timeout"], 1)
 
 
-def test_an_honest_report_of_nonsense_blames_nobody() -> None:
-    """Devices read what peers could have damaged. Who passes it on is no liar, and stays in."""
+def test_an_honest_report_of_nonsense_blames_no_rank() -> None:
+    """Devices read what peers could have damaged. A rank that passes it on is no liar, and stays in."""
     for told in run(3, "abort_with_nonsense"):
         assert told["failure"] == ["abort", 1, None, 7]
         assert "a damaged word" in told["message"]
         assert told["survivors"] == [0, 1, 2]
 
 
-def test_failures_that_name_nobody() -> None:
+def test_failures_that_name_no_rank() -> None:
     fine = {"rank": 1, "peer": 2, "kind": "abort", "phase": "x", "step": 3, "message": "m"}
     assert Failure.from_json(fine, 3).peer == 2
     for peer in (3, -1, 1 << 40, True, "1", 1.0):
@@ -276,7 +276,7 @@ def test_failures_that_name_nobody() -> None:
 
 
 def test_timeouts_that_no_wait_can_take() -> None:
-    """Rank 0 raised OverflowError inside of a wait, and told nobody."""
+    """Rank 0 raised OverflowError inside of a wait, and told no peer."""
     timeouts = ["inf", "nan", "1e10", "-1", "5"]
     for told in run(2, "bad_timeouts", timeouts=timeouts):
         for messages in told:
@@ -317,11 +317,11 @@ def test_callbacks_at_close() -> None:
     assert run(1, "on_close") == [["first", "second", "third"]]
 
 
-def test_listening_keeps_nobody_alive() -> None:
+def test_listening_keeps_no_rank_alive() -> None:
     assert run(1, "weak_callback") == [True]
 
 
-def test_a_cut_link_is_told_to_those_who_cannot_see_it() -> None:
+def test_a_cut_link_is_told_to_ranks_that_cannot_see_it() -> None:
     with started(3, CASES + "cut_link") as crew:
         crew.all_heard("ready")
         crew.tell(0)
@@ -424,7 +424,7 @@ def test_agreement_under_any_deaths(part: int) -> None:
 
 
 def test_agreement_drops_a_rank_that_only_some_lost() -> None:
-    """A cut cable between 0 and 1: 2 and 3 go on with one of them at most, and who is dropped does not go on."""
+    """A cut cable between 0 and 1: 2 and 3 go on with one of them at most, and the dropped rank does not go on."""
     queues: list[tuple[int, int, str, frozenset[int]]] = []
 
     def sender(rank: int) -> Any:
@@ -639,7 +639,7 @@ def test_two_hosts_and_a_cut_cable() -> None:
 
 
 class _Strangers:
-    """Listens at an address of a network on every port of a range, and refuses whoever calls as another job's rank does."""
+    """Listens at an address of a network on every port of a range, and refuses callers as another job's rank does."""
 
     def __init__(self, network: str, address: str, ports: range) -> None:
         self.met = 0
@@ -670,7 +670,7 @@ class _Strangers:
 
 
 def test_an_address_that_both_hosts_have() -> None:
-    """It leads each caller to whoever listens on its own host, here a rank of another job: only that call may fail."""
+    """It leads each caller to the listener on its own host, here a rank of another job: only that call may fail."""
     with Networks() as networks, contextlib.ExitStack() as cleanup:
         here, there = (["ip", "netns", "exec", name] for name in networks.names)
         networks.share("172.17.0.1")

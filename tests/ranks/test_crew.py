@@ -1,4 +1,4 @@
-"""The ranks of the tests: who fails is named at once, and the next test has ranks that work."""
+"""The ranks of the tests: a failed rank is named at once, and the next test has ranks that work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def crews() -> Iterator[Crews]:
     crews.close()
 
 
-def test_who_raised_is_named_first_and_nobody_waits_for_the_rest(crews: Crews) -> None:
+def test_the_rank_that_raised_is_named_first_without_waiting_for_the_rest(crews: Crews) -> None:
     crews.run("crew_cases:number")
     begun = time.monotonic()
     with pytest.raises(RankFailed) as failed:

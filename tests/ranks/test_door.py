@@ -195,7 +195,7 @@ def _reject(sock: socket.socket) -> None:
 
 @pytest.fixture
 def strangers() -> Iterator[list[Address]]:
-    """Listeners that are nobody's: one answers as another job's rank does, one talks nonsense, one says nothing."""
+    """Listeners of strangers: one answers as another job's rank does, one talks nonsense, one says nothing."""
     with contextlib.ExitStack() as cleanup:
         addresses: list[Address] = []
         for talk in (_reject, lambda sock: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), lambda sock: sock.recv(4096)):
@@ -217,7 +217,7 @@ def strangers() -> Iterator[list[Address]]:
 
 
 def test_strangers_at_some_addresses_of_a_rank(house: _House, strangers: list[Address]) -> None:
-    """An address that many hosts have (a container bridge's) leads each caller to whoever listens there on its own host."""
+    """An address that many hosts have (a container bridge's) leads each caller to the listener on its own host."""
     for rank, addresses in enumerate(itertools.permutations([*strangers, house.name]), 1):
         began = time.monotonic()
         connect(addresses, _guest(rank=1 + rank % 3), 0, 20).close()
@@ -321,7 +321,7 @@ def test_slow_guests_are_shown_out(house: _House) -> None:
     assert house.door.refused == {"too slow": 1}
 
 
-def test_a_crowd_of_silent_guests_keeps_nobody_out(house: _House) -> None:
+def test_a_crowd_of_silent_guests_keeps_no_rank_out(house: _House) -> None:
     with contextlib.ExitStack() as crowd:
         for _ in range(_door.MOST_GUESTS + 100):
             crowd.enter_context(house.connect())
@@ -351,7 +351,7 @@ def test_a_door_may_close_while_a_guest_is_heard() -> None:
                 guest.recv(100)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_another_user_is_turned_away(house: _House) -> None:
     code = (
         "import os, socket; os.setuid(65534); s = socket.socket(socket.AF_UNIX); "

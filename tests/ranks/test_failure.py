@@ -23,7 +23,7 @@ import pplx_comm._core as _core
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
 CARRIERS = ["mapped", "proxy:tcp"]
-"""For what both providers share: where the provider has no part in what is told of a rank that is slow, or leaves."""
+"""Carriers for tests in which the provider has no part: reports on a rank that is slow, or leaves."""
 NOTICED = 10.0  # seconds from a death until every survivor has raised: one where cores are free, and less than any timeout here
 CLOSED = 10.0  # two where cores are free
 
@@ -193,7 +193,7 @@ def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
 @pytest.mark.parametrize("transport", CARRIERS)
 @pytest.mark.parametrize("place", ["dispatch_recv", "combine_recv"])
 def test_interrupt(transport: str, place: str) -> None:
-    """Ctrl-C on a rank that waits: KeyboardInterrupt there, and the others hear who it was."""
+    """Ctrl-C on a rank that waits: KeyboardInterrupt there, and the others hear its rank."""
     with Crew(3) as crew:
         crew.start("failure_cases:interrupted", Case(71, 3, transport=transport), 0, place)
         crew.heard(0, "inside")
@@ -211,7 +211,7 @@ def test_interrupt(transport: str, place: str) -> None:
 
 @pytest.mark.parametrize("with_another", [False, True], ids=["alone", "beside_another"])
 def test_interrupt_in_the_constructor(with_another: bool) -> None:
-    """Ctrl-C on a rank that waits for the others' constructors: they hear who it was, at once, and what helps. Then it works."""
+    """Ctrl-C on a rank that waits for the others' constructors: they hear its rank, at once, and what helps. Then it works."""
     with Crew(3) as crew:
         crew.start("failure_cases:interrupted_in_the_constructor", Case(72, 3), 0, with_another)
         crew.heard(0, "inside")
@@ -313,5 +313,5 @@ def crew() -> Iterator[Crews]:
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
-def test_reset_when_nobody_died(crew: Crews, transport: str) -> None:
+def test_reset_without_a_death(crew: Crews, transport: str) -> None:
     crew.run("failure_cases:reset_after_timeout", Case(95, 3, transport=transport))

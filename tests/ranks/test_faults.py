@@ -25,7 +25,7 @@ RANKS = 3
 TIMEOUT = 3.0  # seconds of a step, where a rank is stopped
 LEAVE_OUT = 1.0  # seconds of reset() for a rank that does not come
 LATE = 1.0  # seconds after its timeout in which a rank has said so
-BLAMED = {  # what waits for a rank that stopped there
+BLAMED = {  # waits for a rank that stopped there
     "dispatch_send": {"dispatch_recv", "combine_recv"},  # its block may have gone to one and not to the other
     "dispatch_recv": {"combine_recv"},
     "combine_send": {"combine_recv", "dispatch_recv"},  # or to both, just before
@@ -133,7 +133,7 @@ def come_back_from_death(stories: list[Story]) -> None:
 
 
 def awake_in_time(stories: list[Story]) -> None:
-    """It hears that it was given up, comes to reset() like all others, and nobody is missing."""
+    """It hears that it was given up, comes to reset() like all others, and no rank is missing."""
     for s in stories:
         s.crew.signal(s.victim, signal.SIGCONT)
         (told,) = s.crew.collect(10, [s.victim])

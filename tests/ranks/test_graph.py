@@ -19,7 +19,7 @@ def inductor(cache: Path) -> dict[str, str]:
     return {
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
-        "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "1",  # what is a warning today
+        "TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING": "1",  # today's warning becomes an error
     }
 
 
@@ -33,7 +33,7 @@ def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 STEPS = 5
-"""All numbers of tokens that graph_cases draws: as many as fit, none, one, and one fewer."""
+"""All numbers of tokens that graph_cases draws: the most that fit, none, one, and one fewer."""
 
 
 def check_compiled(crew: Crews, layout: str, backend: str, layers: int) -> None:
@@ -124,5 +124,5 @@ def test_a_compiler_keeps_the_order_of_steps(crew: Crews, backend: str) -> None:
         assert eager == compiled == [1, 2, 3, 3, 3]
 
 
-def test_what_torch_checks_of_operators(crew: Crews) -> None:
+def test_torch_s_own_checks_of_operators(crew: Crews) -> None:
     crew.run("graph_cases:operators", replace(CASE, seed=seed(), world_size=crew.world_size), timeout=120)

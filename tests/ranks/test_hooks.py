@@ -70,9 +70,9 @@ def test_groups(crew: Crews, layout: str) -> None:
         assert crew.run("hook_cases:groups", case, parts, how) == plain
 
 
-def test_nobody_spins_for_ever() -> None:
+def test_no_consumer_spins_for_ever() -> None:
     with Crew(3) as crew:
-        crew.start("hook_cases:nobody_comes", Case(seed(), 3), 1.0)
+        crew.start("hook_cases:rank_1_stays_away", Case(seed(), 3), 1.0)
         said = crew.collect(60, [0, 2])
         crew.tell(1)
         crew.collect(60, [1])

@@ -1,4 +1,4 @@
-"""What device="cuda" does before a launch needs no GPU."""
+"""The host path of device="cuda" up to a launch needs no GPU."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from harness import Crew, Crews, seed
 
 LAYOUTS = ("ragged", "padded", "compact")
 CASES = {1: 5, 2: 16, 3: 16, 4: 14, 5: 5, 8: 4}
-"""By number of ranks."""
+"""Number of ranks -> cases."""
 DRAWN = {
     "transport": TRANSPORTS, "wire": WIRES, "layout": LAYOUTS, "routing": ROUTINGS, "crowd": CROWDS, "in_flight": (1, 2, 4),
     "dtype": ("bfloat16", "float16", "float32"), "scale_layout": ("row", "tma"), "proxy_threads": (1, 2), "replicas": (1, 2),
     "first_step": (0, 1, 2**32 - 5, 2**32 - 1),
 }  # fmt: skip
-"""What the cases of all numbers of ranks together must have had, each at least once."""
+"""The cases of all numbers of ranks together must have had each of these at least once."""
 
 
 @pytest.fixture(scope="module", params=sorted(CASES), ids=lambda n: f"ep{n}")
@@ -55,7 +55,7 @@ def test_random_shapes_have_everything() -> None:
 
 @few(1, 3, 8)
 def test_ranks_may_be_of_one_mind(crew: Crews) -> None:
-    """The edges, each for itself: nobody has tokens, everything goes to one expert, most ranks own none, one token of 16 bytes."""
+    """The edges, each for itself: no rank has tokens, everything goes to one expert, most ranks own none, one token of 16 bytes."""
     edges = [
         Case(1, crew.world_size, crowd="nobody"),
         Case(2, crew.world_size, crowd="one_has_all", in_flight=2, steps=4),

@@ -1,4 +1,4 @@
-"""What launchers say in the environment, and ranks that each of them starts."""
+"""Variables that launchers set, and ranks that each of them starts."""
 
 from __future__ import annotations
 

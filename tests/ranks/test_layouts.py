@@ -10,7 +10,7 @@ from harness import Crew
 import pplx_comm as pc
 
 TILE = 64
-"""Of DeepGEMM's masked kernels."""
+"""Rows of a tile of DeepGEMM's masked kernels."""
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,6 @@ def test_a_kernel_that_writes_whole_tiles(crew: Crew) -> None:
 
 @pytest.mark.parametrize("align", [0, -64, 1.5, True, 2**33])
 @pytest.mark.parametrize("layout", [pc.Padded, pc.Ragged])
-def test_what_is_no_alignment(align: int, layout: type[pc.Padded] | type[pc.Ragged]) -> None:
+def test_alignments_that_are_refused(align: int, layout: type[pc.Padded] | type[pc.Ragged]) -> None:
     with pytest.raises(pc.Error, match=rf"{layout.__name__}\(align=\) must be an integer from 1 to 1048576"):
         layout(align=align)

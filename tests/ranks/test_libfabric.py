@@ -151,7 +151,7 @@ def test_auto_and_its_name() -> None:
 @needs_libfabric
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:sockets"])
 def test_ranks_of_one_host_listen_on_loopback(transport: str) -> None:
-    """Nobody on another host can connect to their endpoints, which ask for no secret; unless somebody names an interface."""
+    """No process on another host can connect to their endpoints, which ask for no secret, unless a rank names an interface."""
     name = transport.partition(":")[2]
     if not any(name in provider and STATUS["providers"][provider]["available"] for provider in STATUS["providers"]):
         pytest.skip(f"no {name}")
@@ -206,7 +206,7 @@ def two_networks() -> Iterator[Networks]:
 @needs_libfabric
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_two_networks(two_networks: Networks, library: str) -> None:
-    """Nobody says which interface: loopback would be the wrong one."""
+    """No interface is named: loopback would be the wrong one."""
     for name in available(library):
         if name == "shm":
             continue

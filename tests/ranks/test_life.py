@@ -15,7 +15,7 @@ from cases import Case
 from harness import Crew, Crews, clean_environment
 
 TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
-ENDED = 9.0  # two interpreters with torch in them, on a busy machine; who waited for a step would take its timeout, 10 s
+ENDED = 9.0  # two interpreters with torch in them, on a busy machine; a rank that waited for a step would take its timeout, 10 s
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_dropped_without_close(crew: Crews, transport: str) -> None:
-    """What the last reference of an AllToAll takes along is what close() gives back."""
+    """The last reference of an AllToAll takes along what close() gives back."""
     case = Case(2, 2, transport=transport, threads=2)
     check_no_growth(crew.run("life_cases:cycles", case, 30, "drop", timeout=100))
 
@@ -108,7 +108,7 @@ def test_close_is_prompt(crew: Crews, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_steps_received_in_opposite_orders(crew: Crews, transport: str) -> None:
-    """A thread each for two steps in flight: nobody waits for a lock that is held until a peer has received."""
+    """A thread each for two steps in flight: no thread waits for a lock that is held until a peer has received."""
     crew.run("life_cases:opposite_orders", Case(8, 2, transport=transport, in_flight=2))
 
 
@@ -125,7 +125,7 @@ def test_close_ends_a_call_of_another_thread(transport: str, call: str) -> None:
 
 @pytest.mark.parametrize(("transport", "others"), [("proxy:shm", 0), ("proxy:tcp", 1)])
 def test_a_step_that_is_dropped(transport: str, others: int) -> None:
-    """An AllToAll that nobody refers to any more, with a step open: its proxy waits for nothing, also after others came and went."""
+    """An AllToAll without references, with a step open: its proxy waits for nothing, also after others came and went."""
     with Crew(2) as crew:
         for shares in crew.run("life_cases:dropped_with_a_step", Case(10, 2, transport=transport), others, 0.05, 3):
             assert min(max(share.values()) for share in shares) <= 0.05, shares

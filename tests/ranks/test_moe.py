@@ -25,7 +25,7 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
 
 
 two_ranks = pytest.mark.parametrize("crew", [2], indirect=True, ids=["2 ranks"])
-"""What does not depend on how many there are."""
+"""Two ranks suffice where their number does not matter."""
 
 
 def check(crew: Crew | Crews, limit: float, how: str = "plain", **fields: object) -> None:
@@ -178,7 +178,7 @@ DIFFERENT: list[dict[str, object]] = [
 
 
 def test_ranks_that_differ() -> None:
-    """What one rank passes that is wrong, or not as the others do, raises on all ranks, and names it."""
+    """A wrong argument of one rank, or one that differs from the others', raises on all ranks, and names the rank."""
     with Crew(2) as crew:
         zero, one = crew.run("moe_cases:differing", [*(each for each, _ in WRONG), *DIFFERENT])
     for there, here, (_, says) in zip(zero, one, WRONG, strict=False):
@@ -227,7 +227,7 @@ def test_decoding(precision: str, decode_tokens: int, limit: float) -> None:
 
 @two_ranks
 def test_too_few_rows(crew: Crews) -> None:
-    """What does not fit raises at the next call, on every rank."""
+    """Rows that do not fit raise at the next call, on every rank."""
     for said in crew.run("moe_cases:too_few_rows", MoECase(seed(), crew.world_size, "hot", in_flight=4)):
         assert "max_rows" in said, said
 

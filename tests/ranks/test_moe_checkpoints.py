@@ -30,7 +30,7 @@ def test_fsdp_ddp_and_main_grad(tmp_path: Path) -> None:
 
 
 def test_main_grad_under_fsdp(tmp_path: Path) -> None:
-    """It refuses, before anything is sent: nobody would read gradients that are not where they were asked for."""
+    """It refuses before anything is sent: the gradients would not be where they were asked for."""
     for found in run_ranks(4, "moe_checkpoint_cases:main_grad_under_fsdp", str(tmp_path / "store"), seed(), timeout=120):
         assert "fully_shard" in found["said"] and found["open"] == 0, found
 
@@ -84,7 +84,7 @@ def test_slices_of_experts() -> None:
                 assert found["loaded"] == [True, True] and "whole experts" in found["said"], found
 
 
-def test_what_has_no_name() -> None:
+def test_tensors_without_a_name() -> None:
     with pytest.raises(AssertionError, match="'mixtral' have no shared expert"):
         run_ranks(1, "moe_checkpoint_cases:names", "mixtral", True, False)
 
@@ -103,8 +103,8 @@ def test_codes_with_scales(comm: pc.Communicator) -> None:
         assert (0.01 < error < 0.04) if each == name else error == 0, (each, error)
 
 
-def test_what_is_not_loaded(comm: pc.Communicator) -> None:
-    """What is missing, or of another type or shape, is named, and the layer is as it was."""
+def test_tensors_that_are_not_loaded(comm: pc.Communicator) -> None:
+    """A tensor that is missing, or of another type or shape, is named, and the layer is unchanged."""
     layer, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
     before = [w.detach().clone() for w in layer.parameters()]
     saved = checkpoint.save(other, "deepseek")

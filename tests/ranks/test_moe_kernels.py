@@ -65,7 +65,7 @@ def test_programs_that_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def test_compiled_for_a_gpu(tmp_path: Path) -> None:
-    """For compute capability 9.0, and 10.0 for MXFP8, with their tensor cores where there are products."""
+    """Compiled for compute capability 9.0, and 10.0 for MXFP8, with their tensor cores where there are products."""
     (found,) = run_ranks(1, "moe_kernel_cases:compiled", str(tmp_path), timeout=120)
     assert len(found) == 34
     for name, instructions in found.items():

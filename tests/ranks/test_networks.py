@@ -67,7 +67,8 @@ def test_a_cut_cable(networks: Networks) -> None:
 
 @pytest.mark.parametrize(("rate", "bits_per_second"), [("20mbit", 20e6), pytest.param("2mbit", 2e6, marks=pytest.mark.slow)])
 def test_a_slow_cable(networks: Networks, rate: str, bits_per_second: float) -> None:
-    """Right, at the cable's speed, and nobody is taken for dead: not even where a step takes longer than a death is given."""
+    """Results are right, at the cable's speed, and no rank is taken for dead, even where a step takes longer than a death is
+    given."""
     case = Case(2, 4, transport="mixed:tcp", max_tokens=32, hidden=4096, top_k=4, num_experts=4)
     with crew_of(networks) as crew:
         crew.run("fault_cases:join", case, 60.0)
@@ -88,7 +89,8 @@ def _plain(text: str) -> str:
 
 @pytest.mark.slow
 def test_two_hosts_under_mpirun() -> None:
-    """What docs/across-nodes.md says under "Several hosts", word for word, on two namespaces that have nothing but a network in common."""
+    """The commands of docs/across-nodes.md under "Several hosts", word for word, on two namespaces that share nothing but a
+    network."""
     require_namespaces()
     if not (BIN / "mpirun").exists():
         pytest.skip("no mpirun in this environment")
@@ -116,7 +118,7 @@ def test_two_hosts_under_mpirun() -> None:
         left = subprocess.run(["ip", "netns"], capture_output=True, text=True, check=True).stdout
         assert tag not in left
     finally:
-        for host in ("node0", "node1"):  # what the script has done already, unless it was killed
+        for host in ("node0", "node1"):  # the script has done this already, unless it was killed
             pids = subprocess.run(["ip", "netns", "pids", f"{tag}-{host}"], capture_output=True, text=True, check=False).stdout
             for pid in pids.split():
                 with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Blocks in pieces (slot_bytes) on real ranks: the same bits as whole blocks, and what happens when somebody is late or dies.
+"""Blocks in pieces (slot_bytes) on real ranks: the same bits as whole blocks, and what happens when a rank is late or dies.
 
 The simulation draws pieces of a few rows by the thousand (proxy/sim), and tests/cpp/test_pieces.cpp looks into the memory of two ranks.
 Here steps are as large as they must be to go in pieces: more than 256 rows from one rank to another.
@@ -82,7 +82,8 @@ def test_order(crew: Crews) -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 @pytest.mark.parametrize("phase", ["dispatch_recv", "combine_recv"])
 def test_a_rank_that_does_not_come(phase: str, transport: str) -> None:
-    """It has sent, and does not receive. The other says who, where, and which piece it waits for; then both reset and go on."""
+    """It has sent, and does not receive. The other names the peer, the place, and the piece that it waits for; then both reset and
+    go on."""
     case = in_pieces(Case(2, 2, max_tokens=1000, transport=transport, num_experts=2))
     with Crew(2) as crew:
         _, r = crew.run("pieces_cases:does_not_come", case, phase)

@@ -31,7 +31,7 @@ def test_both_carry() -> None:
 
 @pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
 def test_death(transport: str) -> None:
-    """Of a peer that rank 3's first proxy carries to, and the second one of the others."""
+    """Kills a peer that rank 3's first proxy carries to, and the second one of the others."""
     case = Case(31, 4, transport=transport, max_tokens=64, hidden=512, proxy_threads=2)
     with Crew(4) as crew:
         crew.start("failure_cases:endless", case)

@@ -88,7 +88,7 @@ def test_missing_rank_0() -> None:
 
 
 def test_the_shortest_timeout_counts_for_all() -> None:
-    """A rank that gives up early is told who is missing, and so is everybody else, at once."""
+    """A rank that gives up early is told which ranks are missing, and so are all others, at once."""
     with started(3, CASES + "wait_seconds", only=[0, 1]) as crew:
         results = crew.collect()
     for rank in (0, 1):
@@ -157,7 +157,7 @@ def test_another_job_at_one_of_two_addresses() -> None:
         _wait_until_it_listens(port, first)
         with started(3, CASES + "meet_at", hosts=["127.0.0.1", "127.0.0.2"], env=ours) as second:
             assert [seen["rank"] for seen in second.collect()] == [0, 1, 2]
-        first.kill(0)  # which would wait for its rank 1
+        first.kill(0)  # it would wait for its rank 1
 
 
 def test_jobs_of_two_launchers_at_one_address() -> None:
@@ -214,7 +214,7 @@ def test_world_sizes_differ() -> None:
 
 
 def test_one_rank_twice() -> None:
-    """The other process holds what rank 0 needs; a second rank 1 is told that there is one."""
+    """Another process holds what rank 0 needs; a second rank 1 is told that there is one."""
     with started(3, CASES + "half_way", only=[1]) as first:
         job = {"PPLX_COMM_JOB": first.job}
         with started(3, CASES + "fail_to_meet", timeout=60, env=job, only=[0]) as zero:
@@ -227,7 +227,7 @@ def test_one_rank_twice() -> None:
         first.kill(1)
 
 
-def test_garbage_at_the_door_disturbs_nobody() -> None:
+def test_garbage_at_the_door_disturbs_no_rank() -> None:
     """Strangers bombard rank 0 while it waits, some of them silent; then the other ranks come, and all is well."""
     env = _loopback()
     port = int(str(env["PPLX_COMM_ADDR"]).rpartition(":")[2])

@@ -45,7 +45,8 @@ def loopback() -> str:
 
 @pytest.mark.parametrize("mib", [1, 40])
 def test_a_dev_shm_without_room(mib: int) -> None:
-    """For the files of no rank, or of one: the provider shm would look at what is left, and end in SIGBUS when it is used up."""
+    """No room for the files of any rank, or of one: the provider shm would look at the free space, and end in SIGBUS when it is
+    used up."""
     require_namespaces()
     with Crew(3) as crew:
         share_mounts(crew, ["/dev/shm"], mib << 20)
@@ -55,7 +56,7 @@ def test_a_dev_shm_without_room(mib: int) -> None:
             assert told["left"] == [], told
 
 
-def test_what_is_in_dev_shm_is_reserved() -> None:
+def test_memory_in_dev_shm_is_reserved() -> None:
     """A /dev/shm that fills up later takes no page from under a rank."""
     require_namespaces()
     with Crew(2) as crew:
@@ -142,7 +143,7 @@ def test_a_stranger_at_a_start() -> None:
             assert stranger.stdout is not None and stranger.stdout.readline() == "connected\n"
         crew.start("communicator_cases:meet", ranks=[1])
         crew.collect()
-        assert [stranger.wait(60) for stranger in calls] == [0, 0], "they heard something, or nobody hung up"
+        assert [stranger.wait(60) for stranger in calls] == [0, 0], "they heard something, or no rank hung up"
         crew.start(CASES + "hold_shared_memory")
         crew.all_heard("shared")
         assert listening(crew.pids[0]) == []

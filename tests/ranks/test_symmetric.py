@@ -1,4 +1,4 @@
-"""The host side of transport="nvshmem" with something in NVSHMEM's place: who starts it, whose PE is whose, and what it says when it cannot.
+"""The host side of transport="nvshmem" with something in NVSHMEM's place: its start, the PEs of ranks, and its errors.
 
 Ranks are threads. What a GPU runs is tests/gpu/test_nvshmem.py's.
 """
@@ -29,7 +29,7 @@ _here = threading.local()
 
 
 class World:
-    """What the PEs of one NVSHMEM share."""
+    """State that the PEs of one NVSHMEM share."""
 
     def __init__(
         self, pes: list[int], *, begun: bool = False, n_pes: int | None = None, room: int = GIB, grows: bool = False
@@ -102,7 +102,7 @@ def thread_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def on_ranks(world: World, call: Callable[[Any, nvshmem.Library, Module], Any]) -> list[Any]:
-    """What each rank's call returns, or the Error that it raises."""
+    """Each rank's result, or the Error that it raises."""
 
     def rank(me: Any) -> Any:
         library = nvshmem.Library(probed={(0, by_nic): nvshmem.Alone(None) for by_nic in (False, True)})
@@ -171,10 +171,10 @@ def reach_of(mapped: list[set[int]], near: list[set[int]]) -> list[set[int]]:
 
 
 def test_near_peers_beside_those_of_the_node() -> None:
-    """A heap has one place for all who map it."""
+    """A heap has one place for all ranks that map it."""
     nodes, all_of_them = [{1}, {0}, {3}, {2}], [{1, 2, 3}, {0, 2, 3}, {0, 1, 3}, {0, 1, 2}]
     assert reach_of(nodes, all_of_them) == [{2, 3}, {2, 3}, {0, 1}, {0, 1}]
-    assert reach_of(nodes, nodes) == [set()] * 4, "nobody of another node: heaps stay where they are"
+    assert reach_of(nodes, nodes) == [set()] * 4, "no rank of another node: heaps stay where they are"
     assert reach_of(nodes, [{1, 2}, {0}, {0, 3}, {2}]) == [{2}, set(), {0}, set()]
     assert reach_of(nodes, [{2, 3}, {2, 3}, {0, 1, 3}, {0, 1, 2}]) == [set()] * 4, "ranks of a node cannot"
     assert reach_of(nodes, [{1, 2, 3}, {2, 3}, {0, 1, 3}, {0, 1, 2}]) == [set()] * 4, "one of a node cannot"
@@ -277,7 +277,7 @@ def test_a_part_of_a_larger_job() -> None:
         assert "8 PEs" in str(error) and "2 ranks" in str(error)
 
 
-def test_what_is_left_of_a_job() -> None:
+def test_leftovers_of_a_job() -> None:
     """Memory that is there is taken, also when PEs have died since; none can be made any more."""
     world = World([0, 1])
 
@@ -295,7 +295,7 @@ def test_what_is_left_of_a_job() -> None:
 
 
 class Given:
-    """A tensor on a GPU, as far as anybody looks."""
+    """Looks like a tensor on a GPU."""
 
     device = torch.device("cuda", 0)
 
@@ -419,7 +419,7 @@ def test_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("grows", [False, True])
 @pytest.mark.parametrize("how", ["nothing", "an error"])
 def test_an_allocation_that_fails_on_one_rank(grows: bool, how: str) -> None:
-    """What the heap holds is then not the same everywhere, or it is gone: no AllToAll may have of it, on any rank."""
+    """The heap's contents then differ between ranks, or it is gone: no AllToAll may have of it, on any rank."""
 
     def call(control: Any, library: nvshmem.Library, module: Module) -> Any:
         reach = start(control, library)
@@ -519,7 +519,7 @@ def test_the_start_is_tried_as_it_will_be(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("by_nic", [False, True])
-def test_what_a_process_of_its_own_is_told(by_nic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_process_of_its_own(by_nic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
         monkeypatch.delenv(name, raising=False)
     show = "import os; print(os.environ.get('NVSHMEM_REMOTE_TRANSPORT'), os.environ.get('NVSHMEM_IB_ENABLE_IBGDA'));"
@@ -563,7 +563,7 @@ def test_an_nvshmem_that_does_not_start_alone() -> None:
         assert "status 255" in str(error), error
 
 
-def test_what_is_set_for_an_nvshmem_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_an_nvshmem_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NVSHMEM_SYMMETRIC_SIZE", "NVSHMEM_DISABLE_NVLS", "NVSHMEM_REMOTE_TRANSPORT", "NVSHMEM_IB_ENABLE_IBGDA"):
         monkeypatch.delenv(name, raising=False)
     here = nvshmem.variables(3 << 30, by_nic=False)

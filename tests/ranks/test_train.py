@@ -25,7 +25,7 @@ TRAIN = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """Bound here, and not listened on: rank 0 can have it later, and whoever asks for any port gets another."""
+    """Binds a port without listening: rank 0 can have it later, and a process that asks for any port gets another."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ def train() -> Any:
     return example()
 
 
-def test_what_is_held_out(train: Any) -> None:
+def test_held_out_text(train: Any) -> None:
     """Whole files, text alone, a tenth; and no step sees them."""
     learnt, held_out = (bytes(part.numpy()) for part in train.corpus())
     own = Path(train.__file__).read_bytes()
@@ -94,7 +94,7 @@ def test_more_ranks_than_gpus(train: Any, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("of_steps", "held_out", "status"), [(1.005, 1.005, 0), (1.02, 1.0, 1), (1.0, 0.98, 1), (math.nan, 1.0, 1)]
 )
-def test_what_is_compared(
+def test_the_comparison(
     train: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], of_steps: float, held_out: float, status: int
 ) -> None:
     """Both losses, with bf16's."""

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve().parent
 
 @pytest.fixture
 def two_hosts() -> Iterator[list[tuple[list[str], list[str]]]]:
-    """For each: the command that runs something there, and its interfaces."""
+    """Yields for each host the command that runs something there, and its interfaces."""
     ip = shutil.which("ip", path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
     if ip is None or os.geteuid() != 0:
         pytest.skip("needs root and ip")

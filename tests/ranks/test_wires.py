@@ -29,7 +29,7 @@ CORE_DTYPES = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float
 
 
 def quantise(isa: str, wire: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By the library's kernel of that name."""
+    """Quantises by the library's kernel of that name."""
     x = x.contiguous()
     rows, hidden = x.shape
     codes = torch.full((rows + 1, hidden), 0x55, dtype=torch.uint8)
@@ -100,7 +100,7 @@ def test_every_power_of_two(wire: str) -> None:
 
 
 def test_the_edges_as_documented() -> None:
-    """What Wire's own description says, number by number."""
+    """Wire's own description, number by number."""
 
     def one(wire: str, *values: float) -> tuple[list[float], float]:
         x = torch.zeros(1, 32)
@@ -219,7 +219,7 @@ LAYOUTS = {"ragged": pc.Ragged(align=8), "padded": pc.Padded(max_tokens_per_expe
 @pytest.mark.parametrize("wire", QUANTISED)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_received_rows_travel_on(comm: pc.Communicator, wire: str, layout: str) -> None:
-    """What dispatch gave, codes and scales in either layout, is what dispatch takes: nothing is quantised twice."""
+    """Codes and scales from dispatch, in either layout, are valid input of dispatch: nothing is quantised twice."""
     options: dict[str, Any] = {
         "num_experts": 2, "top_k": 1, "hidden": 328, "max_tokens_per_rank": 37, "dtype": torch.float32, "wire": wire,
         "layout": LAYOUTS[layout],
@@ -247,7 +247,7 @@ def test_received_rows_travel_on(comm: pc.Communicator, wire: str, layout: str) 
 
 
 def test_zero_scales_of_padding_travel_on(comm: pc.Communicator) -> None:
-    """Rows between segments have scale 0, which is no power of two: whoever passes them on is not refused."""
+    """Rows between segments have scale 0, which is no power of two: passing them on is not refused."""
     layout, ids = pc.Ragged(8, zero_pad=True), torch.zeros(8, 1, dtype=torch.int32)
     with pc.AllToAll(comm, num_experts=1, top_k=1, hidden=128, max_tokens_per_rank=8, wire="fp8_ue8m0", layout=layout) as a2a:
         d = a2a.dispatch(torch.ones(3, 128, dtype=torch.bfloat16), ids[:3])

@@ -18,7 +18,7 @@ INNER = 24
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of a rank's tokens and their weights, and of both matrices of its experts."""
+    """Gradients of a rank's tokens and their weights, and of both matrices of its experts."""
 
     dx: torch.Tensor
     dw: torch.Tensor
@@ -27,7 +27,8 @@ class Gradients:
 
 
 def _layer(case: Case) -> tuple[list[torch.Tensor], ...]:
-    """By rank: tokens, ids, weights, gradient of the output, of replicas the same. By expert: both matrices. The same everywhere."""
+    """Indexed by rank: tokens, ids, weights, gradient of the output, of replicas the same. Indexed by expert: both matrices. The
+    same everywhere."""
     g = torch.Generator().manual_seed(case.seed)
     counts = [case.max_tokens, 0, 2 * case.max_tokens // 3, *range(3, 3 + case.world_size)][: case.world_size // case.replicas]
     x = [torch.randn(n, case.hidden, generator=g) for n in counts]
@@ -45,7 +46,8 @@ def _expert(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tens
 
 
 def _slope(case: Case, dx: torch.Tensor, dw: torch.Tensor, rank: int) -> torch.Tensor:
-    """Of a rank's first derivatives, in directions that are not those of the output: what second derivatives are taken of."""
+    """Inner product of a rank's first derivatives, in directions that are not those of the output: second derivatives are taken of
+    it."""
     g = torch.Generator().manual_seed(case.seed + 1 + rank // case.replicas)
     along = [torch.randn(t.shape, generator=g).to(t.dtype) for t in (dx, dw)]
     return (dx * along[0]).sum() + (dw * along[1]).sum()
@@ -53,7 +55,7 @@ def _slope(case: Case, dx: torch.Tensor, dw: torch.Tensor, rank: int) -> torch.T
 
 def _by_autograd(case: Case, twice: bool = False) -> tuple[list[torch.Tensor], ...]:
     x, ids, weights, dy, up, down = ([t.double() if t.is_floating_point() else t for t in part] for part in _layer(case))
-    x, ids, weights, dy = (part[:: case.replicas] for part in (x, ids, weights, dy))  # what replicas hold counts once
+    x, ids, weights, dy = (part[:: case.replicas] for part in (x, ids, weights, dy))  # values that replicas hold count once
     for part in (x, weights, up, down):
         for t in part:
             t.requires_grad_()
@@ -80,7 +82,7 @@ def _rows(case: Case, d: pc.Dispatched) -> torch.Tensor:
 
 
 def _choices(case: Case, d: pc.Dispatched) -> list[tuple[int, Any, Any]]:
-    """Of each local expert: its number, where its rows are in d.x, and where their numbers are in tail and weights."""
+    """Yields for each local expert its number, where its rows are in d.x, and where their numbers are in tail and weights."""
     if case.layout == "compact":
         found = []
         for e in range(len(d.counts)):

@@ -205,7 +205,7 @@ def faults() -> dict[str, Any]:
     manager.clean_buffers()
     manager.warmup()
     after = manager.query_active_mask().tolist()
-    manager.comm.barrier()  # who has left is gone
+    manager.comm.barrier()  # a rank that has left is gone
     return {"mask": before[0], "fault": before[1], "after": after}
 
 
@@ -217,7 +217,7 @@ def main() -> None:
     with set_current_vllm_config(config):
         init_distributed_environment(WORLD, RANK, "env://", RANK, "gloo")
         initialize_model_parallel(1)
-        # What these classes ask of a GPU, each version in its own way, also where there is none.
+        # Answers these classes' questions about a GPU, each version's own, also where there is none.
         fused_batched_moe._is_capturing_or_compiling = torch.cuda.is_current_stream_capturing = lambda: False
         torch.accelerator.empty_cache = lambda: None
         init_workspace_manager(torch.device("cpu"))

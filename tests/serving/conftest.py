@@ -1,4 +1,4 @@
-"""What the tests with real engines share."""
+"""Fixtures of the tests with real engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from engines import HERE, PYTHON, ROOT, SGLANG_PYTHON, TRAINING_PYTHON, Engines, Nest, engines, environment
 
 PYTHONS = {"test_sglang.py": SGLANG_PYTHON, "test_training.py": TRAINING_PYTHON, "test_loops.py": TRAINING_PYTHON}
-"""Of which environment a test is. Others: vLLM's."""
+"""Environment of a test file. Others: vLLM's."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,7 +72,7 @@ def run_afresh(tmp_path: Path, metadata: Path, cache: Path) -> Iterator[Engines]
 def alone(
     models: dict[str, Path], metadata: Path, cache: Path, nest: Nest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[int, list[int]]]:
-    """What one process makes of each model."""
+    """Output of one process for each model."""
     with engines(tmp_path_factory.mktemp("alone"), metadata, cache, nest=nest) as started:
         both = {kind: started.ranks(1, model)[0] for kind, model in models.items()}
         made = {}

@@ -18,7 +18,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def break_it(unweighted: bool, stop_at: int) -> None:
-    """What a test plants: combines without the router's weights, or a rank that stops itself in one of its dispatches."""
+    """Plants a fault: combines without the router's weights, or a rank that stops itself in one of its dispatches."""
     import signal
 
     import pplx_comm
@@ -43,7 +43,7 @@ def break_it(unweighted: bool, stop_at: int) -> None:
 
 
 def carried() -> dict[str, Any]:
-    """What pplx_comm counted in this rank."""
+    """Returns pplx_comm's counts in this rank."""
     from vllm.distributed import get_ep_group
 
     manager = get_ep_group().device_communicator.all2all_manager

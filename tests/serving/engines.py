@@ -22,7 +22,7 @@ SGLANG_PYTHON = os.environ.get("PPLX_SGLANG_PYTHON")
 TRAINING_PYTHON = os.environ.get("PPLX_TRAINING_PYTHON")
 """That of torchtitan and Megatron-Core; `make check-serving` sets it."""
 SECONDS = 480.0
-"""For an engine to do what it has to. One alone takes 15 s."""
+"""Time for an engine's work. One alone takes 15 s."""
 
 
 def free_port() -> int:
@@ -181,7 +181,7 @@ class Engines:
         ]
 
     def tokens(self, count: int, model: Path, *arguments: str, **env: str) -> dict[int, list[int]]:
-        """What they made of all prompts, by the number of the prompt."""
+        """Returns their output for all prompts, by the number of the prompt."""
         ranks = self.ranks(count, model, *arguments, **env)
         made: dict[int, list[int]] = {}
         for rank in ranks:

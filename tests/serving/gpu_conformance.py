@@ -34,7 +34,7 @@ OF_A_TOKEN = {"bf16": 0.02, "fp8": 0.08}
 
 @dataclass(frozen=True)
 class Case:
-    """What runs: vLLM's `experts` fed by pplx_comm in `form`, as `mode` says; `tokens` of a rank to time, 0 to compare."""
+    """A run: vLLM's `experts` fed by pplx_comm in `form`, as `mode` says; `tokens` of a rank to time, 0 to compare."""
 
     form: str
     experts: str
@@ -137,7 +137,7 @@ class Job:
                 rank.wait()
 
     def results(self) -> dict[str, list[dict[str, Any]]]:
-        """What the ranks said of each case."""
+        """The ranks' results of each case."""
         said: dict[str, list[dict[str, Any]]] = {}
         for output in self._outputs:
             for line in output.read_text(errors="replace").splitlines():
@@ -156,7 +156,7 @@ class Job:
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of both ranks: the worse."""
+    """The worse result of both ranks."""
     if error := next((result["error"] for result in results if "error" in result), None):
         return {"error": error}
     if len(results) < RANKS:
@@ -173,7 +173,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_all(cases: list[Case], seconds: float, folder: Path) -> tuple[dict[str, dict[str, Any]], str]:
-    """What came of each case, by its name."""
+    """Returns the result of each case, by its name."""
     end = time.monotonic() + seconds
     done: dict[str, dict[str, Any]] = {}
     facts = ""
@@ -189,7 +189,7 @@ def run_all(cases: list[Case], seconds: float, folder: Path) -> tuple[dict[str, 
             break
         print(f"job {number}: {why}\n{job.tail()}", flush=True)
         if why != "out of time":
-            # The first that nobody ended is to blame.
+            # The first case that no rank ended is to blame.
             for case in left:
                 if case.name not in done:
                     if not any("error" in merged(results) for results in said.values()):
@@ -201,7 +201,7 @@ def run_all(cases: list[Case], seconds: float, folder: Path) -> tuple[dict[str, 
 
 
 def verdict(case: Case, result: dict[str, Any]) -> str:
-    """What is wrong with it, or nothing."""
+    """Returns what is wrong with it, or nothing."""
     if "error" in result:
         return str(result["error"])
     if case.tokens or "skip" in result:

@@ -113,7 +113,7 @@ def experts_of(shape: Shape, rank: int) -> range:
 
 
 def again(x: torch.Tensor, wire: str) -> torch.Tensor:
-    """What is left of it when it went through FP8, by vLLM's own quantisation, which depends on the GPU and on DeepGEMM."""
+    """Returns its value after FP8, by vLLM's own quantisation, which depends on the GPU and on DeepGEMM."""
     if wire != "fp8" or x.numel() == 0:
         return x.float()
     q, scale = moe_kernel_quantize_input(x.bfloat16().contiguous(), None, FP8, False, [BLOCK, BLOCK])
@@ -235,7 +235,7 @@ def inputs_of(shape: Shape, tokens: int, number: int) -> tuple[torch.Tensor, tor
 
 
 def context_of(config: VllmConfig, tokens: list[int]) -> Any:
-    """What vLLM's runner says of a step: the tokens of each rank."""
+    """Returns vLLM's own description of a step: the tokens of each rank."""
     across = torch.tensor(tokens, dtype=torch.int32)
     return create_forward_context(None, config, dp_metadata=DPMetadata.make(config.parallel_config, tokens[RANK], across))
 
@@ -351,7 +351,7 @@ def compare(config: VllmConfig, case: Case, stream: torch.cuda.Stream) -> dict[s
     layer = layer_of(COMPARED, case.form, case.experts, case.wire)
     backend = layer_of(COMPARED, "allgather", case.experts, case.wire)
     graph = "graph" in case.mode
-    # Without a graph the ranks may have as many tokens as they like, or none; an overlap takes two equal halves of any.
+    # Without a graph the ranks may have any number of tokens, or none; an overlap takes two equal halves of any.
     steps = [[64, 64]] * 3 if graph else [[64, 22], [2, 128]] if "overlap" in case.mode else [[33, 64], [0, 17], [128, 1]]
     prepare: Callable[[list[int], Any], Ready] = partial(one_batch, config, layer)
     if "overlap" in case.mode:
@@ -425,7 +425,7 @@ def main() -> int:
             ours().comm.barrier()
         ours().destroy()
     sys.stdout.flush()
-    os._exit(0)  # what vLLM leaves open must not decide how this ends
+    os._exit(0)  # objects that vLLM leaves open must not decide how this ends
 
 
 def facts() -> str:

@@ -1,4 +1,4 @@
-"""What describes a rank and a layer to vLLM, on CPUs and GPUs alike."""
+"""Describes a rank and a layer to vLLM, on CPUs and GPUs alike."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from loops import Trained, Used
 
 OURS: dict[str, Any] = {"precision": None, "recompute": ""}
-"""What a case changes of ours: theirs is without."""
+"""Options that a case changes in ours; theirs does not have them."""
 
 
 def apart(ours: Trained, theirs: Trained, word: str) -> float:

@@ -1,4 +1,4 @@
-"""What the training loops of torchtitan and of Megatron-Core are given here, and what is kept of them."""
+"""Inputs and recorded outputs of the training loops of torchtitan and of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Trained:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     """After the first step, by parameter: this rank's part."""
     steps: list[int] = field(default_factory=list)
-    """Of the AllToAlls, after each step."""
+    """Steps of the AllToAlls, after each step of the loop."""
 
 
 class Used:

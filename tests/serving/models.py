@@ -49,7 +49,7 @@ CONFIGS = {
         "sliding_window": None,
     },
 }
-# What each model calls the parts of an expert, and where it keeps them.
+# Names that each model gives the parts of an expert, and their places.
 EXPERT_OF = {"qwen3_moe": ("mlp", "gate_proj", "up_proj", "down_proj"), "mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 

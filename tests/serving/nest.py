@@ -54,7 +54,7 @@ def main() -> None:
     threads = [thread.name for thread in threading.enumerate()]
     assert threads == ["MainThread"], f"a fork would lose {threads}"
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what is printed here is no answer
+    os.dup2(2, 1)  # output printed here is no answer
     for line in sys.stdin:
         request = json.loads(line)
         if "ended" in request:

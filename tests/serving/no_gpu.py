@@ -1,4 +1,4 @@
-"""What torchtitan's and Megatron-Core's training loops take for granted, on a machine without a GPU.
+"""Lets torchtitan's and Megatron-Core's training loops run on a machine without a GPU.
 
 Both are written for GPUs only, and nothing in them chooses a CPU. Of the models, losses, schedules, wrappers, optimizers and loops
 nothing is replaced, only what they ask of the device, and what they import for text and plots, which no test calls.
@@ -25,7 +25,7 @@ ABSENT = {
     "torchdata": [],
     "torchdata.stateful_dataloader": ["StatefulDataLoader"],
 }
-"""What torchtitan.trainer imports, for real text and its plots."""
+"""Modules that torchtitan.trainer imports, for real text and its plots."""
 
 
 class _Cpu(types.ModuleType):
@@ -102,7 +102,7 @@ class _OnTheHost(TorchFunctionMode):
 
 
 def for_megatron() -> None:
-    """For the rest of the process."""
+    """Replaces them for the rest of the process."""
     stream: Any = _Stream()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"

@@ -1,4 +1,5 @@
-"""What the plug-in does to vLLM, asked for or not: run by the engine's Python, `python registering.py VERSION` pretends a version."""
+"""Checks the plug-in's effect on vLLM, asked for or not: run by the engine's Python, `python registering.py VERSION` pretends a
+version."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def wanted_of(case: dict[str, Any], x: torch.Tensor, ids: torch.Tensor, weights:
 
 
 def experts_of(case: dict[str, Any], output: Any) -> Any:
-    """What SGLang's runners make of a dispatch, in torch, between SGLang's own conversions where those run without a GPU."""
+    """Acts as SGLang's runners on a dispatch, in torch, between SGLang's own conversions where those run without a GPU."""
     from sglang.srt.layers.moe.moe_runner.base import PermuteMethodPool
     from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmRunnerOutput
     from sglang.srt.layers.moe.token_dispatcher import DeepEPNormalCombineInput, DispatchOutputChecker
@@ -147,7 +147,7 @@ def experts_of(case: dict[str, Any], output: Any) -> Any:
             assert (scale.dtype == torch.int32) == (case["dtype"] == "fp8_ue8m0")
         if output.topk_ids.numel():
             assert given.expected_m == (output.topk_ids.numel() * WORLD + case["experts"]) // case["experts"]
-        rows = torch.full(x.shape, float("nan")).bfloat16()  # what lies beyond the counts is nobody's business
+        rows = torch.full(x.shape, float("nan")).bfloat16()  # rows beyond the counts may hold anything
         for local, expert in enumerate(mine):
             count = int(given.masked_m[local])
             part = None if scale is None else scale[local, :count]
@@ -270,7 +270,7 @@ def other_weights(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded(case: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang's recorder of loads is told, beside what the choices of both ranks say."""
+    """Returns the loads that SGLang's recorder gets, beside those by the choices of both ranks."""
     from pplx_comm.serving.sglang import modes
 
     class Recorder:
@@ -346,7 +346,7 @@ def cast(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def unweighted(case: dict[str, Any]) -> dict[str, Any]:
-    """What must differ: combines without the router's weights."""
+    """Must differ: combines without the router's weights."""
     import pplx_comm
 
     combine = pplx_comm.AllToAll.combine
@@ -367,7 +367,7 @@ def main() -> None:
     print("RESULTS " + json.dumps([kinds[case["kind"]](case) for case in json.loads(sys.argv[1])]), flush=True)
     from sglang.srt.runtime_context import get_parallel
 
-    get_parallel().tp_group.barrier()  # who has left is gone
+    get_parallel().tp_group.barrier()  # a rank that has left is gone
 
 
 if __name__ == "__main__":

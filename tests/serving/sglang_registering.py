@@ -1,4 +1,4 @@
-"""What the plug-in does to SGLang, asked for or not. Run by the Python that has SGLang."""
+"""Checks the plug-in's effect on SGLang, asked for or not. Run by the Python that has SGLang."""
 
 from __future__ import annotations
 

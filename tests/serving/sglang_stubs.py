@@ -1,9 +1,10 @@
 """Stand-ins for what SGLang imports and only GPUs have, so that its own modules can be imported on a machine without one.
 
-SGLang's modules name kernels in decorators and annotations and at the top of files, although the code that is tested here runs none of
-them: triton's and torchvision's wheels are for CUDA or weigh a gigabyte, and the others do not load without a driver. Nothing of SGLang
-itself is replaced. Whoever calls a stand-in other than as a decorator gets another one, which is no tensor: a test that came to a
-kernel would fail.
+SGLang's modules name kernels in decorators and annotations and at the top of files, although the code that is tested here runs none
+of
+them: triton's and torchvision's wheels are for CUDA or weigh a gigabyte, and the others do not load without a driver. Nothing of
+SGLang itself is replaced. A call of a stand-in other than as a decorator returns another one, which is no tensor: a test that came
+to a kernel would fail.
 """
 
 from __future__ import annotations

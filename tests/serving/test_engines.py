@@ -1,4 +1,4 @@
-"""vLLM's engines on CPUs over pplx_comm: the same tokens as one process, and errors that name who is at fault."""
+"""vLLM's engines on CPUs over pplx_comm: the same tokens as one process, and errors that name the rank at fault."""
 
 from __future__ import annotations
 

@@ -41,6 +41,6 @@ def test_formats_wires_and_placements(run: Engines, backend: str) -> None:
         results = rank.said("RESULTS")
         assert len(results) == len(cases)
         for case, result in zip(cases, results, strict=True):
-            bound = 0.06 if case["fp8"] else 0.012  # of the largest output: rounding to bfloat16, and to e4m3
+            bound = 0.06 if case["fp8"] else 0.012  # relative to the largest output: rounding to bfloat16, and to e4m3
             assert result["worst"] <= bound * max(result["largest"], 0.1), (case, result)
         assert rank.said("FAULTS") == {"mask": [0, 0], "fault": False, "after": [0, 0]}

@@ -48,7 +48,7 @@ Result = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Result]]]:
-    """What each of two ranks made of the cases of each library."""
+    """Results of each of two ranks for the cases of each library."""
     print(f"PPLX_SEED={SEED}")
     folder, made = tmp_path_factory.mktemp("loops"), {}
     with engines(folder, folder, folder, TRAINING_PYTHON) as training:
@@ -59,7 +59,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str
 
 
 def worst(result: Result) -> float:
-    """Of the losses of all steps, the one that differs most, relative to theirs."""
+    """Returns the largest difference of a step's loss, relative to theirs."""
     return max(abs(ours / theirs - 1) for ours, theirs in zip(result["ours"], result["theirs"], strict=True))
 
 

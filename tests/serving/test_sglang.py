@@ -53,7 +53,7 @@ def registered(processes: list[Process]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results(processes: list[Process]) -> list[dict[str, Any]]:
-    """What each rank made of all cases."""
+    """Each rank's results of all cases."""
     return [dict(zip(CASES, rank.hears("RESULTS"), strict=True)) for rank in processes[1:]]
 
 
@@ -76,7 +76,7 @@ def test_the_backend_is_one_of_the_choices(registered: dict[str, Any]) -> None:
     assert registered["sms"] == "20"
 
 
-def test_what_is_refused_at_the_start(registered: dict[str, Any]) -> None:
+def test_refusals_at_the_start(registered: dict[str, Any]) -> None:
     says = {
         "ray": "--use-ray",
         "single batch": "--enable-single-batch-overlap",
@@ -105,7 +105,7 @@ def test_hooks_are_called(results: list[dict[str, Any]]) -> None:
         assert rank["hooks"]["heard"] == [*with_hooks, "dispatch", "combine"]
 
 
-def test_what_is_recorded(results: list[dict[str, Any]]) -> None:
+def test_recorded_loads(results: list[dict[str, Any]]) -> None:
     for rank in results:
         assert rank["recorded"]["recorded"] == rank["recorded"]["meant"]
 
@@ -119,14 +119,14 @@ def test_scales_are_packed_as_sglang_packs_them(results: list[dict[str, Any]]) -
     assert all(rank["packed"] == {"same": True, "strides": True} for rank in results)
 
 
-def test_what_a_dispatcher_refuses(results: list[dict[str, Any]]) -> None:
+def test_refusals_of_a_dispatcher(results: list[dict[str, Any]]) -> None:
     says = {
         "low_latency": "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
         "normal": "PPLX_COMM_SGLANG_MAX_TOKENS",
         "order": "combine_b was called when dispatch_a was to come",
         "nvfp4": "--deepep-dispatcher-output-dtype bf16",
         "overlap": "--enable-single-batch-overlap",
-        "uneven": "as many experts on every rank",
+        "uneven": "the same number of experts on every rank",
     }
     for rank in results:
         for asked, words in says.items():

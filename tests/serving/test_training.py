@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} ranks")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, Any]]]:
-    """What each rank made of all cases."""
+    """Each rank's results of all cases."""
     print(f"PPLX_SEED={SEED}")
     folder = tmp_path_factory.mktemp("training")
     with engines(folder, folder, folder, TRAINING_PYTHON) as training:

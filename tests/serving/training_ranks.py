@@ -178,7 +178,7 @@ def megatron_layers(case: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
         for place, ours in enumerate(layer.experts.local_experts):
             theirs = alone.experts.local_experts[layer.local_expert_indices[place]]
 
-            def half(whole: torch.Tensor) -> torch.Tensor:  # of gates and of ups
+            def half(whole: torch.Tensor) -> torch.Tensor:  # half of gates and of ups
                 return torch.cat([both.chunk(tp)[slices] for both in whole.chunk(2)])
 
             def columns(whole: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,8 @@ def p6_b200(root: Path) -> Machine:
 
 
 def dgx_h100(root: Path) -> Machine:
-    """8 GPUs with a ConnectX each, and four more ConnectX for storage that are near nobody. The numbers follow the slots, not the GPUs."""
+    """8 GPUs with a ConnectX each, and four more ConnectX for storage that are near no GPU. The numbers follow the slots, not the
+    GPUs."""
     sysfs = Sysfs(root, ["0-55,112-167", "56-111,168-223"])
     compute = {
         0x1A: "mlx5_0",

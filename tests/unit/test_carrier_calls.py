@@ -57,7 +57,7 @@ def test_calls(kernel: str, helper: str, unused: str, said: list[str]) -> None:
 
 
 def test_a_wait_in_a_function_of_nvshmem_s_own_header() -> None:
-    """Both names are told: who waits may be what the header inlines."""
+    """Both names are told: the waiting function may be what the header inlines."""
     said = carrier_calls.wrong_calls(ptx(returning("helper"), call(OF_ALL)))
     assert [line.split()[-1] for line in said] == ["nvshmemi_quiet<(threadgroup_t)0>", "nvshmemi_transfer_quiet<(threadgroup_t)0>"]
 

@@ -17,7 +17,7 @@ SOURCES = sorted((ROOT / "tests" / "cpp").glob("*.cpp"))
 
 def run(*command: str | Path, timeout: float) -> str:
     """The output; a failure shows it."""
-    # cmake and ninja may be the environment's own, and nobody has to have activated it.
+    # cmake and ninja may be the environment's own, which need not be activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     done = subprocess.run(
         [str(part) for part in command],
@@ -55,7 +55,7 @@ def test_cpp(programs: Path, name: str) -> None:
 
 
 def test_vector_kernels_share_nothing(programs: Path) -> None:
-    """A function that two instruction sets share by name would be linked once: AVX-512 for everybody."""
+    """A function that two instruction sets share by name would be linked once: AVX-512 on all machines."""
     objects = sorted(BUILD.glob("CMakeFiles/pplx_vector_*.dir/**/*.o"))
     assert objects
     shared = [line for line in run("nm", "-AC", "--defined-only", *objects, timeout=60).splitlines() if " W " in line]

@@ -30,7 +30,7 @@ def test_a_death_is_noticed_in_time() -> None:
     assert deadlines.DEATH_GRACE < deadlines.DEATH_SECONDS
 
 
-def test_who_gives_up_first() -> None:
+def test_the_order_of_giving_up() -> None:
     """The warp that passes words on before those that wait for it, and rank 0 before those that wait for its verdict."""
     assert deadlines.PASSED_ON > 0
     assert deadlines.GRACE_SECONDS > 0

@@ -15,7 +15,7 @@ def _links(page: Path) -> list[str]:
     return re.findall(r"\]\(([^)\s]+)\)", page.read_text())
 
 
-def test_what_is_generated_is_current() -> None:
+def test_generated_pages_are_current() -> None:
     command = [sys.executable, str(ROOT / "tools" / "make_docs.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -30,7 +30,7 @@ def finding(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in found["findings"] if one["name"] == name)
 
 
-def test_what_every_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_every_machine(capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys)
     assert found["version"] == pplx_comm.__version__
     names = [one["name"] for one in found["findings"]]
@@ -107,7 +107,7 @@ def test_a_build_or_host_without_libfabric(monkeypatch: pytest.MonkeyPatch, caps
 def test_a_build_without_cuda(
     release: str | None, says: str, turn_on: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Which nvcc is there, and which is wanted: one that is too old is not none."""
+    """Names the nvcc that is there, and the release that is wanted: one that is too old is not none."""
     monkeypatch.setitem(sys.modules, "pplx_comm._cuda", None)
     for name in ("CUDACXX", "CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(name, raising=False)
@@ -127,7 +127,7 @@ def test_a_build_without_cuda(
 def test_ibgda_before_anything_is_installed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """What the host lacks, and the traffic class, are there to be seen without NVSHMEM."""
+    """Missing parts of the host, and the traffic class, are reported without NVSHMEM."""
     monkeypatch.setattr(nvshmem, "library_path", lambda: None)
     monkeypatch.setattr(ibgda, "loads", lambda library: True)
     monkeypatch.setenv("SYSFS_PATH", str(tmp_path / "sys"))
@@ -155,7 +155,7 @@ def test_ibgda_before_anything_is_installed(
     ids=["runs", "does not run", "ends"],
 )
 def test_ibgda_where_nvshmem_can_be_started(alone: nvshmem.Alone, on: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what a process of its own came to, not by files."""
+    """The outcome of a process of its own decides, not files."""
     tried: list[bool] = []
     usable: Any = type("Module", (), {"device_count": staticmethod(lambda: 1)})
     monkeypatch.setattr(nvshmem, "usable_kernels", lambda: usable)
@@ -206,7 +206,7 @@ def test_the_nics_a_rank_would_take_and_why(monkeypatch: pytest.MonkeyPatch, cap
 
 
 def test_gpus_of_a_host(tmp_path: Path) -> None:
-    """In the order of their addresses, and nobody else's display adapter."""
+    """GPUs come in the order of their addresses, without other display adapters."""
     devices = {
         "0000:9b:00.0": ("0x10de", "0x030200"), "0000:1b:00.0": ("0x10de", "0x030200"), "0000:02:00.0": ("0x1a03", "0x030000"),
         "0000:1c:00.0": ("0x10de", "0x068000"),

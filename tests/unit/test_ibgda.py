@@ -1,4 +1,4 @@
-"""Whether kernels of a host can post to its ConnectX: by files and an environment made up here."""
+"""Kernels of a host can post to its ConnectX, or not: by files and an environment made up here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_gpu_posts(host: Host) -> None:
         (0, "", "NVreg_EnableStreamMemOPs is and NVreg_RegistryDwords PeerMappingOverride is"),
     ],
 )
-def test_what_the_driver_must_be_told(host: Host, ops: int, dwords: str, lacks: str) -> None:
+def test_options_of_the_driver(host: Host, ops: int, dwords: str, lacks: str) -> None:
     host.driver(ops, dwords)
     found = host.verdict()
     assert found.rung_by == "host" and found.says.startswith("CPU-assisted") and lacks in found.says, found
@@ -73,7 +73,7 @@ def test_no_driver(host: Host) -> None:
     assert host.verdict().rung_by == "host"
 
 
-def test_what_the_environment_asks_for(host: Host) -> None:
+def test_ibgda_by_the_environment(host: Host) -> None:
     for name, value, rung_by in (
         ("NVSHMEM_IBGDA_NIC_HANDLER", "cpu_host_memory", "host"),
         ("NVSHMEM_IBGDA_NIC_HANDLER", "cpu", None),  # without GDRCopy

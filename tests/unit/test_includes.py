@@ -1,4 +1,4 @@
-"""Which folder of C++ may include which: one way, and nothing but what this table says. What Python may import, `make lint` checks."""
+"""Folders of C++ include each other one way, and only as this table says. `make lint` checks Python's imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which memory of its own an AllToAll lends to a dispatch, and when again."""
+"""An AllToAll lends memory of its own to a dispatch: which, and when again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def dispatch(lender: Lender, stream: int = 0, capturing: bool = False) -> Lent |
     return buffer
 
 
-def test_whoever_holds_the_tensor_or_a_view_of_it_keeps_the_memory() -> None:
+def test_a_tensor_or_a_view_of_it_keeps_the_memory() -> None:
     lender = Lender(buffers(1), 1)
     buffer = dispatch(lender)
     assert buffer is not None
@@ -35,7 +35,7 @@ def test_whoever_holds_the_tensor_or_a_view_of_it_keeps_the_memory() -> None:
     assert dispatch(lender) is buffer
 
 
-def test_what_was_lent_least_recently_is_lent_next() -> None:
+def test_the_least_recently_lent_is_lent_next() -> None:
     lender = Lender(buffers(3), 1)
     first = [dispatch(lender) for _ in range(3)]
     assert None not in first
@@ -72,6 +72,6 @@ def test_a_graph_keeps_what_it_was_captured_with() -> None:
     eager, captured = dispatch(lender, 1), dispatch(lender, 2, True)
     assert eager is not None
     assert captured is not None
-    assert [dispatch(lender, 2) for _ in range(2)] == [None, None]  # the other one is of stream 1
+    assert [dispatch(lender, 2) for _ in range(2)] == [None, None]  # the second buffer is stream 1's
     assert dispatch(lender, 1) is eager
     assert dispatch(lender, 2, True) is captured

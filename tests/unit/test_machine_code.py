@@ -179,7 +179,7 @@ def test_a_loop() -> None:
 @pytest.mark.parametrize(
     "text", ["CALL.REL.NOINC `(function)", "BRX R4 -0x10", "JMX R4", "RET.REL.NODEC R4 `(kernel)", "BRA `(nowhere)"]
 )
-def test_what_cannot_be_followed(text: str) -> None:
+def test_code_that_cannot_be_followed(text: str) -> None:
     (lost,) = sass.follow(function(Row(LOAD, 0), text, BARRIER)).lost
     assert "leads" in lost and text in lost
 
@@ -317,7 +317,7 @@ __global__ void {name}(const int* a, const int* b, int* c) {{
 
 
 @pytest.mark.slow
-def test_what_nvcc_compiles(tmp_path: Path) -> None:
+def test_code_that_nvcc_compiles(tmp_path: Path) -> None:
     """The compiler of the check itself: `make check` has installed it by now."""
     tools = machine_code.compiler()
     path, cubin = tmp_path / "tiny.cu", tmp_path / "tiny.cubin"

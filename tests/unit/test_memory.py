@@ -33,7 +33,7 @@ def test_reserved_sealed_and_nameless() -> None:
 
 
 def test_too_much_says_how_much_and_for_what() -> None:
-    """Absurd sizes are refused before a page is touched: the kernel would rather kill somebody."""
+    """Absurd sizes are refused before a page is touched: the kernel would kill a process."""
     for size in (1 << 45, 1 << 62):
         with pytest.raises(Error, match=rf"blocks of layer 3 needs {size} bytes .* are available .* smaller max_tokens_per_rank"):
             allocate(size, "blocks of layer 3")

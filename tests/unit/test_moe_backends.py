@@ -80,7 +80,7 @@ def contiguous(a: Any, b: Any, out: torch.Tensor, ends: torch.Tensor, use_psum_l
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_what_deepgemm_is_given(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_deepgemm(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_gemm_nt_contiguous=contiguous))
     g = torch.Generator().manual_seed(seed())
     where = F.Segments(torch.tensor([0, 128, 128, 384], dtype=torch.int32))
@@ -100,7 +100,7 @@ def masked(a: Any, b: Any, out: torch.Tensor, counts: torch.Tensor, expected: in
         out[e, :n] = (F.dequantise(x[e, :n], x_scale[e, :n]) @ weights.mT).to(out.dtype)
 
 
-def test_what_deepgemm_is_given_of_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_of_deepgemm_for_padded_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace(m_grouped_fp8_fp4_gemm_nt_masked=masked))
     g = torch.Generator().manual_seed(seed())
     where = F.Segments(torch.tensor([5, 0, 128], dtype=torch.int32), 128, 40)

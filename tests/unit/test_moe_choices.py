@@ -1,4 +1,4 @@
-"""What a layer's products are chosen by: the tokens of the call, not the room that its buffers have."""
+"""A layer's products are chosen by the tokens of the call, not by the room that its buffers have."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_a_backward_pass_expects_the_same_rows(comm: pc.Communicator, monkeypatc
         assert averages == [10] * (6 if recompute == "nothing" else 7), (recompute, averages)
 
 
-def test_what_is_expected(comm: pc.Communicator) -> None:
-    """Of most_tokens where ranks know it, else of this rank's tokens; without tokens, of as many as there may be."""
+def test_expected_rows(comm: pc.Communicator) -> None:
+    """Expectation by most_tokens where ranks know it, else by this rank's tokens; without tokens, by the most that there may be."""
     seen = []
     layer = MoE(64, 32, 8, 2, comm, max_tokens_per_rank=128, inference=True, decode_tokens=64, dtype=torch.float32)
     compute = layer.experts.forward
@@ -169,8 +169,8 @@ def test_what_is_expected(comm: pc.Communicator) -> None:
     assert [expected_rows(layer.a2a, tokens) for tokens in seen] == [1, 4, 25, 32]
 
 
-def test_what_calls_ran_as(comm: pc.Communicator, timed: list[Timed]) -> None:
-    """By tokens, and which way they went."""
+def test_choices_of_calls(comm: pc.Communicator, timed: list[Timed]) -> None:
+    """Choices by tokens, and the way that they went."""
     layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=MANY, decode_tokens=16, inference=True)
     with torch.no_grad():
         for tokens, most in ((FEW, None), (MANY, None), (5, 8)):
@@ -184,7 +184,7 @@ def test_what_calls_ran_as(comm: pc.Communicator, timed: list[Timed]) -> None:
     }
 
 
-def test_what_a_training_step_ran_as(comm: pc.Communicator) -> None:
+def test_choices_of_a_training_step(comm: pc.Communicator) -> None:
     layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, gemm="loop")
     layer(torch.randn(7, 128, requires_grad=True)).sum().backward()
     every = [f"{what} {weights}" for what in ("forward", "dgrad", "wgrad") for weights in ("128x128", "64x128")]

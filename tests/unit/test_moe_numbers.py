@@ -31,7 +31,7 @@ def test_quantising_is_the_wires(columns: int) -> None:
     x[7, :128] = torch.linspace(-448, 448, 128)
     codes, scale = F.quantise(x)
     wanted, wanted_scale = reference.quantise(x, "fp8_ue8m0")
-    assert torch.equal(codes.view(torch.uint8) & 0x7F, wanted.view(torch.uint8) & 0x7F)  # of a NaN the sign may differ
+    assert torch.equal(codes.view(torch.uint8) & 0x7F, wanted.view(torch.uint8) & 0x7F)  # the sign of a NaN may differ
     assert torch.equal(scale.nan_to_num(-1), wanted_scale.nan_to_num(-1))
 
 
@@ -114,7 +114,7 @@ def test_grouped_products(backend: str) -> None:
         pytest.skip("this torch has no _grouped_mm")
     x, w, dy = normal(80, 64).to(dtype).requires_grad_(), normal(4, 48, 64).to(dtype).requires_grad_(), normal(80, 48).to(dtype)
     with torch.no_grad():
-        x[64:] = torch.nan  # nobody reads what is behind the last segment
+        x[64:] = torch.nan  # rows behind the last segment are not read
     y, dx, dw = by_expert(x.detach(), w.detach(), dy)
     seen = F.grouped_mm(x, w, OFFSETS, backend)
     seen.backward(dy)

@@ -28,7 +28,7 @@ def test_dropped_choices_stay_dropped() -> None:
     assert targets.tolist() == [[5, 7, -1, -1]] and weights.tolist() == [[0.25, 0.25, 0.75, 0.75]]
 
 
-def test_what_does_not_work_out() -> None:
+def test_placements_that_are_impossible() -> None:
     with pytest.raises(pc.Error, match="expert_tp=3"):
         Placement(6, 4, 0, 3)
     with pytest.raises(pc.Error, match="at most 16"):

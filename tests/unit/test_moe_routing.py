@@ -43,7 +43,7 @@ def test_choices(groups: int, top_groups: int, biased: bool) -> None:
 
 
 def test_negative_scores_with_a_bias_stay_out_of_other_groups() -> None:
-    """What is not in a token's groups is not chosen, however low the bias makes what is."""
+    """Experts outside of a token's groups are not chosen, however low the bias makes the others."""
     s = torch.full((1, 8), 0.5)
     bias = torch.tensor([-3.0, -3, -3, -3, -9, -9, -9, -9])
     ids, _ = F.choose(s, 4, bias=bias, groups=2, top_groups=1)
@@ -81,14 +81,14 @@ def test_the_bias_evens_out_the_load() -> None:
     assert load.sum() == 512 * 2
 
 
-def test_what_is_refused(comm: pc.Communicator) -> None:
+def test_refused_arguments(comm: pc.Communicator) -> None:
     sizes = (64, 32, 8, 2, comm)
     for arguments, said in (
         ({"precision": "fp4"}, "fp4"),
         ({"compute": "int8"}, "int8"),
         ({"recompute": "all"}, "recompute='all'"),
         ({"router": RouterOptions(score="relu")}, "relu"),
-        ({"router": RouterOptions(groups=3)}, "3 groups"),
+        ({"router": RouterOptions(groups=3)}, "groups=3"),
         ({"router": RouterOptions(groups=8)}, "top_k=2"),
         ({"gemm": "abacus"}, "abacus"),
     ):
@@ -118,7 +118,7 @@ def test_inference(comm: pc.Communicator) -> None:
 
 @pytest.mark.slow
 def test_compute_is_compiled_whole() -> None:
-    """What a layer computes between its steps has no break: the router, and the shared expert with its activation."""
+    """A layer's compute between its steps has no break: the router, and the shared expert with its activation."""
     options = RouterOptions("sigmoid", correction_bias=True, groups=4, top_groups=2, load_balance=0.1, z=0.1)
     router, shared = Router(32, 16, 3, options), SharedExpert(32, 16, True, torch.device("cpu"), torch.float32)
     shared.reset_parameters(seed())

@@ -1,4 +1,4 @@
-"""Which NICs a rank takes, and on which CPU its proxy runs, on machines that are made of files: sysfs_trees.py."""
+"""The NICs that a rank takes, and the CPU that its proxy runs on, on machines that are made of files: sysfs_trees.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_efa_instances(tmp_path: Path, make: Callable[[Path], Machine], each: in
 
 
 def test_ranks_in_any_order_and_some_of_them(tmp_path: Path) -> None:
-    """A GPU's NICs do not depend on who else is there when they are nobody else's; CUDA writes addresses in its own way."""
+    """A GPU's NICs do not depend on other ranks when no other rank has them; CUDA writes addresses in its own way."""
     machine = sysfs_trees.p5(tmp_path)
     order = [5, 0, 7]
     nics, _, _ = pick(tmp_path, machine, [(f"0000{machine.gpus[gpu].upper()}", everything(machine)) for gpu in order])
@@ -128,7 +128,7 @@ def test_a_container_that_hides_the_topology(tmp_path: Path) -> None:
 
 
 def test_one_cpu_allowed(tmp_path: Path) -> None:
-    """Nobody is tied to the one CPU that all need; where each has two of its own, the proxy gets one."""
+    """No proxy is tied to the one CPU that all need; where each has two of its own, the proxy gets one."""
     machine = sysfs_trees.p5en(tmp_path)
     nics, _, cpu = pick(tmp_path, machine, [(gpu, [7]) for gpu in machine.gpus])
     assert nics == [machine.nics[2 * gpu : 2 * gpu + 2] for gpu in range(8)]

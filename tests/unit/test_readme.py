@@ -1,4 +1,4 @@
-"""What tests/README.md says of the tests is so."""
+"""tests/README.md tells the truth about the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the plug-ins for vLLM and SGLang needs neither: versions, settings, where experts are."""
+"""The parts of the plug-ins for vLLM and SGLang that need neither: versions, settings, where experts are."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def run(*command: str) -> None:
 
 
 def test_python_files(tmp_path: Path) -> None:
-    """What the build takes from the checkout; nothing is compiled for it."""
+    """The build takes these files from the checkout; nothing is compiled for it."""
     pytest.importorskip("scikit_build_core")
     run(
         sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--config-settings=wheel.cmake=false",

@@ -60,7 +60,7 @@ __device__ inline char* other_of(const Unit& unit, std::uint32_t i) {
 
 __device__ inline uint4 either(const uint4& a, const uint4& b) { return make_uint4(a.x ^ b.x, a.y ^ b.y, a.z ^ b.z, a.w ^ b.w); }
 
-// One row to several places. kFold: sixteen bytes are made of as many times sixteen, as a quantiser does.
+// One row to several places. kFold: sixteen bytes are made of kFold times sixteen, as a quantiser does.
 template <int kFold, bool kArrived>
 __device__ inline void spread(const CompositeRow& row, const Unit& unit) {
   constexpr int kChunks = kVectors / kFold;
@@ -102,7 +102,7 @@ struct Sum {
   }
 };
 
-// The sum of n rows to one place: as many chunks of all of them at once as there are registers for. (A template for each n spilled.)
+// The sum of n rows to one place: the registers limit the number of chunks that are added at once. (A template for each n spilled.)
 template <typename T>
 __device__ inline void gather(const CompositeRow& row, const Unit& unit) {
   const std::uint32_t lane_at = threadIdx.x % 32 * 16, chunks = max(1u, kVectors / unit.n());

@@ -49,7 +49,7 @@ class Stage {
 
 struct Pings {
   std::vector<double> rounds;
-  double offset = 0;   // of the GPU's clock to the host's
+  double offset = 0;   // from the GPU's clock to the host's
 };
 
 Pings play_ping(int device, std::uint32_t rounds) {

@@ -1,4 +1,4 @@
-// For tests: thread blocks that hold multiprocessors, so that other kernels must do with the rest. They end by themselves, because a
+// Thread blocks that hold multiprocessors, so that other kernels must do with the rest, in tests. They end by themselves, because a
 // thread that waits behind them, in the driver too, cannot release them.
 #include "cuda/device.cuh"
 #include "kernels.h"

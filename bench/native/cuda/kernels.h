@@ -13,13 +13,13 @@ namespace pplx::cuda {
 struct PushArguments {
   std::uint32_t rank = 0, world = 0;
   std::uint64_t area_bytes = 0;   // room for one rank at a peer
-  char* memory[kMaxPeers] = {};   // by rank, as this GPU knows it: an area for each rank that pushes
+  char* memory[kMaxPeers] = {};   // indexed by rank, mapped on this GPU: an area for each rank that pushes
   std::uint64_t bytes[kMaxPeers] = {};   // multiples of 16
 };
 cudaError_t launch_push(const PushArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
-// The composite floor: a step's reads and stores, whose addresses are known beforehand, on as many multiprocessors as there are blocks.
-// A unit is a part of a row, for a warp: one address, and `n` others, of rows. A spread reads the one and stores it to the others; a
+// The composite floor: a step's reads and stores, whose addresses are known beforehand, with one block on a multiprocessor. A unit
+// is a part of a row, for a warp: one address, and `n` others, of rows. A spread reads the one and stores it to the others; a
 // gather adds up the others in fp32 and stores the sum to the one.
 struct alignas(16) CompositeUnit {
   std::uint64_t one = 0;
@@ -31,14 +31,14 @@ static_assert(sizeof(CompositeUnit) == 16, "bench/gpu/composite.py writes them")
 inline constexpr std::uint32_t kMostCompositePart = 4096, kMostCompositeOthers = 32;
 struct CompositeRow {
   std::uint32_t bytes = 0, part_bytes = 0;  // that are stored; multiples of 16, of 128
-  std::uint32_t source_bytes = 0;  // of a spread's row where it is read: not more than `fold` times as many
+  std::uint32_t source_bytes = 0;  // bytes of a spread's row where it is read: at most `fold` times `bytes`
 };
 struct CompositeArguments {
   const CompositeUnit* units = nullptr;
   std::uint64_t count = 0;
   const std::uint64_t* others = nullptr;  // [count, most]
   std::uint32_t most = 0;
-  CompositeRow rows[2];  // by kind
+  CompositeRow rows[2];  // indexed by kind
 };
 // fold: how many bytes of a row of kind 0 become one, 1, 2 or 4.
 cudaError_t launch_spread(const CompositeArguments& arguments, std::uint32_t fold, std::uint32_t blocks, cudaStream_t stream);

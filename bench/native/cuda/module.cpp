@@ -64,7 +64,7 @@ void bind(py::module_& m) {
         "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, where "
         "every rank has an area of its own.");
   m.attr("MOST_COMPOSITE_PART") = kMostCompositePart;
-  py::class_<CompositeArguments>(m, "Composite", "What a step reads and stores, all addresses known: see kernels.h and bench/gpu/composite.py.")
+  py::class_<CompositeArguments>(m, "Composite", "Reads and stores of a step, all addresses known: see kernels.h and bench/gpu/composite.py.")
       .def(py::init(&composite), py::kw_only(), py::arg("units"), py::arg("count"), py::arg("others"), py::arg("most"), py::arg("rows"),
            "Addresses in GPU memory. `rows`: of each kind the bytes that are stored, those of a part, and those of the row that is read.")
       .def(

@@ -1,4 +1,4 @@
-"""What multiplies the rows of each expert with that expert's weights: the interface that all backends have.
+"""The interface of all backends. A backend multiplies the rows of each expert with that expert's weights.
 
 Rows lie as dispatch writes them, with Ragged or with Padded: see pplx_comm.moe.segments. Rows of no expert count for nothing, and
 results have anything there. Gradients are for rows as Ragged lays them. A backend that makes the host wait says so.
@@ -18,10 +18,10 @@ class Backend(Protocol):
 
     name: str
     waits: bool
-    """Whether the host waits for the device, as CUDA graphs forbid."""
+    """True if the host waits for the device, which CUDA graphs forbid."""
 
     def takes(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether it runs there with that."""
+        """True if the backend runs on this device with this dtype."""
         ...
 
     def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
@@ -46,10 +46,10 @@ class ScaledBackend(Protocol):
     name: str
     waits: bool
     mx: bool
-    """Whether it is for rows of MXFP8, whose scales are e8m0 bytes per 1x32, instead."""
+    """True if the backend takes rows of MXFP8 instead, whose scales are e8m0 bytes per 1x32."""
 
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
-        """Whether it runs with weights of this shape, where they are, and with rows that lie so."""
+        """True if the backend runs with weights of this shape and device, and with rows laid out like this."""
         ...
 
     def product(

@@ -1,4 +1,4 @@
-"""Which backend takes a product: the one asked for, else the fastest of those that can, measured once per shape and device."""
+"""Chooses the backend of a product: the one asked for, else the fastest usable one, measured once per shape and device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Either = TypeVar("Either", Backend, ScaledBackend)
 Some = TypeVar("Some", bound=Candidate)
 
 _chosen: dict[tuple[Any, ...], str] = {}
-_measuring = threading.RLock()  # what is measured may choose for itself
+_measuring = threading.RLock()  # a measured function may choose for itself
 REPEATS = 5
 AHEAD = 2_000_000
 """Cycles for which the GPU does nothing before a call that is timed, so that the host has made it by then: a millisecond."""
@@ -62,11 +62,11 @@ def named(found: list[Some], name: str) -> Some:
     for backend in found:
         if backend.name == name:
             return backend
-    raise Error(f"there is no backend {name!r} here; there are {', '.join(repr(b.name) for b in found)}")
+    raise Error(f"backend {name!r} is not usable here; usable are {', '.join(repr(b.name) for b in found)}")
 
 
 def pick(found: list[Some], key: tuple[Any, ...], device: torch.device, run: Callable[[Some], object]) -> Some:
-    """found: those that take this product; run: takes it, into memory that nobody reads.
+    """found: those that take this product; run: takes it, into scratch memory.
 
     On CPUs all are loops, and the first measurement would cost more than they differ. With deterministic algorithms, and while a
     CUDA graph is captured, nothing is measured: what is known or the first of the list is taken.
@@ -87,7 +87,7 @@ def pick(found: list[Some], key: tuple[Any, ...], device: torch.device, run: Cal
 
 
 def choices() -> dict[tuple[Any, ...], str]:
-    """What was measured so far: the backend by (product, dtype, shape of the weights, rows, device, candidates)."""
+    """Returns the measured choices: the backend by (product, dtype, shape of the weights, rows, device, candidates)."""
     return dict(_chosen)
 
 
@@ -97,7 +97,7 @@ def rows_class(rows: int) -> int:
 
 
 def _microseconds(call: Callable[[], object]) -> float:
-    """The median of a few calls, the first of which compiles: what the GPU takes. In a graph nobody waits for the host."""
+    """Returns the median time on the GPU of a few calls, the first of which compiles. In a graph the host costs nothing."""
     call()
     times = []
     for _ in range(REPEATS):

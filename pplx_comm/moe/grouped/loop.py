@@ -38,7 +38,7 @@ class Loop:
 
 
 class ScaledLoop:
-    """What codes mean, multiplied in float32."""
+    """Multiplies decoded codes in float32."""
 
     name, waits, mx = "loop", True, False
 

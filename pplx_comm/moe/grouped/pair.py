@@ -32,7 +32,8 @@ def _kernels() -> Any:
 
 
 class TritonPair(TritonScaledMm):
-    """Products by themselves are TritonScaledMm's: who asks for the pair gets the same bits everywhere."""
+    """Takes both products at once. Products by themselves are TritonScaledMm's: a caller that asks for the pair gets the same bits
+    everywhere."""
 
     name = "pair"
 
@@ -63,7 +64,7 @@ class TritonPair(TritonScaledMm):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a launch writes."""
+    """Memory that a launch writes."""
 
     h: torch.Tensor
     activated: Codes
@@ -98,7 +99,7 @@ def launch(
 
 
 def words_of(where: Segments, rows: int, width: int, s: Shape) -> int:
-    """For blocks, whatever the routing is."""
+    """Returns the number of words for the blocks; enough for any routing."""
     high = where.experts * -(-where.room // s.rows) if where.room else -(-rows // s.rows) + where.experts
     return int(_kernels().WRITTEN.value) + power_of_two_at_least(where.experts) + high * (width // BLOCK)
 
@@ -107,10 +108,10 @@ Place = tuple[torch.device, int] | None
 
 
 class Words:
-    """Zeros for a launch, which leaves zeros behind: to clear them by a launch of their own would cost what one launch saves.
+    """Holds zeros for a launch, which leaves zeros behind: to clear them by a launch of their own would cost what one launch saves.
 
-    Launches of one stream come one after the other and share theirs. Graphs may be replayed at a time, on any stream: each launch
-    that is captured has words of its own, for ever, since nobody says when a graph is freed.
+    Launches of one stream come one after the other and share theirs. Graphs may be replayed at a time, on any stream: each captured
+    launch has words of its own, for ever, since torch does not tell when a graph is freed.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, wher
 
 def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:
     if where.room and op != "forward":
-        raise Error("products of rows that lie as Padded lays them have no gradients: Ragged has")
+        raise Error("products of rows in Padded layout have no gradients: use Ragged")
     if name != "auto":
         return named(backends(), name)
     found = [each for each in backends() if each.takes(rows.device, rows.dtype)]
@@ -42,7 +42,7 @@ def _chosen(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where
 
 
 def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
-    """What rows have in common for which one backend is the fastest: above all how many an expert has in this call."""
+    """Returns a key of rows that share a fastest backend: above all how many an expert has in this call."""
     return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
 
 
@@ -65,7 +65,7 @@ def wgrad(
 
 
 def takes_mx(w: Codes, where: Segments, backend: str) -> bool:
-    """Whether rows of MXFP8 are multiplied as they are. Otherwise they become 1x128 first."""
+    """True if rows of MXFP8 are multiplied as they are. Otherwise they become 1x128 first."""
     if backend != "auto":
         return named(scaled_backends(), backend).mx
     return any(each.mx and each.takes(w[0], where) for each in scaled_backends())
@@ -91,7 +91,7 @@ def _chosen_scaled(x: Codes, w: Codes, where: Segments, transposed: bool, dtype:
         return named(scaled_backends(), backend)
     found = [each for each in scaled_backends() if each.mx == mx and each.takes(w[0], where)]
     if not found:
-        raise Error("no backend here multiplies MXFP8 as it is: rescale_mx() makes it 1x128")
+        raise Error("no backend here multiplies MXFP8 directly: convert it to 1x128 with rescale_mx()")
 
     def run(each: ScaledBackend) -> object:
         return each.product(x, w, where, transposed, dtype)
@@ -116,7 +116,7 @@ class Apart:
 def through_experts(
     x: Codes, gate_up: Codes, down: Codes, where: Segments, *, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
-    """The product of codes with gate_up, SwiGLU, and the product with down, in dtype: for whoever keeps nothing in between.
+    """The product of codes with gate_up, SwiGLU, and the product with down, in dtype: for callers that keep nothing in between.
 
     Few rows may be taken by one launch, with the bits that our products have: "auto" measures it beside the launches apart.
     """
@@ -130,7 +130,7 @@ def through_experts(
 def for_both(
     x: Codes, gate_up: Codes, down: Codes, where: Segments, dtype: torch.dtype, backend: str = "auto"
 ) -> Apart | TritonPair:
-    """What through_experts() takes."""
+    """Chooses the backend of through_experts()."""
     apart = Apart(backend)
     asked = [each for each in scaled_backends() if isinstance(each, TritonPair) and backend in ("auto", each.name)]
     able = [each for each in asked if each.takes_both(x, gate_up, down, where)]

@@ -12,7 +12,7 @@ from pplx_comm.moe.quantise import BLOCK
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a kernel's tiles. It follows from sizes that no routing changes, so each size is compiled once."""
+    """Sizes of a kernel's tiles. They follow from sizes that no routing changes, so each size is compiled once."""
 
     rows: int
     side: int
@@ -22,11 +22,11 @@ class Shape:
     stages: int
     flat: bool = False
     programs: int = 1
-    """On a multiprocessor: several have more of the weights on their way."""
+    """On a multiprocessor: several have more of the weights in flight."""
     masked: bool = False
     """Rows are read by pointers, and none behind an expert's last: a descriptor reads whole tiles."""
     ahead: int = 0
-    """Of 128 bytes of each row of weights, how many are asked for before the rows that they multiply are there."""
+    """How many pieces of 128 bytes of each row of weights are requested before the rows that they multiply are there."""
 
 
 FEW = 64
@@ -34,7 +34,7 @@ FEW = 64
 LARGEST_TILES = 227 << 10
 """Bytes of shared memory, for 128 x 256 with four stages and a tile that is stored meanwhile: compute capability 9.0 and 10.0."""
 REGISTERS = 64 << 10
-"""Of a multiprocessor."""
+"""Per multiprocessor."""
 
 SHAPE_OF_FEW = Shape(64, 128, 64, 8, 4, 4, programs=2)
 SHAPE_OF_SOME = Shape(128, 256, 64, 16, 8, 4, flat=True)
@@ -44,14 +44,14 @@ SHAPE_OF_WEIGHTS = Shape(128, 256, 64, 8, 8, 3)
 # Several programs on a multiprocessor: the tensor cores have one's block while another adds up its last one.
 SHAPE_OF_FEW_CODES = Shape(64, 128, BLOCK, 8, 4, 4, flat=True, programs=2)
 SHAPE_OF_MANY_CODES = Shape(64, 128, BLOCK, 8, 4, 3, programs=3)
-# Both products in one launch. Rows are masked: a tile read whole takes half as many bytes of rows from the L2 cache as of weights.
+# Both products in one launch. Rows are masked: a tile read whole takes half the bytes of its weights from the L2 cache, for rows.
 SHAPE_OF_PAIR = Shape(64, 128, BLOCK, 1, 4, 4, programs=2, masked=True, ahead=4)
 ROWS_OF_ACTIVATION = 16
 """That a program of this launch quantises at a time: few rows are there."""
 
 
 def shape_of_rows(average: int, device: torch.device) -> Shape:
-    """By the rows that an expert has on average: few want small tiles, since padding is computed too."""
+    """Chooses by the rows that an expert has on average: few want small tiles, since padding is computed too."""
     if average <= FEW:
         return SHAPE_OF_FEW
     memory = shared_memory(device)
@@ -66,7 +66,7 @@ def shape_of_codes(average: int, device: torch.device) -> Shape:
 
 
 def most_registers(s: Shape) -> dict[str, int]:
-    """Of a thread, so that all of a shape's programs fit."""
+    """Limits a thread's registers so that all of a shape's programs fit."""
     each = REGISTERS // (s.programs * s.warps * 32) // 8 * 8
     return {"maxnreg": each} if each < 255 else {}
 

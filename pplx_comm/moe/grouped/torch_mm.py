@@ -23,7 +23,9 @@ class TorchGroupedMm:
     def forward(self, x: torch.Tensor, w: torch.Tensor, where: Segments) -> torch.Tensor:
         if where.room:
             if has_a_part(x.device):
-                raise Error("gemm='torch': under MPS, with a part of the multiprocessors, torch.bmm is wrong; gemm='triton' is not")
+                raise Error(
+                    "gemm='torch': torch.bmm gives wrong results under MPS with a part of the multiprocessors: use gemm='triton'"
+                )
             return torch.bmm(x.unflatten(0, (-1, where.room)), w.mT).flatten(0, 1)
         return torch._grouped_mm(x, w.mT, offs=where.where[1:])
 
@@ -39,7 +41,7 @@ class TorchGroupedMm:
 
 
 def has_a_part(device: torch.device) -> bool:
-    """Whether MPS gives this process a part of the multiprocessors. torch.bmm then leaves out matrices of a batch.
+    """True if MPS gives this process a part of the multiprocessors. torch.bmm then leaves out matrices of a batch.
 
     Seen with 20 of an H200's 132, torch 2.11 and CUDA 13.0: of 4 to 8 products of 16 or 32 rows about half were old memory.
     """

@@ -19,7 +19,7 @@ def _has_tma(device: torch.device) -> bool:
 
 
 def by_tma(*tensors: torch.Tensor) -> bool:
-    """Whether descriptors can describe them: rows that begin at multiples of 16 bytes, on compute capability 9.0 and up."""
+    """True if descriptors can describe them: rows that begin at multiples of 16 bytes, on compute capability 9.0 and up."""
     if not _has_tma(tensors[0].device):
         return False
     return all(t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 and t.numel() for t in tensors)

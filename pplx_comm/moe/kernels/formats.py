@@ -56,7 +56,7 @@ def numbers_of_rows(
     codes, scales, where, out, experts, room, width, row_stride, scale_stride, skew,
     EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, E8M0: tl.constexpr,
 ):  # fmt: skip
-    """What e4m3 codes and their scales mean. E8M0: scales are bytes."""
+    """Decodes e4m3 codes with their scales. E8M0: scales are bytes."""
     blocks = tl.cdiv(width, BLOCK)
     ends, total = row_tiles(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
     for tile in tl.range(tl.program_id(0), total, tl.num_programs(0)):

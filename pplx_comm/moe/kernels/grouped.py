@@ -71,7 +71,7 @@ def tile_of_product(
 
 @triton.jit
 def store_tile(out, sums, row, column, row_end, width):
-    """What is inside of the segment."""
+    """Stores the part of the tile that is inside of the segment."""
     rows, columns = row + tl.arange(0, sums.shape[0]), column + tl.arange(0, sums.shape[1])
     inside = (rows < row_end)[:, None] & (columns < width)[None, :]
     tl.store(out + rows[:, None].to(tl.int64) * width + columns[None, :], sums.to(out.dtype.element_ty), mask=inside)
@@ -96,7 +96,7 @@ def weights_gradient(
             a = load_tile(dy, k, up, rows, height, height, INNER, HIGH, TMA)
             b = load_tile(x, k, left, rows, width, width, INNER, SIDE, TMA)
             sums = tl.dot(a.T, b, sums)
-        if whole < end:  # rows of the next expert, or of nobody, come with the last ones
+        if whole < end:  # the last rows come with rows of the next expert, or of none
             mine = (whole + tl.arange(0, INNER) < end)[:, None]
             a = load_tile(dy, whole, up, rows, height, height, INNER, HIGH, TMA)
             b = load_tile(x, whole, left, rows, width, width, INNER, SIDE, TMA)

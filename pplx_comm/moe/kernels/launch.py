@@ -18,9 +18,8 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Tile:
-    """Of a kernel between the products: rows, the warps that take them, and how many programs a multiprocessor has.
-
-    These kernels wait for memory: a copy has about 40 KB a multiprocessor on its way.
+    """Tile of a kernel between the products: rows, the warps that take them, and programs per multiprocessor. These kernels wait
+    for memory: a copy has about 40 KB a multiprocessor in flight.
     """
 
     rows: int
@@ -72,7 +71,7 @@ def empty_scales(rows: int, width: int, s: Segments) -> torch.Tensor:
 
 
 def strides_of_scales(scale: torch.Tensor) -> tuple[int, int, int]:
-    """Of rows, of blocks, and the skew: how much further an expert's are than its rows say. See kernels.tiles.scales_of."""
+    """Strides of rows, of blocks, and the skew: how much further an expert's are than its rows say. See kernels.tiles.scales_of."""
     if scale.dim() == 2:
         return scale.stride(0), scale.stride(1), 0
     by_expert, by_row, by_block = scale.stride()

@@ -3,13 +3,14 @@
 A product of few rows reads weights, and each launch has a beginning and an end in which memory is idle. Here there is one of each.
 
 Tiles of both products are dealt out by one count, in order: all of gate and up, expert by expert, then all of down. A *block* has
-128 columns of the activation and the rows of a tile. Whoever stores the last of its tiles of gate and up quantises it, and adds to
-its expert's count of blocks. A tile of down waits for that count.
+128 columns of the activation and the rows of a tile. The program that stores the last of its tiles of gate and up quantises it, and
+adds to its expert's count of blocks. A tile of down waits for that count.
 
 Only running programs have tiles, and tiles of gate and up wait for nothing: so waits end, however many programs run at a time. Few
 ever wait, as most of down is dealt long after what it needs.
 
-`words` are zeros before a launch and behind it: who is the last to meet at a block clears its count, and the last program the rest.
+`words` are zeros before a launch and behind it: the last program at a block clears its count, and the last program of all clears
+the rest.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def rows_through_experts(
         )  # fmt: skip
         store_tile(out, sums, row, column_tile * SIDE, end, hidden)
         tile = tl.atomic_add(words + DEALT, 1, sem="relaxed", scope="gpu")
-    if tl.atomic_add(words + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1:  # nobody looks at them any more
+    if tl.atomic_add(words + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1:  # no program reads them any more
         tl.store(words + DEALT, 0)
         tl.store(words + LEFT, 0)
         tl.store(words + WRITTEN + tl.arange(0, EXPERTS), 0)

@@ -1,4 +1,4 @@
-"""Which tile of which expert a program of a persistent grid takes next, from counts that only the device knows.
+"""Finds the next tile of a program in a persistent grid, and its expert, from counts that only the device knows.
 
 `where`, `experts` and `room` say where each expert's rows are: see pplx_comm.moe.segments. EXPERTS is a power of two, at least
 `experts`; PADDED is whether there is a room; ROWS are those of a tile.
@@ -24,7 +24,7 @@ def segment(where, expert, room, PADDED: tl.constexpr):
 
 @triton.jit
 def tiles_before(where, experts, room, columns, EXPERTS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """By expert, how many tiles those up to and with it have: [EXPERTS], of which the last entries repeat the total.
+    """Inclusive prefix sums of the experts' tiles: [EXPERTS]. The last entries repeat the total.
 
     columns: tiles side by side.
     """
@@ -57,9 +57,8 @@ def in_supergroups(tile, rows, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def row_tiles(where, experts, room, blocks, EXPERTS: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """For what takes rows as they come, `blocks` tiles side by side: tiles_before() of Padded, and how many tiles there are.
-
-    Ragged's segments follow one another, and nobody asks where one ends. The first one may begin anywhere.
+    """Tiles of a kernel that takes rows in memory order, `blocks` side by side: tiles_before() of Padded, and the number of tiles.
+    Ragged's segments follow one another, so the end of one does not matter. The first one may begin anywhere.
     """
     ends = tiles_before(where, experts, room, blocks, EXPERTS, ROWS, PADDED)
     return ends, tl.max(ends, 0) if PADDED else tl.cdiv(tl.load(where + experts) - tl.load(where), ROWS) * blocks
@@ -67,7 +66,7 @@ def row_tiles(where, experts, room, blocks, EXPERTS: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def rows_of_tile(tile, ends, where, experts, room, blocks, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    """Of one of these tiles: its rows, before which row they end, its block, and its expert, which is 0 with Ragged."""
+    """Returns a tile's first rows, their end, its block, and its expert, which is 0 with Ragged."""
     if PADDED:
         expert, first = find_expert(tile, ends)
         begin, end = segment(where, expert, room, PADDED)

@@ -1,4 +1,4 @@
-"""Whether the kernels run here, and how many programs a grid should have."""
+"""Says if the kernels run here, and how many programs a grid should have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from pplx_comm.settings import foreign
 
 INTERPRETED_PROGRAMS = 3
-"""Of a persistent kernel in Triton's interpreter, which runs them one after the other: several, so that tiles are shared out."""
+"""Programs of a persistent kernel in Triton's interpreter, which runs them one after the other. Several, so that tiles are shared
+out."""
 
 
 @functools.cache
@@ -32,5 +33,5 @@ def programs(device: torch.device) -> int:
 
 
 def power_of_two_at_least(n: int) -> int:
-    """What arrays in kernels are as long as."""
+    """Arrays in kernels have such lengths."""
     return 1 << max(n - 1, 0).bit_length()

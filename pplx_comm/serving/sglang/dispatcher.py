@@ -20,17 +20,17 @@ from pplx_comm.serving.sglang.modes import Layer, LowLatency, Mode, Normal, Step
 
 
 def make(config: Any) -> Dispatchers:
-    """For the layer of that MoeRunnerConfig."""
+    """Makes the dispatchers of the layer that has this MoeRunnerConfig."""
     group = get_parallel().tp_group
     manager = Manager.of(group, torch.device(group.device))
     if config.num_experts != config.num_local_experts * manager.world_size:
         raise Error(
-            f"pplx_comm serves layers with as many experts on every rank, and here are {config.num_local_experts} of "
-            f"{config.num_experts} on each of {manager.world_size}: choose another --tp-size, or add experts with "
+            f"pplx_comm needs the same number of experts on every rank, but this rank has {config.num_local_experts} of "
+            f"{config.num_experts} over {manager.world_size} ranks: choose another --tp-size, or add experts with "
             "--ep-num-redundant-experts"
         )
     if config.apply_router_weight_on_input:
-        raise Error("pplx_comm applies the router's weights to what the experts give back, and this layer wants them on its input")
+        raise Error("pplx_comm applies the router's weights to the experts' output, but this layer needs them on its input")
     overlap = is_tbo_enabled()
     layer = Layer(
         num_experts=int(config.num_experts),

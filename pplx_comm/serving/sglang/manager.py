@@ -19,7 +19,7 @@ logger = logging.getLogger("sglang.pplx_comm")
 
 @dataclass(frozen=True)
 class Shape:
-    """What one AllToAll serves: all layers that want the same."""
+    """Key of an AllToAll: all layers with the same one share it."""
 
     num_experts: int
     top_k: int
@@ -34,7 +34,7 @@ class Shape:
 
 
 class Manager:
-    """Of one group of expert parallel ranks. Making one is collective."""
+    """Makes and shares the AllToAlls of one group of expert parallel ranks. Making one is collective."""
 
     _of: dict[Any, Manager] = {}  # noqa: RUF012
 
@@ -57,7 +57,7 @@ class Manager:
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
 
     def _hear(self, failure: Failure) -> None:
-        """SGLang's own collectives may end first, with errors that name nobody."""
+        """Reports the failure: SGLang's own collectives may end first, with errors that name no rank."""
         (logger.info if failure.kind == "closed" else logger.error)("pplx_comm: %s", failure.message)
 
     def all_to_all(self, shape: Shape) -> pplx_comm.AllToAll:

@@ -1,4 +1,4 @@
-"""What the experts are given and give back, in each of SGLang's two modes.
+"""Converts rows for the experts and back, in each of SGLang's two modes.
 
 Low latency, for decoding: a batch for each local expert, for DeepGEMM's masked kernels; combine applies the router's weights.
 Normal, for prefill: each token once, with the local ids of its choices; the experts apply the weights and add up, and combine adds.
@@ -34,10 +34,10 @@ PACKED = 4 * Wire.FP8.scale_block
 
 @dataclass(frozen=True)
 class Layer:
-    """What a MoE layer is."""
+    """Properties of a MoE layer."""
 
     num_experts: int
-    """Redundant ones and slots of shared ones included, as many on each rank."""
+    """Includes redundant ones and slots of shared ones; the same on each rank."""
     top_k: int
     hidden: int
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Step:
 
 
 class Mode:
-    """What the two have in common."""
+    """The common part of both modes."""
 
     dispatch_mode: Any
     scale_layout = "row"
@@ -119,7 +119,7 @@ class Mode:
     # ---- dispatch --------------------------------------------------------------------------------------------------------
 
     def dispatch(self, call: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
-        """By that call of AllToAll: "dispatch_send", or "dispatch" where nothing is done before dispatch_recv."""
+        """Dispatches by that call of AllToAll: "dispatch_send", or "dispatch" where nothing is done before dispatch_recv."""
         a2a = self._a2a or self.build()
         if x.shape[0] > a2a.max_tokens_per_rank:
             raise Error(
@@ -130,7 +130,7 @@ class Mode:
         return Step(getattr(a2a, call)(x, ids, weights), topk_ids, topk_weights, x.shape[0])
 
     def dispatch_recv(self, step: Step) -> Any:
-        """What SGLang gives to the experts."""
+        """Returns the experts' input in SGLang's form."""
         raise NotImplementedError
 
     def _receive(self, step: Step) -> Dispatched:
@@ -159,7 +159,7 @@ class Mode:
         return getattr(self._a2a, call)(rows, step.dispatched, weights=weights)
 
     def _answers(self, rows: torch.Tensor, step: Step, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What goes back, and the weights for it if they are not the dispatch's."""
+        """Returns the rows to send back, and their weights if they are not the dispatch's."""
         raise NotImplementedError
 
     def combine_recv(self, c: Combining) -> torch.Tensor:
@@ -220,8 +220,8 @@ class Normal(Mode):
     def dispatch(self, call: str, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> Step:
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Error(
-                "normal dispatch asks the GPU how many rows came, which no CUDA graph can hold: use --deepep-mode auto or "
-                "low_latency for what is captured"
+                "normal dispatch asks the GPU how many rows came, and a CUDA graph cannot: use --deepep-mode auto or "
+                "low_latency under capture"
             )
         return super().dispatch(call, x, topk_ids, topk_weights)
 
@@ -243,7 +243,7 @@ class Normal(Mode):
         return rows.view(-1, self.layer.hidden), None
 
     def _record(self, counts: list[int], step: Step) -> None:
-        """What SGLang's balancing of experts counts. It is given what DeepEP gives, padding included."""
+        """Feeds SGLang's balancing of experts with the counts that DeepEP gives, padding included."""
         recorder = get_global_expert_distribution_recorder()
         if not recorder.recording:
             return

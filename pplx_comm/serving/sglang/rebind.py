@@ -26,14 +26,14 @@ _done: set[str] = set()
 
 
 def once(what: str) -> bool:
-    """Whether this is the first time."""
+    """True at the first call for `what`."""
     first = what not in _done
     _done.add(what)
     return first
 
 
 def asked(server_args: Any) -> bool:
-    """Whether these arguments name this library."""
+    """True if these arguments name this library."""
     return any(getattr(server_args, argument, None) == NAME for argument in ARGUMENTS)
 
 
@@ -76,7 +76,7 @@ def _resolve_the_name() -> None:
 
 
 def _refuse(server_args: Any) -> None:
-    """What would fail later, or in silence."""
+    """Raises for arguments that would fail later, or silently."""
     import sglang
 
     settings = read(Sglang)
@@ -134,7 +134,7 @@ def layers() -> None:
 
 
 def ours() -> bool:
-    """Whether the layer that is being made is for this library. A draft model may have a backend of its own."""
+    """True if the layer under construction is for this library. A draft model may have a backend of its own."""
     from sglang.srt.layers.moe.utils import get_moe_a2a_backend
     from sglang.srt.runtime_context import get_flags, get_server_args
 

@@ -6,9 +6,9 @@ from pplx_comm.serving.sglang import rebind
 
 
 def register() -> None:
-    """Makes SGLang know the backend "pplx_comm". What it is asked for decides what else happens, later.
+    """Makes SGLang know the backend "pplx_comm". Everything else happens later, if the backend is asked for.
 
-    SGLang calls this in every process of everybody who has this package. What it raises is only logged, so it raises nothing that
-    matters: whoever asks for the backend hears of it when the arguments are resolved.
+    SGLang calls this in every process on any host that has this package, and only logs its errors. So it raises none: a user that
+    asks for the backend gets the error when the arguments are resolved.
     """
     rebind.names()

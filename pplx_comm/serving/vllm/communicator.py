@@ -15,7 +15,7 @@ class Communicator(resolve_obj_by_qualname(rebind.their_communicator())):  # typ
     """The platform's own, whose all2all is ours."""
 
     _wanted = False
-    """Whether vLLM wants an all2all of this group, which some versions pass in and others find out from the configuration."""
+    """True if vLLM wants an all2all of this group. Some versions pass it in; others find out from the configuration."""
     _hidden = False
 
     def __init__(self, *arguments: Any, **more: Any) -> None:

@@ -27,7 +27,7 @@ _NOT_MODULAR = (
 
 @dataclass(frozen=True)
 class Shape:
-    """What one AllToAll serves: all layers that want the same."""
+    """Key of an AllToAll: all layers with the same one share it."""
 
     num_experts: int
     top_k: int
@@ -64,7 +64,7 @@ class All2AllManager(All2AllManagerBase):
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
 
     def _hear(self, failure: Failure) -> None:
-        """vLLM's own collectives may end first, with errors that name nobody."""
+        """Reports the failure: vLLM's own collectives may end first, with errors that name no rank."""
         (logger.info if failure.kind == "closed" else logger.error)("pplx_comm: %s", failure.message)
 
     # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class All2AllManager(All2AllManagerBase):
             a2a.set_num_sms(num_sms)
 
     def max_sms_used(self) -> int | None:
-        return None  # as many as there are
+        return None  # the number that there is
 
     # ---- what other backends are asked for -------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class All2AllManager(All2AllManagerBase):
     def combine(self, *_: Any, **__: Any) -> Any:
         raise Error(_NOT_MODULAR)
 
-    # ---- who is alive ----------------------------------------------------------------------------------------------------
+    # ---- living ranks ----------------------------------------------------------------------------------------------------
 
     def query_active_mask(self) -> torch.Tensor:
         """1 for each rank that is gone, or that this rank waited for in vain."""

@@ -1,4 +1,4 @@
-"""Where vLLM places experts, in the numbers of an AllToAll, which gives each rank as many."""
+"""Maps vLLM's placement of experts to the numbers of an AllToAll, which gives each rank an equal share."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MASKED_TILE = 128
 
 @dataclass(frozen=True)
 class Layer:
-    """What a MoE layer is."""
+    """Properties of a MoE layer."""
 
     placement: Placement
     num_local_experts: int
@@ -49,7 +49,7 @@ class Layer:
 
 
 def make(moe: Any, *, round_robin: bool, manager: All2AllManager, monolithic: bool) -> PrepareAndFinalize:
-    """For the layers of that configuration."""
+    """Makes the object that serves layers of that configuration."""
     if monolithic:
         raise Error(
             "pplx_comm serves MoE kernels that take the router's choices, and this one routes by itself: "
@@ -74,7 +74,7 @@ def make(moe: Any, *, round_robin: bool, manager: All2AllManager, monolithic: bo
 
 
 class PrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
-    """What the three have in common: a step is a dispatch, the experts, combine_send, what vLLM computes beside it, and
+    """The common part of the three: a step is a dispatch, the experts, combine_send, what vLLM computes beside it, and
     combine_recv. Micro-batches dispatch in halves, between which another one computes; else nothing would be done there."""
 
     layout: Ragged | Padded | Compact
@@ -230,7 +230,7 @@ class Tokens(PrepareAndFinalize):
         return x, scale, counts, ids, weights
 
     def _rows(self, d: Dispatched) -> int:
-        """At least as many as were received. A GPU is not asked: all ranks together have no more tokens than that."""
+        """Returns an upper bound of the rows received. A GPU is not asked: all ranks together have no more tokens than that."""
         assert d.num_rows is not None
         if d.num_rows.device.type == "cpu":
             return int(d.num_rows)
@@ -287,8 +287,8 @@ class Batches(PrepareAndFinalize):
     def __init__(self, layer: Layer, manager: All2AllManager) -> None:
         if layer.num_local_experts * manager.world_size != layer.placement.num_physical:
             raise Error(
-                f"PPLX_COMM_VLLM_FORMAT=batched needs as many experts on every rank, and {layer.placement.num_experts} experts on "
-                f"{manager.world_size} ranks are not: use the standard format"
+                "PPLX_COMM_VLLM_FORMAT=batched needs the same number of experts on every rank, but "
+                f"{layer.placement.num_experts} experts on {manager.world_size} ranks are uneven: use the standard format"
             )
         super().__init__(layer, manager)
         dispatchers = self.num_dispatchers()
@@ -317,7 +317,7 @@ class Batches(PrepareAndFinalize):
         self, rows: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, weighted_already: bool, reduce: Any
     ) -> torch.Tensor:
         if not isinstance(reduce, TopKWeightAndReduceDelegate):
-            raise Error(f"finalize: combine adds up and weights, but these experts do so themselves ({type(reduce).__name__})")
+            raise Error(f"finalize: combine adds up and weights, but these experts do it themselves ({type(reduce).__name__})")
         return rows
 
 
@@ -331,7 +331,7 @@ def _wire(quant_config: Any, deferred: bool) -> Wire:
 
 
 def _powers_of_two() -> bool:
-    """Whether vLLM gives DeepGEMM scales that are powers of two only."""
+    """True if vLLM gives DeepGEMM scales that are powers of two only."""
     from vllm.platforms import current_platform
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 

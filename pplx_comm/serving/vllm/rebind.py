@@ -19,19 +19,20 @@ _done: set[str] = set()
 
 
 def once(what: str) -> bool:
-    """Whether this is the first time. vLLM calls its plug-ins again in some processes."""
+    """True at the first call for `what`. vLLM calls its plug-ins again in some processes."""
     first = what not in _done
     _done.add(what)
     return first
 
 
 def ours(backend: str | None, settings: Serving | None = None) -> bool:
-    """Whether that all2all backend is this library."""
+    """True if that all2all backend is this library."""
     return backend is not None and backend in (NAME, (read(Serving) if settings is None else settings).alias)
 
 
 def names(settings: Serving, refusal: str | None) -> None:
-    """What the command line, the configuration and the platform look at. refusal: a sentence for those who ask for the backend."""
+    """Adds the name where the command line, the configuration and the platform look. refusal: the error for a user that asks for
+    the backend."""
     if once("names"):
         _accept_the_name(settings, refusal)
         if refusal is None:
@@ -102,7 +103,7 @@ def _make_our_communicator() -> None:
 
 
 def their_communicator() -> str:
-    """What the platform says without us."""
+    """Returns the platform's own choice."""
     from vllm.platforms import current_platform
 
     function = type(current_platform).get_device_communicator_cls.__func__
@@ -152,7 +153,8 @@ def _make_our_prepare_and_finalize() -> None:
 
 
 def _keep_the_hidden_size() -> None:
-    """For vLLM's DeepEP names it rounds hidden sizes up to those that DeepEP was compiled for, with a class that needs DeepEP."""
+    """Keeps the hidden size. For vLLM's DeepEP names it rounds sizes up to those that DeepEP was compiled for, with a class that
+    needs DeepEP."""
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     theirs = all2all_utils.maybe_roundup_layer_hidden_size
@@ -182,7 +184,7 @@ def _hide_the_layer_from_dynamo() -> None:
 
 
 def _allow_fault_tolerance() -> None:
-    """A set of names says which backends can say who is dead."""
+    """Joins the set of backends that can name dead ranks."""
     try:
         from vllm.v1.worker.sentinel import gpu_worker_sentinel
     except ImportError:  # vLLM before it had fault tolerance, or a platform without it

@@ -7,9 +7,8 @@ from pplx_comm.settings import Serving, read
 
 
 def register() -> None:
-    """Makes vLLM know the backend "pplx_comm". What it is asked for decides what else happens, later, in the workers.
-
-    vLLM calls this in every process of everybody who has this package, also more than once.
+    """Makes vLLM know the backend "pplx_comm". Everything else happens later, in the workers, if the backend is asked for. vLLM
+    calls this in every process on any host that has this package, and possibly more than once.
     """
     import vllm
 

@@ -84,7 +84,8 @@ std::string pci_address(int device) {
   return address;
 }
 
-// Of the GPU at that PCI address, see cudaGPUDirectRDMAWritesOrdering; none: NICs do not reach its memory, or it is not visible.
+// Write ordering of the GPU at that PCI address, see cudaGPUDirectRDMAWritesOrdering; none: NICs do not reach its memory, or it is
+// not visible.
 std::optional<int> write_ordering(const std::string& pci) {
   int device = 0, supported = 0, ordering = 0;
   if (cudaDeviceGetByPCIBusId(&device, pci.c_str()) != cudaSuccess) return {};
@@ -127,12 +128,12 @@ struct PlanLayout {
 
 void bind_structs(py::module_& m) {
   using Launch = BoundStruct<cuda::Launch>;
-  Launch::bind(m, "Launch", "Which halves are launched on which stream; the addresses of the plan and of what the dispatch returns.",
+  Launch::bind(m, "Launch", "The halves to launch and their stream; addresses of the plan and of the dispatch's results.",
                {Launch::required<&cuda::Launch::stream>("stream"), Launch::required<&cuda::Launch::halves>("halves"),
                 Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
-  Tokens::bind(m, "Tokens", "What a dispatch sends: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
+  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
@@ -144,14 +145,14 @@ void bind_structs(py::module_& m) {
                  Outputs::required<&cuda::Outputs::weights>("weights")});
   using ExpertOutputs = BoundStruct<cuda::ExpertOutputs>;
   ExpertOutputs::bind(
-      m, "ExpertOutputs", "What a combine sends: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.",
+      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.",
       {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
        ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
        ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
   using Result = BoundStruct<cuda::Result>;
-  Result::bind(m, "Result", "Where a combine writes: addresses, 0 for none, and a stride in bytes.",
+  Result::bind(m, "Result", "Outputs of a combine: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
                 Result::required<&cuda::Result::stride>("stride"), Result::required<&cuda::Result::accumulate>("accumulate"),
                 Result::field<&cuda::Result::has_tail>("has_tail"), Result::field<&cuda::Result::tail>("tail")});
@@ -185,8 +186,8 @@ void bind_exchange(py::module_& m) {
       .def(py::init<>())
       .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
       .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
-  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "What the proxy moves, and the words about it.")
-      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Of host memory.");
+  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "Blocks that the proxy moves, and their words.")
+      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"),
@@ -203,11 +204,11 @@ void bind_exchange(py::module_& m) {
 #endif
       .def_property_readonly(
           "host", [](const Exchange& e) { return e.host() ? std::optional(e.host()) : std::nullopt; },
-          "What the proxy carries for; None inside a node.")
+          "Memory that the proxy carries for; None inside a node.")
       .def_property_readonly(
           "arrivals_on_gpu", [](const Exchange& e) { return e.host() && e.host()->arrivals() != nullptr; },
-          "Whether the proxy raises its words in GPU memory.")
-      .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "Whether all that was launched has ended by then.")
+          "True if the proxy raises its words in GPU memory.")
+      .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "True if everything launched has ended by then.")
       .def("dispatch", [](Exchange& e, const Launch& launch, const Tokens& tokens) { return e.dispatch(launch, tokens); },
            py::arg("launch"), py::arg("tokens"), "Returns the number of the step.")
       .def("dispatch", &Exchange::dispatch, py::arg("launch"), py::arg("tokens"), py::arg("outputs"))
@@ -260,13 +261,13 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps)
-      .def("made_at", &Exchange::made_at, py::arg("buffer"), "Where in `memory` a buffer begins that peers fetch from.")
-      .def_property_readonly("memory", &Exchange::memory, "What peers write into, and fetch from.")
+      .def("made_at", &Exchange::made_at, py::arg("buffer"), "Offset in `memory` of a buffer that peers fetch from.")
+      .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into, and fetch from.")
       .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
       .def_property_readonly("bulk_combines", &Exchange::bulk_combines)
-      .def_property_readonly("many_tokens", &Exchange::many_tokens, "From so many on a step goes by bulk copies, where any does.");
+      .def_property_readonly("many_tokens", &Exchange::many_tokens, "Steps of this many tokens go by bulk copies, where any do.");
   m.def("many_tokens", &tuned_many_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
-        "From how many tokens on this GPU's steps should go by bulk copies. num_sms: 0: all.");
+        "The number of tokens from which steps should go by bulk copies on this GPU. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(
@@ -274,11 +275,11 @@ void bind_exchange(py::module_& m) {
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
   m.def(
       "output_layout", [](const Config& config) { return OutputLayout(buffer_layout(config)); }, py::arg("config"),
-      "Where the tensors that a dispatch fills lie in its buffer. Before x, scale and weights there is all that its combine reads.");
-  py::class_<PlanLayout>(m, "PlanLayout", kLocal, "Where the parts of a plan lie that Python reads: bytes from its start.")
+      "Offsets of the tensors that a dispatch fills in its buffer. Everything that its combine reads comes before x, scale and weights.");
+  py::class_<PlanLayout>(m, "PlanLayout", kLocal, "Offsets of the parts of a plan that Python reads: bytes from its start.")
       .def_readonly("rows", &PlanLayout::rows)
       .def_readonly("weights", &PlanLayout::weights)
-      .def_readonly("nbytes", &PlanLayout::bytes, "Of a plan for any number of tokens.");
+      .def_readonly("nbytes", &PlanLayout::bytes, "Size of a plan for any number of tokens.");
   m.def(
       "plan_layout",
       [](const Config& c) { return PlanLayout{plan_rows_at(c), plan_weights_at(c), plan_bytes(c, c.max_tokens)}; }, py::arg("config"));
@@ -301,9 +302,9 @@ void bind(py::module_& m) {
         return why_not;
       },
       py::arg("device"), "Why arrival words cannot lie in that GPU's memory; None: they can.");
-  m.def("pci_address", &pci_address, py::arg("device"), "Of that GPU.");
+  m.def("pci_address", &pci_address, py::arg("device"), "PCI address of that GPU.");
   m.def("write_ordering", &write_ordering, py::arg("pci"),
-        "Of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
+        "Ordering of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
   m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
 #ifdef PPLX_CUDA_STAGES
   m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));

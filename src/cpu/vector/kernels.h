@@ -16,7 +16,7 @@ struct Kernels {
   // Plain copy; both sides 8-byte aligned or better run fast.
   void (*copy)(void* to, const void* from, std::size_t bytes);
 
-  // A copy past the caches, for data larger than they are. Its stores are weakly ordered: call streamed() before telling anybody.
+  // A copy past the caches, for data larger than they are. Its stores are weakly ordered: call streamed() before telling a reader.
   void (*stream)(void* to, const void* from, std::size_t bytes);
 
   // One row to e4m3 codes and the scales of the wire; not for Native.

@@ -25,7 +25,7 @@ static ibv_context* open_nic(int nic) {
   return context;
 }
 
-// By way of another constructor, so that what is open is closed when the rest is refused.
+// Delegates to another constructor, so that open objects are closed when a later one is refused.
 Endpoint::Endpoint(Options options) : Endpoint(options, Closed{}) {
   context = open_nic(options.nic);
   REQUIRE(pd = ibv_alloc_pd(context));
@@ -218,7 +218,7 @@ static Board* new_board() {
   return new (memory) Board;
 }
 
-// The first that fails ends the others, who would only wait for it.
+// The first process that fails ends the others, which would only wait for it.
 static std::string wait_for(std::vector<pid_t> pids, const std::vector<int>& killed) {
   std::string failure;
   for (size_t left = pids.size(); left; left--) {

@@ -169,8 +169,8 @@ struct Member {
 };
 
 struct Environment {
-  std::map<std::string, std::string> all;            // of every role
-  std::map<int, std::map<std::string, std::string>> of;  // of one
+  std::map<std::string, std::string> all;            // variables of every role
+  std::map<int, std::map<std::string, std::string>> of;  // variables of one role
   int nics = 2;
 };
 using Role = std::function<void(Member&)>;

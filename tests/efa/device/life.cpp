@@ -308,7 +308,7 @@ CASE(a_death_in_the_middle_hurts_nobody_else) {
     }
     // The rest works on, and a new queue too.
     uint64_t arrived = 0;
-    until("writes of who is left", [&] {
+    until("writes of the survivors", [&] {
       while (endpoint.poll()) arrived++;
       return arrived > 200;
     });
@@ -361,7 +361,7 @@ CASE(a_fork) {
     pid_t child = fork();
     REQUIRE(child >= 0);
     if (child == 0) {
-      // What it has inherited is the parent's; what it opens is its own.
+      // Inherited objects are the parent's; objects opened here are its own.
       int code = 1;
       if (endpoint.receive(nullptr, 0, 0) == EINVAL && !endpoint.poll()) {
         Endpoint own({.nic = 1});
@@ -412,7 +412,7 @@ CASE(a_broken_queue_pair_is_flushed) {
 }
 
 CASE(threads) {
-  // For ThreadSanitizer: two threads post on two queue pairs, poll both, and register memory meanwhile.
+  // Gives ThreadSanitizer two threads that post on two queue pairs, poll both, and register memory meanwhile.
   auto peer = [](Member& me) {
     Endpoint endpoint({.unsolicited = true});
     Memory memory(endpoint, 1 << 16);

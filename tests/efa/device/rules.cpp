@@ -128,7 +128,7 @@ CASE(unsolicited_writes) {
   }
 }
 
-// What the device says, and whether a queue pair that writes, reads and takes unsolicited writes can be made.
+// Checks the device's capabilities, and if a queue pair that writes, reads and takes unsolicited writes can be made.
 static Role has(uint32_t capabilities, bool made) {
   return [=](Member&) {
     ibv_device** list = ibv_get_device_list(nullptr);
@@ -200,7 +200,7 @@ CASE(checks_at_the_target) {
     REQUIRE(with([](Post& p) { p.remote.address -= 1; }) == EFA_REMOTE_BAD_ADDRESS);
     REQUIRE(with([&](Post& p) { p.remote = of_peer[1]; }) == EFA_REMOTE_BAD_ADDRESS);                        // no remote write
     REQUIRE(with([&](Post& p) { p.remote = of_peer[1], p.kind = Post::read; }) == EFA_REMOTE_BAD_ADDRESS);   // no remote read
-    REQUIRE(with([&](Post& p) { p.remote = of_peer[2]; }) == EFA_REMOTE_BAD_ADDRESS);                        // of another domain
+    REQUIRE(with([&](Post& p) { p.remote = of_peer[2]; }) == EFA_REMOTE_BAD_ADDRESS);                        // another domain
     REQUIRE(with([](Post& p) { p.to.qpn = 77; }) == EFA_REMOTE_BAD_DEST_QPN);
     REQUIRE(with([](Post& p) { p.to.qkey++; }) == EFA_UNRESPONSIVE_REMOTE);
     REQUIRE(with([](Post& p) { p.to.gid.raw[3] = 5; }) == EFA_UNREACHABLE_REMOTE);

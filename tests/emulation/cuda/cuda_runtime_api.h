@@ -6,7 +6,7 @@
 #include "emulation/streams.h"
 
 namespace emulation {
-// Of the GPU: two, or as PPLX_EMULATION_SMS says.
+// Multiprocessors of the GPU: two, or PPLX_EMULATION_SMS.
 inline int multiprocessors() {
   const char* const given = std::getenv("PPLX_EMULATION_SMS");
   return given == nullptr ? 2 : std::atoi(given);

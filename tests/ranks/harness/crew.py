@@ -26,7 +26,7 @@ PATIENCE = 180.0
 
 
 class RankFailed(AssertionError):
-    """What went wrong on which ranks, with what they printed and where they were."""
+    """Errors by rank, with the ranks' output and stacks."""
 
 
 class Crew:
@@ -102,7 +102,7 @@ class Crew:
                 raise RankFailed(f"before {name}, {self._gone(rank)}") from None
 
     def collect(self, timeout: float = PATIENCE, ranks: Sequence[int] | None = None) -> list[Any]:
-        """Whoever fails first is named first, and ends the waiting for those that hang for it."""
+        """The first rank that fails is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
         deadline, late = time.monotonic() + timeout, f"{timeout:g} s"
@@ -199,7 +199,7 @@ class Crew:
         self._accepted[rank] = code
 
     def output(self, rank: int | None = None) -> str:
-        """What that rank has printed, or all have."""
+        """Output of that rank, or of all."""
         if rank is None:
             return "".join(self.output(each) for each in self.ranks)
         self._output[rank].seek(0)

@@ -10,7 +10,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[2]
 ROOT = TESTS.parent
 FOLDERS = [str(TESTS / name) for name in ("", "ranks", "gpu", "emulation", "mutants", "unit", "efa")]
-"""What pyproject.toml puts on pytest's path."""
+"""Folders that pyproject.toml puts on pytest's path."""
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "PMI", "MPI_", "OMPI_", "SLURM_", "TORCHELASTIC_", "PPLX_")
 
 

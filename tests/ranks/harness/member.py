@@ -15,7 +15,7 @@ from typing import Any
 
 
 def until(what: str, holds: Callable[[], bool], seconds: float = 20.0) -> None:
-    """For what announces itself to nobody, as a counter of another thread's."""
+    """Waits for something that is not announced, such as a counter of another thread's."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"waited {seconds:g} s until {what}"
@@ -29,7 +29,7 @@ class Member:
         self.rank = rank
         self.world_size = world_size
         self.kept: dict[str, Any] = {}
-        """What a function leaves for the next one."""
+        """Objects that a function leaves for the next one."""
         self.whole_end = False
         """Set by functions whose subject is how a process ends: the interpreter takes itself apart as any program's does."""
         self._pipe = pipe
@@ -54,7 +54,7 @@ class Member:
         self._pipe.send(("said", (word, value)))
 
     def hear(self) -> Any:
-        """What the test tells by Crew.tell, in the middle of a call."""
+        """Receives what the test tells by Crew.tell, in the middle of a call."""
         assert self._pipe is not None
         kind, value = self._pipe.recv()
         assert kind == "told", (kind, value)
@@ -87,7 +87,7 @@ def serve(pipe: Connection, rank: int, world_size: int) -> bool:
         module, _, function = name.partition(":")
         try:
             answer = "returned", getattr(importlib.import_module(module), function)(me, *args, **kwargs)
-        except SystemExit:  # of a child that the function forked, or what the function is about
+        except SystemExit:  # raised in a child that the function forked, or the function's subject
             raise
         except BaseException:
             if last:

@@ -33,7 +33,7 @@ def keep(control: socket.socket) -> None:
         getattr(pplx_comm, name)
 
     torch.set_num_threads(1)
-    # What is imported here need not be searched for garbage at every rank's end: that took 0.4 s of CPU each.
+    # Imported objects need not be searched for garbage at every rank's end: that took 0.4 s of CPU each.
     gc.collect()
     gc.freeze()
     control.sendall(b"!")
