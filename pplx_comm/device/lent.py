@@ -65,9 +65,6 @@ class Lender:
         """Launches, with lent memory or without."""
         self.lent = 0
 
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
-
     def lend(self, stream: int, capturing: bool) -> Lent | None:
         """Chooses a buffer for the next dispatch: the one that was lent least recently of those that may be."""
         number = self.dispatches + 1

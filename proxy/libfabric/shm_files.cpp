@@ -35,7 +35,8 @@ struct Owner {
 
 bool parse(const std::string& name, Owner& owner) {
   int end = 0;
-  return std::sscanf(name.c_str(), "pplx-fi.%llu.%u.%llu.%n", &owner.pid_namespace, &owner.pid, &owner.start_time, &end) == 3 && end > 0;
+  return std::sscanf(name.c_str(), "pplx-fi.%llu.%u.%llu.%n", &owner.pid_namespace, &owner.pid, &owner.start_time, &end) == 3 &&
+         end > 0;
 }
 
 bool is_gone(const Owner& owner) {
@@ -62,7 +63,8 @@ bool belongs_to(const std::string& file, const std::string& name) {
   if (file.rfind(name, 0) != 0) return false;
   if (file.size() == name.size()) return true;
   return file.size() > name.size() + 1 && file[name.size()] == '_' &&
-         std::all_of(file.begin() + static_cast<std::ptrdiff_t>(name.size()) + 1, file.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+         std::all_of(file.begin() + static_cast<std::ptrdiff_t>(name.size()) + 1, file.end(),
+                     [](unsigned char c) { return std::isdigit(c) != 0; });
 }
 
 bool belongs_to_any(const std::string& file, const std::vector<std::string>& names) {
@@ -108,8 +110,9 @@ std::string new_shm_name(int endpoint) {
   std::random_device random;
   char name[160];
   std::snprintf(name, sizeof(name), "%s%llu.%u.%llu.%08x%08x.%d", kPrefix, static_cast<unsigned long long>(pid_namespace()),
-                static_cast<unsigned>(getpid()), static_cast<unsigned long long>(process_start_time(static_cast<std::uint32_t>(getpid()))), random(),
-                random(), endpoint);
+                static_cast<unsigned>(getpid()),
+                static_cast<unsigned long long>(process_start_time(static_cast<std::uint32_t>(getpid()))), random(), random(),
+                endpoint);
   return name;
 }
 
@@ -118,8 +121,8 @@ std::string no_room_for_shm() {
   const bool there = statvfs(kFolder, &status) == 0;
   const std::uint64_t left = std::uint64_t{status.f_bavail} * status.f_frsize;
   if (there && (left >= kRoom || status.f_blocks == 0)) return "";   // no blocks: a tmpfs without a limit
-  return std::string(kFolder) + " has " + std::to_string(left >> 20) + " MiB left, an endpoint of shm needs " + std::to_string(kRoom >> 20) +
-         ": free some, mount a larger one (docker run --shm-size=1g), or take provider='tcp'";
+  return std::string(kFolder) + " has " + std::to_string(left >> 20) + " MiB left, an endpoint of shm needs " +
+         std::to_string(kRoom >> 20) + ": free some, mount a larger one (docker run --shm-size=1g), or take provider='tcp'";
 }
 
 ShmTurn::ShmTurn() : folder_(open(kFolder, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
@@ -137,13 +140,15 @@ void ShmTurn::reserve(const std::string& name) const {
   struct stat status {};
   const int problem = file < 0 || fstat(file, &status) != 0 ? errno : posix_fallocate(file, 0, status.st_size);
   if (file >= 0) close(file);
-  if (problem != 0) throw FabricError("provider shm: cannot reserve " + std::string(kFolder) + "/" + name + ": " + std::strerror(problem));
+  if (problem != 0)
+    throw FabricError("provider shm: cannot reserve " + std::string(kFolder) + "/" + name + ": " + std::strerror(problem));
 }
 
 int cleanup_dead_peer(const Blob& blob) {
   const Address address = decode_address(blob);
   if (address.host != host_id() || address.shm_names.empty()) return 0;
-  return remove_files([&](const std::string& file, const Owner& owner) { return belongs_to_any(file, address.shm_names) && is_gone(owner); });
+  return remove_files(
+      [&](const std::string& file, const Owner& owner) { return belongs_to_any(file, address.shm_names) && is_gone(owner); });
 }
 
 int cleanup_dead_processes() {

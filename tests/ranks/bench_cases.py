@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench.cpu.floor import Copies
-from bench.gpu import peers, symmetric
+from bench.gpu import peers
 from bench.gpu.composite import Geometry, Places, Plan, Row
 from bench.gpu.device import Cuda, instruments
 from bench.harness.batch import Shape, Source
@@ -62,56 +62,6 @@ def floor_copies(me: Any, arguments: list[str], remote: list[int]) -> dict[str, 
             "only here": int((batch.wants[me.rank].sum(axis=1) == 1)[batch.wants[me.rank, :, me.rank]].sum()),
         }
     finally:
-        world.close()
-
-
-def symmetric_by_rank(me: Any, arguments: list[str]) -> None:
-    """The peer for many experts a rank, over an all_to_all_vdev made of gloo's collectives: rows get to their experts and back."""
-    options = parse(arguments)
-    world = World(options, None)
-    library = torch.library.Library("symm_mem", "IMPL")
-
-    def exchange(send: torch.Tensor, recv: torch.Tensor, splits: torch.Tensor, placed: torch.Tensor, group: str) -> None:
-        assert group == "everybody" and splits.shape == (world.size,) and placed.shape == (2, world.size)
-        dist.all_to_all_single(placed[0], splits)
-        placed[1] = placed[0].cumsum(0) - placed[0]
-        mine, theirs = splits.tolist(), placed[0].tolist()
-        dist.all_to_all_single(recv[: sum(theirs)], send[: sum(mine)], theirs, mine)
-
-    library.impl("all_to_all_vdev", exchange, "CPU")
-    peers.group(world, options, "gloo")
-    try:
-        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
-        way = symmetric.way_of(shape, "everybody", lambda *size, dtype: torch.empty(*size, dtype=dtype))
-        assert isinstance(way, symmetric.ByRank)
-        local = shape.config.experts_per_rank
-        source = Source(shape)
-        steps = []
-        for i in range(3):
-            ids = source.batch(i).topk_ids
-            x = torch.arange(shape.tokens)[:, None].expand(-1, options.hidden).to(options.dtype) + 256 * me.rank
-            route = way.route(ids)
-            way._recv.fill_(-1)
-            way.dispatch(x, route)
-            everybody = [None] * world.size
-            dist.all_gather_object(everybody, ids)
-            expected = [
-                256 * rank + token
-                for expert in range(me.rank * local, (me.rank + 1) * local)
-                for rank, of in enumerate(everybody)
-                for token in range(shape.tokens)
-                for choice in of[token].tolist()  # type: ignore[index]
-                if choice == expert
-            ]
-            assert way.received[:, -1].tolist() == expected
-            steps.append((route, x, way.received))
-        for route, x, received in reversed(steps):  # a benchmark times combines apart from dispatches
-            way._recv.fill_(-1)
-            way.answers[: len(received)] = received
-            assert torch.equal(way.combine(route), x.index_select(0, route.order // options.top_k))
-    finally:
-        dist.destroy_process_group()
-        library._destroy()
         world.close()
 
 

@@ -22,7 +22,6 @@ from bench.gpu import measure as gpu
 from bench.gpu.peers import AllToAllSingle
 from bench.harness.rank import leave
 from pplx_comm import AllToAll
-from pplx_comm.errors import Error
 
 RIGHT_ONES = 20
 """Steps before the planted error, where it comes late."""
@@ -143,29 +142,18 @@ def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
 def wrong_dispatch(right: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(a2a: AllToAll, d: Any) -> Any:
         right(a2a, d)
-        if a2a._comm.rank == 1 and plant == "dispatch":
+        if a2a._comm.rank == 1:
             d.src_token.add_(1)
-        if a2a._comm.rank == 1 and plant == "dies" and d.step > 8:
-            raise RuntimeError("planted")
         return d
 
     return dispatch
-
-
-def late(right: Callable[..., Any]) -> Callable[..., Any]:
-    def check(a2a: AllToAll) -> None:
-        right(a2a)
-        if a2a._comm.rank == 1 and steps > RIGHT_ONES:
-            raise Error("planted: a step timed out")
-
-    return check
 
 
 def failing(right: Callable[..., Any]) -> Callable[..., Any]:
     """A peer at three tokens, before anything is exchanged."""
 
     def dispatch(peer: AllToAllSingle, i: int) -> None:
-        if len(peer._packed[i]) == 3 and (plant == "peer of all" or peer._world.rank == 1):
+        if len(peer._packed[i]) == 3 and peer._world.rank == 1:
             raise RuntimeError("planted: too many experts\nand a stack of calls")
         right(peer, i)
 
@@ -177,18 +165,9 @@ PLANTS: dict[str, list[tuple[type, str, Any]]] = {
     "deaf": [],  # an AllToAll that does not heed crossover.py's setting
     "combine": [(AllToAll, "combine", wrong), (AllToAll, "combine_recv", wrong)],
     "later": [(AllToAll, "combine_recv", wrong)],
-    "late": [(AllToAll, "combine_recv", lambda right: lambda *given: count_step(right(*given))), (AllToAll, "check", late)],
     "dispatch": [(AllToAll, "dispatch_recv", wrong_dispatch)],
-    "dies": [(AllToAll, "dispatch_recv", wrong_dispatch)],
-    "peer of one": [(AllToAllSingle, "dispatch", failing)],
-    "peer of all": [(AllToAllSingle, "dispatch", failing)],
+    "peer": [(AllToAllSingle, "dispatch", failing)],
 }
-
-
-def count_step(y: Any) -> Any:
-    global steps
-    steps += 1
-    return y
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,13 +17,6 @@ CASES = [
     Case(13, 3, transport="proxy:shm", dtype="float32", wire="fp8", layout="compact", num_experts=9, top_k=1),
     Case(14, 3, dtype="float16", wire="mxfp8", layout="ragged", scale_layout="tma", align=8, num_experts=5, top_k=4),
 ]
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crews]:
-    crews = Crews(3)
-    yield crews
-    crews.close()
 
 
 def test_bad_replicas() -> None:

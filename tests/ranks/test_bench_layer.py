@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,9 @@ import pytest
 import torch
 from test_bench import ROOT, ranks_of, written_by
 
-from bench.harness.clock import Figure
 from bench.harness.reference import Wrong
-from bench.harness.world import World
-from bench.moe import layers, measure, report, theirs
+from bench.harness.world import Off, World
+from bench.moe import layers, measure, theirs
 from bench.moe.options import from_arguments, parser_of
 
 TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", "2", "--rounds", "1", "--timeout", "60"]
@@ -24,7 +24,9 @@ TINY = ["--hidden", "128", "--intermediate", "64", "--experts", "4", "--top-k", 
 def test_all_layers(tmp_path: Path) -> None:
     """That run on CPUs, with all times, and no more error than formats explain; peers that are for GPUs say so."""
     arguments = [*TINY, "--tokens", "4,24", "--decode-tokens", "4", "--routings", "hot", "--precisions", "bf16,fp8"]
+    arguments += ["--plot", str(tmp_path / "layer.png")] if find_spec("matplotlib") else []
     of, said = written_by(tmp_path, ROOT / "bench" / "layer.py", *arguments, "--capacities", "1,most")
+    assert not find_spec("matplotlib") or (tmp_path / "layer.png").read_bytes().startswith(b"\x89PNG")
     assert "off: mega (fp8)" in said and "off: deep_ep (fp8)" in said and "capacity most" in said
     on = [point for point in of["points"] if point["off"] is None]
     layers_of = {(point["layer"], point["precision"]) for point in on}
@@ -36,38 +38,6 @@ def test_all_layers(tmp_path: Path) -> None:
         limits = measure.LIMITS if point["layer"] == "ours" else measure.LIMITS_OF_OTHERS
         assert dropped or 0 < point["error"] < limits[point["precision"]]
     assert any(point["notes"].get("dropped", 0) > 0.1 for point in on)
-
-
-def test_pictures(tmp_path: Path) -> None:
-    """Of all sizes, and of capacity."""
-    pytest.importorskip("matplotlib")
-    pictures = {name: tmp_path / f"{name}.png" for name in ("plot", "capacity-plot")}
-    drawn = [word for name, path in pictures.items() for word in (f"--{name}", str(path))]
-    arguments = ["--tokens", "24", "--experts", "8", "--layers", "ours,capacity", "--capacities", "most", "--precisions", "bf16"]
-    arguments += ["--transport", "proxy", "--provider", "tcp", "--no-backward"]
-    written_by(tmp_path, ROOT / "bench" / "layer.py", *TINY, *arguments, *drawn)
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
-
-
-def figure(p50: float) -> Figure:
-    return Figure(3, p50, p50, p50, p50)
-
-
-def test_what_stands_beside_what() -> None:
-    """Exposed: a pass takes 130 us, its products alone 100 and its step alone 60, so half of the step shows."""
-
-    def point(layer: str, precision: str, tokens: int, forward: float, **more: Any) -> measure.Point:
-        return measure.Point(layer, precision, tokens, "even", forward=figure(forward), **more)
-
-    alone = {"compute": figure(100), "step": figure(60)}
-    plain = point("ours", "fp8", 8, 500, graph=figure(130), both=figure(400), alone=alone)
-    nccl, mega = point("nccl", "bf16", 8, 650, both=figure(600)), point("mega", "fp8", 8, 210, graph=figure(195))
-    others = [point("ours", "bf16", 8, 200), point("ours", "fp8", 16, 200), point("nccl", "bf16", 16, 1, off="not here")]
-    points = [plain, nccl, mega, *others]
-    assert report.beside(plain, points) == {"mega": 1.5, "nccl": 5, "nccl, training": 1.5}
-    assert report.beside(others[1], points) == {}
-    assert report.exposed(plain, points) == 0.5
-    assert all(report.exposed(one, points) is None for one in (nccl, mega, *others))
 
 
 @pytest.mark.parametrize("factor", [1.008, math.nan])
@@ -82,6 +52,21 @@ def test_a_wrong_layer(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
             measure.run(options, world, SimpleNamespace(device=torch.device("cpu"), name="CPU", synchronize=lambda: None))
     finally:
         world.close()
+
+
+def test_a_wrong_layer_of_others_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's wrong result or error is a line of the table. It does not end the run."""
+    world = World.__new__(World)
+    world.gather = lambda value, tag, patience=None: [value]  # type: ignore[method-assign]
+    point = measure.Point("theirs", "fp8", 8, "even")
+    layer: Any = SimpleNamespace(notes=dict[str, Any], forward=lambda mark: torch.zeros(1))
+    problem: Any = None
+    monkeypatch.setattr(measure, "_error", lambda *_: 0.5)
+    with pytest.raises(Off, match=r"theirs, fp8, 8 tokens: off by 0\.5"):
+        measure._check(layer, problem, point, world)
+    raises: Any = SimpleNamespace(prepare=lambda _: None, forward=lambda mark: 1 / 0)
+    measure._measure(raises, problem, point, world, None, problem)
+    assert point.off == "division by zero"
 
 
 def test_gradients_are_those_of_the_textbook() -> None:

@@ -10,7 +10,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -303,13 +302,6 @@ def test_replicas_with_different_tokens(kind: str) -> None:
             assert r["closing"] < CLOSED, r
         word = {"ids": "passed different topk_ids", "tokens": "rank 3 passed 7 ", "accumulate": "accumulate="}[kind]
         assert any(word in r["message"] for r in results), results
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crews]:
-    crews = Crews(3)
-    yield crews
-    crews.close()
 
 
 @pytest.mark.parametrize("transport", CARRIERS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ CARRIERS = ["mapped", "proxy:tcp"]
 
 def case_of(transport: str, ranks: int = 3) -> Case:
     return Case(seed(), ranks, transport=transport, num_experts=8, top_k=3, max_tokens=16, hidden=128)
-
-
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crews]:
-    crews = Crews(3)
-    yield crews
-    crews.close()
 
 
 @pytest.mark.parametrize("transport", CARRIERS)

@@ -50,86 +50,42 @@ def shell(tmp_path: Path) -> Shell:
 
 
 def test_two_ranks_over_p2p(shell: Shell) -> None:
-    """By an mpirun if there is one."""
-    latency = ["bench/latency.py", *MEASURED, "--transport", "mapped,nvshmem", "--node-size", "1", "--json", "a b.json", "NVLS=1"]
-    for version, options in ((OPEN_MPI, ["--allow-run-as-root", "--oversubscribe"]), (MPICH, [])):
-        shell.command("mpirun", version)
-        line = shell.line("cx7.sh", "--p2p", "2", "--json", "a b.json")
-        assert line == [f"mpirun of {BENCH.parent}", *options, "--bind-to", "none", "-n", "2", "python", *latency]
-
-
-def test_without_an_mpirun(shell: Shell) -> None:
     line = shell.line("cx7.sh", "--p2p", "2", "--tokens", "128")
     assert line == [
         f"python of {BENCH.parent}", "bench/latency.py", "-n", "2", *MEASURED, "--transport", "mapped,nvshmem", "--node-size", "1",
         "--tokens", "128", "NVLS=1",
     ]  # fmt: skip
-    line = shell.line("p5.sh", "--ranks", "4", "--node-size", "2", "--provider", "tcp")
-    assert line[1:4] == ["bench/latency.py", "-n", "4"] and line[-5:-1] == ["--transport", "mapped,auto:tcp", "--node-size", "2"]
 
 
-SET = {
-    "LD_LIBRARY_PATH": "/opt/lib", "PPLX_COMM_SECRET": "hunter2", "PPLX_LIBFABRIC": "/opt/libfabric.so.1", "FI_EFA_FORK_SAFE": "1",
-    "NCCL_DEBUG": "WARN", "NVSHMEM_IB_TRAFFIC_CLASS": "106", "EDITOR": "vi", "MY_FI_X": "1",
-}  # fmt: skip
-PASSED = {"PATH", "MPIR_CVAR_OFI_USE_PROVIDER", *SET} - {"EDITOR", "MY_FI_X"}
+SET = {"PPLX_COMM_SECRET": "hunter2", "FI_EFA_FORK_SAFE": "1", "NVSHMEM_IB_TRAFFIC_CLASS": "106", "EDITOR": "vi"}
 
 
 @pytest.mark.parametrize(("version", "ranks_a_host", "file"), [(OPEN_MPI, "-N", "--hostfile"), (MPICH, "-ppn", "-f")])
 @pytest.mark.parametrize(("script", "transport"), [("p5.sh", "auto:efa"), ("cx7.sh", "nvshmem,auto:verbs")])
 def test_hosts(shell: Shell, script: str, transport: str, version: str, ranks_a_host: str, file: str) -> None:
-    """One format of hosts for both MPIs, found from wherever one stands. The ranks get the variables that concern them, by name."""
+    """One format of hosts serves both MPIs. The ranks get the variables that concern them, by name: a secret is on no command line."""
     shell.command("mpirun", version)
     (shell.folder / "hosts").write_text("# two\nnode-0\n\n10.0.0.2")
     line = shell.line(script, "--hosts", "hosts", **SET)
     python = line.index("python")
     options = line[1:python]
-    assert line[0] == f"mpirun of {BENCH.parent}" and ("--allow-run-as-root" in options) == (version == OPEN_MPI)
     assert options[options.index(file) + 1] == str(shell.folder / "hosts")
     assert options[options.index(ranks_a_host) + 1] == "8" and options[-4:] == ["--bind-to", "none", "-n", "16"]
     if version == OPEN_MPI:
-        passed = [options[at + 1] for at, option in enumerate(options) if option == "-x"]
+        passed = {options[at + 1] for at, option in enumerate(options) if option == "-x"}
     else:
-        passed = options[options.index("-genvlist") + 1].split(",")
-    assert sorted(passed) == sorted(PASSED | ({"NVSHMEM_DISABLE_NVLS"} if script == "cx7.sh" else set()))
-    assert "hunter2" not in " ".join(line)
+        passed = set(options[options.index("-genvlist") + 1].split(","))
+    assert passed > SET.keys() - {"EDITOR"} and "EDITOR" not in passed and "hunter2" not in " ".join(line)
     assert line[python + 1 : -1] == ["bench/latency.py", *MEASURED, "--transport", transport, "--node-size", "8"]
-    line = shell.line(script, "--hosts", "hosts", "--ranks", "12", "--node-size", "6")
-    assert line[line.index(ranks_a_host) + 1] == "6" and line[line.index("-n") + 1] == "12"
 
 
-def test_multicast_is_off_but_where_the_caller_says_so(shell: Shell) -> None:
-    assert shell.line("cx7.sh", "--p2p", "2")[-1] == "NVLS=1"
-    assert shell.line("cx7.sh", "--p2p", "2", NVSHMEM_DISABLE_NVLS="0")[-1] == "NVLS=0"
-
-
-@pytest.mark.parametrize("mpirun", [None, "some other launcher"])
-def test_hosts_want_an_mpirun(shell: Shell, mpirun: str | None) -> None:
-    if mpirun is not None:
-        shell.command("mpirun", mpirun)
-    (shell.folder / "hosts").write_text("a\n")
-    for script in ("cx7.sh", "p5.sh"):
-        done = shell.run(script, "--hosts", "hosts")
-        assert done.returncode == 2 and "Open MPI's or MPICH's" in done.stderr and done.stdout == "", done
-
-
-@pytest.mark.parametrize("line", ["node0:2", "node0 slots=2", "-x"])
-def test_forms_of_one_mpi_alone_are_refused(shell: Shell, line: str) -> None:
-    shell.command("mpirun", MPICH)
-    (shell.folder / "hosts").write_text(f"a\n{line}\n")
-    done = shell.run("p5.sh", "--hosts", "hosts")
-    assert done.returncode == 2 and f"'{line}'" in done.stderr and "--node-size" in done.stderr and done.stdout == "", done
-    (shell.folder / "hosts").write_text("# none\n")
-    assert "names no host" in shell.run("p5.sh", "--hosts", "hosts").stderr
-
-
-def test_what_is_missing_is_said(shell: Shell) -> None:
-    shell.command("mpirun", OPEN_MPI)
+def test_what_is_wrong_is_said(shell: Shell) -> None:
+    (shell.folder / "hosts").write_text("node0 slots=2\n")
     for arguments, words in (
         ([], "--hosts FILE, or --p2p N"),
-        (["--p2p"], "--p2p needs a value"),
         (["--hosts", "nowhere"], "cannot read nowhere"),
+        (["--hosts", "hosts"], "'node0 slots=2'"),
     ):
+        shell.command("mpirun", MPICH)
         done = shell.run("cx7.sh", *arguments)
         assert done.returncode == 2 and words in done.stderr and done.stdout == "", done
-    assert "--p2p 2" in shell.run("cx7.sh", "--help").stdout
