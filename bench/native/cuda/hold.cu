@@ -1,6 +1,6 @@
 // For tests: thread blocks that hold multiprocessors, so that other kernels must do with the rest. They end by themselves, because a
 // thread that waits behind them, in the driver too, cannot release them.
-#include "cuda/device.cuh"
+#include "cuda/common/ptx.cuh"
 #include "kernels.h"
 
 namespace pplx::cuda {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "bindings/bound_struct.h"
-#include "cuda/error.h"
-#include "cuda/exchange.h"
-#include "cuda/stages.h"
-#include "cuda/stream_event.h"
+#include "cuda/host/error.h"
+#include "cuda/host/exchange.h"
+#include "cuda/common/stages.h"
+#include "cuda/host/stream_event.h"
 
 namespace py = pybind11;
 
