@@ -31,6 +31,7 @@ ARGUMENT = re.compile(r"c\[0x0\]\[([^\]]*?)0x[0-9a-f]+\]")
 class About(TypedDict):
     hash: str
     without_arguments: str  # the hash without offsets of arguments in the constant bank
+    without_numbers: str  # the hash without any number
     instructions: int
     opcodes: dict[str, int]
 
@@ -58,6 +59,7 @@ def about(function: sass.Function) -> About:
     return {
         "hash": digest(lines),
         "without_arguments": digest([ARGUMENT.sub(r"c[0x0][\1argument]", line) for line in lines]),
+        "without_numbers": digest([re.sub(r"0x[0-9a-f]+", "number", line) for line in lines]),
         "instructions": len(lines),
         "opcodes": collections.Counter(instruction.opcode for instruction in function.instructions),
     }
@@ -78,6 +80,8 @@ def hashes_of(built: Path, tools: Path) -> dict[str, About]:
 def difference(old: About, new: About) -> str:
     if old["without_arguments"] == new["without_arguments"]:
         return "only in the constant bank's offsets of arguments"
+    if old["without_numbers"] == new["without_numbers"]:
+        return "only in numbers, such as offsets of arguments whose address is taken"
     was, now = (collections.Counter(of["opcodes"]) for of in (old, new))
     moved = sum(((was - now) + (now - was)).values())
     return f"{old['instructions']} instructions before, {new['instructions']} now; operations that differ in number: {moved}"

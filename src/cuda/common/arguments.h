@@ -269,6 +269,13 @@ struct DispatchArguments {
   PieceArguments pieces;
 };
 
+// True if the smaller kernels of dispatch can do it: all peers are on this node, at most 32 and none dead, without replicas, and the plan is
+// made from ids.
+inline bool is_plain(const DispatchArguments& a) {
+  const Common& k = a.common;
+  return k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
+}
+
 // Whether the launch raises words of hooks.
 inline bool tells_of_rows(const DispatchArguments& a) { return a.recv && a.hooks.planned != nullptr; }
 

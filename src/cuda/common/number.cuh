@@ -104,4 +104,10 @@ __device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
   return low | high << 16;
 }
 
+// Returns what of(T) returns for the type of a dtype's numbers.
+template <typename Of>
+auto choose_type(Dtype dtype, const Of& of) {
+  return dtype == Dtype::BFloat16 ? of(BFloat16()) : dtype == Dtype::Float16 ? of(Float16()) : of(Float32());
+}
+
 }  // namespace pplx::cuda

@@ -3,7 +3,7 @@
 
 #include "../common/step.cuh"
 #include "combine_recv.cuh"
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "../rounds/decode_combine.cuh"
 
 namespace pplx::cuda {
@@ -69,8 +69,6 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   note(k, Stage::CombineEnds);
   stamp(k, Op::Combine, step, begun);
 }
-
-using Kernel = void (*)(CombineArguments);
 
 }  // namespace
 }  // namespace pplx::cuda

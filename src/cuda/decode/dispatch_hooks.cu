@@ -1,4 +1,4 @@
-// dispatch() that tells the caller's kernels what has come: extras/hooks.cuh.
+// dispatch() of few tokens that tells the caller's kernels which rows have come: extras/hooks.cuh.
 #include "dispatch_kernel.cuh"
 
 namespace pplx::cuda {
@@ -11,34 +11,13 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
 }
 
 }  // namespace
+
+Choice<DispatchArguments> choose_with_hooks(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) {
+    using Mode = decltype(mode);
+    return decode_choice("decode::dispatch with hooks", c, call.mapped_only ? dispatch<Mode, true, true> : dispatch<Mode, false, true>);
+  });
+}
+
 }  // namespace decode
-
-namespace {
-
-template <bool kPlain>
-Kernel kernel_of(const Config& c, bool given_scales) {
-  if (given_scales || c.wire == Wire::Native) return decode::dispatch<AsIs, kPlain, true>;
-  return c.dtype == Dtype::Float32 ? decode::dispatch<Quantised<4>, kPlain, true> : decode::dispatch<Quantised<2>, kPlain, true>;
-}
-
-Kernel kernel_of(const DispatchArguments& a) {
-  return is_plain(a) ? kernel_of<true>(a.common.c, a.scales != nullptr) : kernel_of<false>(a.common.c, a.scales != nullptr);
-}
-
-}  // namespace
-
-cudaError_t load_dispatch_hooks(const Config& c) {
-  for (const bool given : {false, true})
-    for (const Kernel kernel : {kernel_of<false>(c, given), kernel_of<true>(c, given)}) {
-      const cudaError_t error = load(kernel, shared_bytes(c));
-      if (error != cudaSuccess) return error;
-    }
-  return cudaSuccess;
-}
-
-cudaError_t launch_dispatch_hooks(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel_of(arguments), dim3(blocks), dim3(kDispatchThreads), parameters, shared_bytes(arguments.common.c), stream);
-}
-
 }  // namespace pplx::cuda

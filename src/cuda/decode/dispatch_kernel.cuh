@@ -3,7 +3,7 @@
 
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "../remote/pass_on_counts.cuh"
 #include "../rounds/decode_dispatch.cuh"
 
@@ -17,17 +17,6 @@ struct DispatchShared {
 struct DispatchPiecesShared : DispatchShared {
   RoundRows rounds[kDispatchWarps];
 };
-
-// A receive half: its step, if that is open. All threads or none.
-__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
-  const std::uint64_t closed = load_closed(a.common);
-  step = *a.received.step;
-  const bool refused = is_not_open(a.common, step, closed);
-  if (!__syncthreads_or(refused)) return true;
-  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
-  if (warp_of_block() == 0 && reports_counts()) nothing_received(a);
-  return false;
-}
 
 // kPlain: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
 // can do all. kHooks: the caller's kernels hear of what has come. kPieces: what this rank sends is whole, but peers' blocks may come in pieces.
@@ -83,19 +72,8 @@ std::uint32_t shared_bytes(const Config& c) {
   return 4 * (static_cast<std::uint32_t>(align_up(c.num_experts, 4)) + (c.world + 1) * kNumbersOfPiece * expert_pieces(c));
 }
 
-using Kernel = void (*)(DispatchArguments);
-
-bool is_plain(const DispatchArguments& a) {
-  const Common& k = a.common;
-  return k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
-}
-
-cudaError_t load(Kernel kernel, std::uint32_t shared) {
-  cudaFuncAttributes attributes;
-  const void* const function = reinterpret_cast<const void*>(kernel);
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-  if (error != cudaSuccess) return error;
-  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+inline Choice<DispatchArguments> decode_choice(const char* name, const Config& c, void (*kernel)(DispatchArguments)) {
+  return {name, kernel, kDispatchThreads, shared_bytes(c)};
 }
 
 }  // namespace

@@ -125,4 +125,11 @@ struct Payload<Quantised<kElementBytes>> {
   }
 };
 
+// Returns what of(Mode) returns for the mode of a call. `call`: has given_scales.
+template <typename Call, typename Of>
+auto choose_mode(const Config& c, const Call& call, const Of& of) {
+  if (call.given_scales || c.wire == Wire::Native) return of(AsIs());
+  return c.dtype == Dtype::Float32 ? of(Quantised<4>()) : of(Quantised<2>());
+}
+
 }  // namespace pplx::cuda

@@ -1,6 +1,6 @@
 // Small launches of hooks: the words of a step before it begins, and a wait for the rows of some experts.
 #include "hooks.cuh"
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 
 namespace pplx::cuda {
 namespace {

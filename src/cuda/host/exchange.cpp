@@ -141,7 +141,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
-  check(load_kernels(config), "loading the kernels");
+  check(load(config, false, false), "loading the kernels");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)
     alive[peer] = common_.peers[peer] != nullptr || (memory_.remote >> peer & 1) != 0;
@@ -168,11 +168,10 @@ void Exchange::use_hooks() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   const Config& c = common_.c;
-  const bool pieces = common_.heap.in_pieces;
   check(load_hooks(), "loading the kernels of hooks");
-  check(pieces ? load_dispatch_pieces(c, true) : load_dispatch_hooks(c), "loading the kernels of dispatches with hooks");
-  if (pieces || chunk_memory_ != nullptr)
-    check(pieces ? load_dispatch_many_pieces(c, true) : load_dispatch_many(c, true), "loading the kernels of large dispatches with hooks");
+  check(load(c, false, true), "loading the kernels of dispatches with hooks");
+  if (chunk_memory_ != nullptr) check(load(c, true, true), "loading the kernels of large dispatches with hooks");
+  has_hooks_ = true;
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
@@ -322,15 +321,12 @@ void Exchange::make_chunk_counts() {
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
   if (common_.heap.in_pieces) {
-    check(load_dispatch_many_pieces(c, false), "loading the kernels of large dispatches");
-    check(load_combine_many_pieces(c), "loading the kernels of large combines");
     common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
   } else {
     if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
-    check(load_dispatch_many(c, false), "loading the kernels of large dispatches");
-    check(load_combine_many(c), "loading the kernels of large combines");
     common_.word_rows = many_tokens_;
   }
+  check(load(c, true, false), "loading the kernels of large steps");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
@@ -371,8 +367,6 @@ void Exchange::check_pieces() const {
 }
 
 void Exchange::make_round_counts() {
-  check(load_dispatch_pieces(common_.c, false), "loading the kernels of dispatches in pieces");
-  check(load_combine_pieces(common_.c), "loading the kernels of combines in pieces");
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "../../host/first_failure.h"
@@ -17,7 +18,7 @@
 #include "buffer_layout.h"
 #include "calls.h"
 #include "host_heap.h"
-#include "kernels.h"
+#include "launch_table.h"
 #include "launches.h"
 #include "memory/shared_memory.h"
 
@@ -109,6 +110,13 @@ class Exchange {
   std::uint64_t bulk_dispatches() const;
   std::uint64_t bulk_combines() const;
   std::uint32_t many_tokens() const { return many_tokens_; }
+  // A launch as the table has it, and the reason.
+  struct Explained {
+    const char *call, *kernel;
+    std::uint32_t grid, block, smem;
+    std::string why;
+  };
+  std::vector<Explained> explain(std::uint32_t tokens) const;  // the launches of a step of this many tokens
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif
@@ -121,6 +129,8 @@ class Exchange {
   void make_chunk_counts();
   void forget_chunk_counts();
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
+  SentStrips sent_strips(const CombineArguments& a) const;
+  bool fetches(const CombineArguments& a) const;
   bool sends_by_bulk(const Launch& launch, const DispatchArguments& a) const;
   // In pieces: what a send half was given, its receive half sends the rest of.
   void check_pieces() const;
@@ -148,6 +158,7 @@ class Exchange {
   char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
+  bool has_hooks_ = false;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
   std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them the digest and what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;

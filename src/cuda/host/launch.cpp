@@ -104,6 +104,19 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   return p;
 }
 
+// Small steps have narrower strips, where the smaller kernels send them.
+SentStrips Exchange::sent_strips(const CombineArguments& a) const {
+  const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
+  const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
+  if (is_plain(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
+  return SentStrips(common_.row_bytes, kSentVectors);
+}
+
+// True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
+bool Exchange::fetches(const CombineArguments& a) const {
+  return common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !common_.heap.in_pieces;
+}
+
 // A send half may wait for nobody, so it sends the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
   PieceArguments& p = a.pieces;
@@ -201,9 +214,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   if (pieces) cut(a, launch, by_bulk);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
-  const auto whole = by_bulk ? launch_dispatch_many : tells_of_rows(a) ? launch_dispatch_hooks : launch_dispatch;
-  const auto launched = !pieces ? whole : by_bulk ? launch_dispatch_many_pieces : launch_dispatch_pieces;
-  check(launched(a, blocks, stream), "launching dispatch");
+  check(cuda::launch(choose(c, DispatchCall(a, by_bulk)), a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if ((launch.halves & kSend) == 0) {
     if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
@@ -213,6 +224,37 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
   here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
   return step;
+}
+
+std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Config& c = common_.c;
+  const std::uint32_t own = common_.slice.tokens(tokens);
+  if (own > common_.most_rows) throw Misuse(too_many_tokens_text(tokens, common_.slice.of, common_.most_rows));
+  const bool large = own >= common_.word_rows;
+  DispatchArguments d;
+  d.common = common_;
+  d.ids = &common_;  // a plan is made
+  DispatchCall dispatch(d, large);
+  dispatch.hooks = has_hooks_;
+  CombineArguments a;
+  a.common = common_;
+  a.tokens = tokens;
+  a.sent = sent_strips(a);
+  a.fetches = large && fetches(a);
+  if (a.fetches && common_.combine_blocks <= kOfferingBlocks) a.made_at = common_.heap.made_at(0);
+  const CombineCall combine(a, large);
+  const std::string size = common_.word_rows == kNone ? "no step of this AllToAll is large"
+                           : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
+  const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
+  const std::string rounds = common_.heap.in_pieces ? "; blocks go in pieces" : "";
+  const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
+  const auto sending = choose(c, dispatch);
+  const auto summing = choose(c, combine);
+  return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
+           size + rounds + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+          {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
+           size + rounds + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
 }
 
 void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
@@ -265,21 +307,16 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.received = received_view(layout_, launch.buffer);
   a.y = result.y;
   a.y_stride = result.stride;
-  const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
-  const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  a.sent = is_plain(a) && sends_few(rows, few.strips, common_.combine_blocks) ? few : SentStrips(common_.row_bytes, kSentVectors);
+  a.sent = sent_strips(a);
   const bool by_bulk = !a.release && a.own >= common_.word_rows;
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
-  // Decided by what all ranks have in common, since a peer that offers its rows sends none.
-  a.fetches = by_bulk && common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !pieces;
+  a.fetches = by_bulk && fetches(a);
   if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
   a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
-  const auto whole = by_bulk ? launch_combine_many : launch_combine;
-  const auto launched = !pieces ? whole : by_bulk ? launch_combine_many_pieces : launch_combine_pieces;
-  check(launched(a, common_.combine_blocks, stream), "launching combine");
+  check(cuda::launch(choose(common_.c, CombineCall(a, by_bulk)), a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -4,7 +4,7 @@
 #include "copy.cuh"
 #include "send_sums.cuh"
 #include "receive_sums.cuh"
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "combine_kernel.cuh"
 
 namespace pplx::cuda {
@@ -258,87 +258,35 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   How::template run<T>(a);
 }
 
+template <typename T, typename How>
+Choice<CombineArguments> choice(const char* name) {
+  return {name, combine<T, How>, How::kThreads, How::kBytes};
+}
+
 }  // namespace
+
+Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  return choose_type(c.dtype, [&](auto type) {
+    using T = decltype(type);
+    if (!call.mapped_only) return choice<T, General>("large::combine, general");
+    if (call.offers) return choice<T, Offers>("large::combine, rows are fetched");
+    if (call.fetches) return choice<T, Fetches>("large::combine, peers' rows are fetched");
+    if (c.layout == LayoutKind::Compact) return choice<T, Copies>("large::combine, rows are copied");
+    return choice<T, SumsOfRows>("large::combine, rows are sums");
+  });
+}
+
 }  // namespace large
 
 namespace {
 
-using Kernel = void (*)(CombineArguments);
-
-struct Launch {
-  Kernel kernel;
-  std::uint32_t threads, bytes;
-};
-
-// Fetches: rows of peers that offer theirs, and sends its own. Offers: fetches, and sends next to nothing.
-enum class Way { Any, Copies, Fetches, Offers, Sums };
-
-Way way_of(const CombineArguments& a) {
-  if (!is_plain(a)) return Way::Any;
-  if (a.fetches) return a.made_at != 0 || !a.send ? Way::Offers : Way::Fetches;
-  return a.common.c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums;
-}
-
-template <typename T, typename How>
-Launch launch_by() {
-  return {large::combine<T, How>, How::kThreads, How::kBytes};
-}
-template <typename T>
-Launch launch_of(Way way) {
-  switch (way) {
-    case Way::Copies:
-      return launch_by<T, Copies>();
-    case Way::Fetches:
-      return launch_by<T, Fetches>();
-    case Way::Offers:
-      return launch_by<T, Offers>();
-    case Way::Sums:
-      return launch_by<T, SumsOfRows>();
-    case Way::Any:
-      return launch_by<T, General>();
-  }
-  return {};
-}
-Launch launch_of(Dtype dtype, Way way) {
-  switch (dtype) {
-    case Dtype::BFloat16:
-      return launch_of<BFloat16>(way);
-    case Dtype::Float16:
-      return launch_of<Float16>(way);
-    case Dtype::Float32:
-      return launch_of<Float32>(way);
-  }
-  return {};
-}
-
 constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombineFetchingShared>,
                                              kFetchedBytes + kBytesOfObject<CombineFetchedShared>, kSumsBytes + kBytesOfObject<CombineSumsShared>});
-
-cudaError_t load(const Launch& launch) {
-  const void* const function = reinterpret_cast<const void*>(launch.kernel);
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-  return error != cudaSuccess ? error : cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(launch.bytes));
-}
 
 }  // namespace
 
 bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
-}
-
-cudaError_t load_combine_many(const Config& c) {
-  cudaError_t error = load(launch_of(c.dtype, Way::Any));
-  if (error == cudaSuccess) error = load(launch_of(c.dtype, c.layout == LayoutKind::Compact ? Way::Copies : Way::Sums));
-  for (const Way way : {Way::Fetches, Way::Offers})
-    if (error == cudaSuccess && c.lent != 0) error = load(launch_of(c.dtype, way));
-  return error;
-}
-
-cudaError_t launch_combine_many(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const Launch launch = launch_of(arguments.common.c.dtype, way_of(arguments));
-  return cudaLaunchKernel(launch.kernel, dim3(blocks), dim3(launch.threads), parameters, launch.bytes, stream);
 }
 
 }  // namespace pplx::cuda

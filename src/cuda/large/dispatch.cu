@@ -1,6 +1,6 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include "receive.cuh"
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "dispatch_kernel.cuh"
 #include "../plan/rank_plan.cuh"
 #include "store.cuh"
@@ -189,22 +189,15 @@ __global__ void __launch_bounds__(kDealtThreads, 1) dispatch(const __grid_consta
 }
 
 }  // namespace
+
+Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
+    using Mode = decltype(mode);
+    return {"large::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kDealtThreads, DispatchMemory(c).bytes};
+  });
+}
+
 }  // namespace large
-
-namespace {
-
-using Kernel = void (*)(DispatchArguments);
-
-template <typename Mode>
-Kernel kernel_of(bool hooks) {
-  return hooks ? large::dispatch<Mode, true> : large::dispatch<Mode, false>;
-}
-Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
-  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
-  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
-}
-
-}  // namespace
 
 bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
@@ -212,24 +205,5 @@ bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
 }
 
 std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
-
-cudaError_t load_dispatch_many(const Config& c, bool hooks) {
-  for (const bool given : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    const int bytes = static_cast<int>(DispatchMemory(c).bytes);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t launch_dispatch_many(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Config& c = arguments.common.c;
-  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, arguments.hooks.planned != nullptr);
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kDealtThreads), parameters, DispatchMemory(c).bytes, stream);
-}
 
 }  // namespace pplx::cuda

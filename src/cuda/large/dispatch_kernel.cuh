@@ -17,17 +17,6 @@ struct ManyMemory {
         others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kLine))) {}
 };
 
-// A receive half: its step, if that is open. All threads or none.
-__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
-  const std::uint64_t closed = load_closed(a.common);
-  step = *a.received.step;
-  const bool refused = is_not_open(a.common, step, closed);
-  if (!__syncthreads_or(refused)) return true;
-  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
-  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
-  return false;
-}
-
 // users: warps that say that they have done with a chunk.
 template <typename Shared>
 __device__ inline void prepare(Shared& s, std::uint32_t users) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/arrival.cuh"
+#include "../common/step.cuh"
 #include "../decode/warps.cuh"
 #include "../extras/hooks.cuh"
 
@@ -259,6 +260,17 @@ __device__ inline void nothing_received(const DispatchArguments& a) {
   if (lane == 0) *a.received.many = 0;
   if (lane == 0) *a.received.overflowed = 0;
   if (lane == 0 && a.out.num_rows != nullptr) *a.out.num_rows = 0;
+}
+
+// Finds the step of a receive half. False: it is not open, for all threads of the block alike.
+__device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t& step) {
+  const std::uint64_t closed = load_closed(a.common);
+  step = *a.received.step;
+  const bool refused = is_not_open(a.common, step, closed);
+  if (!__syncthreads_or(refused)) return true;
+  if (refused) refuse(a.common, step, closed, Phase::DispatchRecv);
+  if (threadIdx.x < 32 && reports_counts()) nothing_received(a);
+  return false;
 }
 
 // A warp's part: how many rows there are. The others know it from then on.

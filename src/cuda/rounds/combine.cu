@@ -1,54 +1,22 @@
-// combine() of few tokens, in an AllToAll in pieces; and release().
+// combine() of few tokens, in an AllToAll in pieces; and release(). One kernel does every case.
 #include "../decode/combine_kernel.cuh"
 
 namespace pplx::cuda {
 namespace decode_rounds {
 namespace {
 
-template <typename T, bool kPlain, int kSent>
+template <typename T>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kPlain, kSent, true>(a);
+  run_combine<T, false, kSentVectors, true>(a);
 }
 
 }  // namespace
+
+Choice<CombineArguments> choose(const Config& c, const CombineCall&) {
+  return choose_type(c.dtype, [](auto type) -> Choice<CombineArguments> {
+    return {"decode_rounds::combine", combine<decltype(type)>, kCombineThreads, 0};
+  });
+}
+
 }  // namespace decode_rounds
-
-namespace {
-
-template <bool kPlain, int kSent>
-Kernel kernel_of(Dtype dtype) {
-  switch (dtype) {
-    case Dtype::BFloat16:
-      return decode_rounds::combine<BFloat16, kPlain, kSent>;
-    case Dtype::Float16:
-      return decode_rounds::combine<Float16, kPlain, kSent>;
-    case Dtype::Float32:
-      return decode_rounds::combine<Float32, kPlain, kSent>;
-  }
-  return nullptr;
-}
-
-Kernel kernel_of(const CombineArguments& a) {
-  const Dtype dtype = a.common.c.dtype;
-  if (!is_plain(a)) return kernel_of<false, kSentVectors>(dtype);
-  return a.sent.vectors == kSentVectors ? kernel_of<true, kSentVectors>(dtype) : kernel_of<true, kSentVectorsOfFew>(dtype);
-}
-
-}  // namespace
-
-cudaError_t load_combine_pieces(const Config& c) {
-  cudaFuncAttributes attributes;
-  for (const Kernel kernel :
-       {kernel_of<false, kSentVectors>(c.dtype), kernel_of<true, kSentVectors>(c.dtype), kernel_of<true, kSentVectorsOfFew>(c.dtype)}) {
-    const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t launch_combine_pieces(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel_of(arguments), dim3(blocks), dim3(kCombineThreads), parameters, 0, stream);
-}
-
 }  // namespace pplx::cuda

@@ -1,46 +1,23 @@
-// dispatch() of few tokens, in an AllToAll in pieces; the second kernel tells the caller's what has come: extras/hooks.cuh.
+// dispatch() of few tokens, in an AllToAll in pieces. One kernel does every case; another one raises words of hooks, too.
 #include "../decode/dispatch_kernel.cuh"
 
 namespace pplx::cuda {
 namespace decode_rounds {
 namespace {
 
-template <typename Mode, bool kPlain, bool kHooks>
+template <typename Mode, bool kHooks>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch<Mode, kPlain, kHooks, true>(a);
+  run_dispatch<Mode, false, kHooks, true>(a);
 }
 
 }  // namespace
+
+Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) {
+    using Mode = decltype(mode);
+    return decode_choice("decode_rounds::dispatch", c, call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>);
+  });
+}
+
 }  // namespace decode_rounds
-
-namespace {
-
-template <typename Mode>
-Kernel kernel_of(bool plain, bool hooks) {
-  if (hooks) return plain ? decode_rounds::dispatch<Mode, true, true> : decode_rounds::dispatch<Mode, false, true>;
-  return plain ? decode_rounds::dispatch<Mode, true, false> : decode_rounds::dispatch<Mode, false, false>;
-}
-Kernel kernel_of(const Config& c, bool given_scales, bool plain, bool hooks) {
-  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(plain, hooks);
-  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(plain, hooks) : kernel_of<Quantised<2>>(plain, hooks);
-}
-
-}  // namespace
-
-cudaError_t load_dispatch_pieces(const Config& c, bool hooks) {
-  for (const bool given : {false, true})
-    for (const bool plain : {false, true}) {
-      const cudaError_t error = load(kernel_of(c, given, plain, hooks), shared_bytes(c));
-      if (error != cudaSuccess) return error;
-    }
-  return cudaSuccess;
-}
-
-cudaError_t launch_dispatch_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Config& c = arguments.common.c;
-  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, is_plain(arguments), tells_of_rows(arguments));
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kDispatchThreads), parameters, shared_bytes(c), stream);
-}
-
 }  // namespace pplx::cuda

@@ -1,5 +1,5 @@
 // combine() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "../large/combine_kernel.cuh"
 
 namespace pplx::cuda {
@@ -101,49 +101,18 @@ __global__ void __launch_bounds__(kCombineManyThreads, 1) combine(const __grid_c
 }
 
 }  // namespace
+
+Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
+    using T = decltype(type);
+    return {"large_rounds::combine", call.mapped_only ? combine<T, true> : combine<T, false>, kCombineManyThreads, kCombineManyBytes};
+  });
+}
+
 }  // namespace large_rounds
-
-namespace {
-
-using Kernel = void (*)(CombineArguments);
-
-template <typename T>
-Kernel kernel_of(bool plain) {
-  return plain ? large_rounds::combine<T, true> : large_rounds::combine<T, false>;
-}
-Kernel kernel_of(Dtype dtype, bool plain) {
-  switch (dtype) {
-    case Dtype::BFloat16:
-      return kernel_of<BFloat16>(plain);
-    case Dtype::Float16:
-      return kernel_of<Float16>(plain);
-    case Dtype::Float32:
-      return kernel_of<Float32>(plain);
-  }
-  return nullptr;
-}
-
-}  // namespace
 
 bool can_combine_many_pieces(const Config& c, std::uint32_t shared_bytes) {
   return can_combine_many(c, shared_bytes) && kCombineManyBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
-}
-
-cudaError_t load_combine_many_pieces(const Config& c) {
-  for (const bool plain : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c.dtype, plain));
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kCombineManyBytes));
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t launch_combine_many_pieces(const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<CombineArguments*>(&arguments)};
-  const Kernel kernel = kernel_of(arguments.common.c.dtype, is_plain(arguments));
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kCombineManyThreads), parameters, kCombineManyBytes, stream);
 }
 
 }  // namespace pplx::cuda

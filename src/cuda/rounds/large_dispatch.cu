@@ -1,5 +1,5 @@
 // dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
-#include "../host/kernels.h"
+#include "../host/launch_table.h"
 #include "../large/dispatch_kernel.cuh"
 #include "large_recv.cuh"
 #include "large_send.cuh"
@@ -108,45 +108,19 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch(const __grid_c
 }
 
 }  // namespace
+
+Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
+    using Mode = decltype(mode);
+    return {"large_rounds::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kManyPiecesThreads, launched_bytes(c)};
+  });
+}
+
 }  // namespace large_rounds
-
-namespace {
-
-using Kernel = void (*)(DispatchArguments);
-
-template <typename Mode>
-Kernel kernel_of(bool hooks) {
-  return hooks ? large_rounds::dispatch<Mode, true> : large_rounds::dispatch<Mode, false>;
-}
-Kernel kernel_of(const Config& c, bool given_scales, bool hooks) {
-  if (given_scales || c.wire == Wire::Native) return kernel_of<AsIs>(hooks);
-  return c.dtype == Dtype::Float32 ? kernel_of<Quantised<4>>(hooks) : kernel_of<Quantised<2>>(hooks);
-}
-
-}  // namespace
 
 bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
   return can_dispatch_many(c, shared_bytes) && row_end_bytes(dispatch_block(c), c.top_k) <= kMostRowEndBytes &&
          16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && launched_bytes(c) + kBytesOfObject<RoundShared> <= shared_bytes;
-}
-
-cudaError_t load_dispatch_many_pieces(const Config& c, bool hooks) {
-  for (const bool given : {false, true}) {
-    const void* const function = reinterpret_cast<const void*>(kernel_of(c, given, hooks));
-    cudaFuncAttributes attributes;
-    cudaError_t error = cudaFuncGetAttributes(&attributes, function);
-    const int bytes = static_cast<int>(launched_bytes(c));
-    if (error == cudaSuccess) error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-
-cudaError_t launch_dispatch_many_pieces(const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<DispatchArguments*>(&arguments)};
-  const Config& c = arguments.common.c;
-  const Kernel kernel = kernel_of(c, arguments.scales != nullptr, tells_of_rows(arguments));
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(kManyPiecesThreads), parameters, launched_bytes(c), stream);
 }
 
 }  // namespace pplx::cuda
