@@ -228,7 +228,7 @@ class Kernel:
 
     @property
     def is_plain(self) -> bool:
-        return self.template.startswith("decode::") and ", true" in self.name
+        return ", true" in self.name and "large" not in self.template and "rounds" not in self.template
 
 
 def readable(demangled: str) -> str:
