@@ -110,7 +110,6 @@ def test_first_contact_of_eight_ranks(transport: str, times: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", EFA)
 def test_soak(transport: str) -> None:
     """Two thousand steps each, over all numbers that an immediate has for them, and over the largest."""

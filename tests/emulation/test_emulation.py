@@ -20,7 +20,6 @@ from test_failure import left_in_shm
 pytestmark = ON_X86_64
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp"])
 def test_random_shapes(crew: Crews, transport: str) -> None:
     for number in numbers(8):
@@ -48,7 +47,6 @@ def test_more_units_than_warps() -> None:
         crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:

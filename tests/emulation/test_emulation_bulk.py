@@ -14,7 +14,6 @@ from open_step_cases import small_case
 pytestmark = ON_X86_64
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("least", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bulk_copies(world: int, least: int) -> None:
@@ -24,7 +23,6 @@ def test_bulk_copies(world: int, least: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2, 7])
 def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""
@@ -36,7 +34,6 @@ def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("share", "room"), [(1, 7), (40, 7), (80, 2), (40, 1)])
 def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> None:
     """In percent of seven, of which `room` run at a time."""
@@ -87,7 +84,6 @@ def test_bulk_copies_of_many_chunks() -> None:
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "room"), [(1, 7), (2, 1), (2, 7), (4, 2), (9, 7)])
 def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
     """Rows have numbers without a plan, for up to eight ranks. Some tokens choose no expert, or one expert several times."""
@@ -103,7 +99,6 @@ def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "room", "many"), [(1, 7, 1), (2, 1, 1), (2, 7, 30), (4, 2, 12), (4, 7, 1), (9, 7, 5)])
 def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
     """Some of what experts make lies in the library's own memory. Rows of several parts, and of ranks with few tokens, among them."""

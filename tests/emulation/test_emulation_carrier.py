@@ -15,7 +15,6 @@ pytestmark = [ON_X86_64, pytest.mark.slow]
 PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_send (weights)", "combine_recv")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("near", ["none", "all", "odd"])
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
 def test_random_shapes_by_kernels(transport: str, near: str) -> None:

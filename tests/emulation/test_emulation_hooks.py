@@ -13,14 +13,12 @@ from open_step_cases import small_case
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem", "nvshmem-mixed"])
 def test_hooks(crew: Crews, transport: str) -> None:
     for number in numbers(8):
         crew.run("emulated:call", module(), "hook_cases:hooked", case_of(40_000, number, crew.world_size, transport))
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("least", [1, 4])
 def test_hooks_of_bulk_copies(least: int) -> None:
     with Crew(2, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
@@ -42,7 +40,6 @@ def test_hooks_of_alignments(align: int, zero_pad: bool, bulk: bool) -> None:
         assert crew.run("emulated:call", module(), "hook_cases:plain", case) == crew.run("hook_cases:plain", case)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("bulk", [False, True])
 def test_hooks_with_one_resident_thread_block(bulk: bool) -> None:
     with Crew(2, {**(BULK if bulk else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
@@ -92,7 +89,6 @@ def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
 # ---- of blocks in pieces
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("world", "transport"),
     [
@@ -114,7 +110,6 @@ def test_hooks_of_pieces(world: int, transport: str) -> None:
             crew.run("emulated:in_pieces", module(), 4, "hook_cases:hooked", case, timeout=120)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
@@ -128,7 +123,6 @@ def test_hooks_of_pieces_of_many_blocks(layout: str, transport: str) -> None:
             crew.run("emulated:in_pieces", module(), whole, "hook_cases:hooked", case, timeout=200)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("room", [1, 2])
 def test_hooks_of_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:

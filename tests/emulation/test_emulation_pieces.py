@@ -19,7 +19,6 @@ from test_failure import check_survivors
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_pieces(world: int) -> None:
     with Crew(world) as crew:
@@ -27,7 +26,6 @@ def test_pieces(world: int) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "proxy:shm")])
 def test_pieces_between_nodes(world: int, transport: str) -> None:
     """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
@@ -37,7 +35,6 @@ def test_pieces_between_nodes(world: int, transport: str) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("world", "transport", "near"),
     [
@@ -93,7 +90,6 @@ def test_a_piece_that_is_not_the_next(context: int) -> None:
     assert any("received an invalid message" in r["message"] for r in results), results
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "transport"), [(3, "proxy:tcp"), (4, "mixed:tcp")])
 def test_pieces_in_a_chaos(world: int, transport: str) -> None:
     with Crew(world, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
@@ -116,7 +112,6 @@ def test_pieces_in_gpu_memory() -> None:
         crew.run("emulated:all_in_pieces", module(), 4, "placement_cases:random_shapes", cases, "", timeout=200)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("room", [1, 2])
 def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> None:
@@ -127,7 +122,6 @@ def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> Non
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "mixed:tcp", "nvshmem"])
 def test_pieces_of_ranks_with_few(transport: str) -> None:
     """Those take part in the rounds of others by the kernels of steps of few; steps of few alone come in between."""

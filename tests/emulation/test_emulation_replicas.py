@@ -23,7 +23,6 @@ def replica_case(number: int, world: int, replicas: int, transport: str = "mappe
     return replace(case, replicas=replicas, max_tokens=replicas * case.max_tokens - number % replicas, transport=transport)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "replicas", "transport"), REPLICAS)
 def test_replicas_in_pieces(world: int, replicas: int, transport: str) -> None:
     with Crew(world) as crew:
@@ -32,7 +31,6 @@ def test_replicas_in_pieces(world: int, replicas: int, transport: str) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["proxy:tcp", "mixed:tcp"])
 def test_replicas_in_pieces_in_a_chaos(transport: str) -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
@@ -41,7 +39,6 @@ def test_replicas_in_pieces_in_a_chaos(transport: str) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=200)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("room", [1, 2])
 def test_replicas_in_pieces_with_one_resident_thread_block(room: int) -> None:
     """It finishes all that replicas wait for."""
@@ -51,7 +48,6 @@ def test_replicas_in_pieces_with_one_resident_thread_block(room: int) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", case, timeout=120)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("layout", "world", "transport"),
     [("ragged", 2, "mapped"), ("padded", 2, "mapped"), ("compact", 2, "mapped"), ("ragged", 4, "proxy:tcp")],
@@ -103,7 +99,6 @@ def test_gradients_of_replicas_in_pieces(through: str, transport: str) -> None:
                 assert all(error < 2e-6 for error in errors.values()), (layout, errors)
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("world", "transport"), [(2, "mapped"), (4, "mapped"), (4, "proxy:tcp"), (4, "mixed:tcp")])
 def test_hooks_of_replicas_in_pieces(world: int, transport: str) -> None:
     with Crew(world) as crew:

@@ -70,7 +70,6 @@ def test_one_row_steps_in_host_memory(transport: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["copy", "proxy:shm", "proxy:tcp"])
 def test_a_million_one_row_steps(process: Crews, transport: str) -> None:
     case = Case(seed(), RANKS, hidden=512, transport=transport)

@@ -48,7 +48,6 @@ def programs() -> Path:
     return build("pplx_cpp_tests", "-DPPLX_PYTHON=OFF")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [source.stem for source in SOURCES])
 def test_cpp(programs: Path, name: str) -> None:
     print(run(programs / name, timeout=300))

@@ -105,6 +105,7 @@ class Crew:
         """The first rank that fails is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
+        timeout *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)  # a busy machine's ranks get less of it
         deadline, late = time.monotonic() + timeout, f"{timeout:g} s"
         results: dict[int, Any] = {}
         problems: list[str] = []
