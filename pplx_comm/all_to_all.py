@@ -13,6 +13,7 @@ import pplx_comm._core as _core
 from pplx_comm.communicator import Communicator
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
+from pplx_comm.device.arguments import Sent
 from pplx_comm.device.cpu import Cpu
 from pplx_comm.device.cuda import Cuda
 from pplx_comm.device.session import Session
@@ -176,25 +177,13 @@ class AllToAll:
             if expert_groups is not None:
                 self._graph.refuse_hooks("dispatch", "expert_groups")
             return self._graph.dispatch(x, topk_ids, topk_weights, x_scale, plan)
-        halves = _core.SEND if async_op else _core.BOTH
-        if expert_groups is not None:
-            return self._dispatch(halves, x, topk_ids, topk_weights, x_scale, plan, expert_groups)
-        return self._steps.dispatch(halves, x, topk_ids, topk_weights, x_scale, plan)
+        halves, sent = _core.SEND if async_op else _core.BOTH, (x, topk_ids, topk_weights, x_scale, plan)
+        return self._steps.dispatch(halves, sent) if expert_groups is None else self._in_groups(halves, sent, expert_groups)
 
-    def _dispatch(
-        self,
-        halves: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        plan: Plan | None,
-        expert_groups: int | None,
-    ) -> Dispatched:
-        if expert_groups is not None:
-            self._steps.device.checks.expert_groups(expert_groups)
-        d = self._steps.dispatch(halves, x, topk_ids, topk_weights, x_scale, plan)
-        d.expert_groups = expert_groups or 0
+    def _in_groups(self, halves: int, sent: Sent, groups: int) -> Dispatched:
+        self._steps.device.checks.expert_groups(groups)
+        d = self._steps.dispatch(halves, sent)
+        d.expert_groups = groups
         return d
 
     def dispatch_send(
@@ -210,7 +199,8 @@ class AllToAll:
         """The send half of dispatch. When it returns, x may be overwritten; with slot_bytes, after dispatch_recv."""
         if self._graph.wanted(x, topk_weights) or isinstance(plan, GraphPlan):
             self._graph.refuse("dispatch_send")
-        return self._dispatch(_core.SEND, x, topk_ids, topk_weights, x_scale, plan, expert_groups)
+        sent = x, topk_ids, topk_weights, x_scale, plan
+        return self._steps.dispatch(_core.SEND, sent) if expert_groups is None else self._in_groups(_core.SEND, sent, expert_groups)
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
         """The receive half of dispatch: fills d's tensors."""
@@ -251,7 +241,7 @@ class AllToAll:
                 self._graph.refuse("combine")
             return self._graph.combine(expert_out, d, weights, weighted, tail, out, accumulate)
         halves = _core.SEND if async_op else _core.BOTH
-        return self._steps.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
+        return self._steps.combine(halves, (expert_out, d, weights, weighted, tail, out, accumulate))
 
     def combine_send(
         self,
@@ -268,7 +258,7 @@ class AllToAll:
         combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
-        c = self._steps.combine(_core.SEND, expert_out, d, weights, weighted, tail, out, accumulate)
+        c = self._steps.combine(_core.SEND, (expert_out, d, weights, weighted, tail, out, accumulate))
         assert isinstance(c, Combining)
         return c
 

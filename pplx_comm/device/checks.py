@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pplx_comm.device.arguments import Sent
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched, Owner, Plan
@@ -82,7 +83,12 @@ class Checks:
         if plan.generation != generation:
             raise Error("dispatch: this plan is from before reset()")
 
-    def plan(self, plan: Plan, topk_weights: torch.Tensor | None, tokens: int) -> Plan:
+    def plan(self, owner: Owner, sent: Sent, generation: int) -> Plan:
+        """Returns the plan of `sent`, with the weights of `sent` if it has some."""
+        x, topk_ids, topk_weights, x_scale, plan = sent
+        assert plan is not None
+        self.plan_of(plan, owner, generation, topk_ids)
+        tokens = self.tokens(x, x_scale)
         if plan.tokens != tokens:
             raise Error(f"dispatch: x has {tokens} tokens, the plan is for {plan.tokens}")
         weights = self.weights("topk_weights", topk_weights, tokens)

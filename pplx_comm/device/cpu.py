@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 import pplx_comm._core as _core
+from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
@@ -124,27 +125,9 @@ class Cpu:
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
     @_awaited
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        plan: Plan | None,
-        apart: bool = False,
-        zeroed: bool = False,
-    ) -> Dispatched:
-        checks, core = self.checks, self.core
-        if plan is not None:
-            checks.plan_of(plan, owner, core.generation, topk_ids)
-        tokens = checks.tokens(x, x_scale)
-        if plan is None:
-            ids = checks.ids(topk_ids, tokens)
-            plan = self._make_plan(owner, ids, checks.weights("topk_weights", topk_weights, tokens), tokens)
-        else:
-            plan = checks.plan(plan, topk_weights, tokens)
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
+        core, (x, _, _, x_scale, plan) = self.core, sent
+        plan = self._make_plan(owner, sent) if plan is None else self.checks.plan(owner, sent, core.generation)
         assert isinstance(plan, CpuPlan)
         weights = plan.topk_weights
         size = self._wire.scale_dtype.itemsize
@@ -169,7 +152,10 @@ class Cpu:
                 d.filled = self._outputs.fill(d, memory, zeroed)
         return d
 
-    def _make_plan(self, owner: Owner, ids: torch.Tensor, weights: torch.Tensor | None, tokens: int) -> CpuPlan:
+    def _make_plan(self, owner: Owner, sent: Sent) -> CpuPlan:
+        x, topk_ids, topk_weights, x_scale, _ = sent
+        tokens = self.checks.tokens(x, x_scale)
+        ids, weights = self.checks.ids(topk_ids, tokens), self.checks.weights("topk_weights", topk_weights, tokens)
         core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
         return CpuPlan(owner, core, weights, self.core.generation)
 
@@ -222,18 +208,9 @@ class Cpu:
     # ---- combine -----------------------------------------------------------------------------------------------------
 
     @_awaited
-    def combine(
-        self,
-        halves: int,
-        expert_out: torch.Tensor,
-        d: Dispatched,
-        weights: torch.Tensor | None,
-        weighted: bool,
-        tail: torch.Tensor | None,
-        out: torch.Tensor | None,
-        accumulate: bool,
-    ) -> Combining:
+    def combine(self, halves: int, returned: Returned) -> Combining:
         checks, core = self.checks, self.core
+        expert_out, d, weights, weighted, tail, out, accumulate = returned
         checks.received(d)
         assert isinstance(d, CpuDispatched)
         plan, routes = d.plan, d.routes

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pplx_comm._core as _core
+from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.lent import Lender, Lent, LentMemory
 from pplx_comm.device.parts import Tickets, parts_of
@@ -68,15 +69,20 @@ class DeviceDispatched(Dispatched):
     plan: DevicePlan
     step = -1
     inputs: tuple[Any, ...] = ()
-    """In pieces: the receive half reads them, too. Kept as long as the handle: its kernel may still do so when the call returns."""
+    """In pieces: the receive half reads them. They live as long as the handle: its kernel may still read when the call returns."""
+    weighted = False
+    """Whether a plan in the buffer has weights."""
 
     def __init__(
-        self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, addresses: tuple[int, int], tokens: int
+        self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, plan: DevicePlan | None, tokens: int
     ) -> None:
+        """plan: None makes one in the buffer."""
         self.owner, self._cuda, self.generation, self.tokens = owner, cuda, generation, tokens
-        self.buffer = buffer
-        self.at, self.plan_at = addresses
-        self.weighted = False  # whether a plan in the buffer has weights
+        self.buffer, self.at = buffer, buffer.data_ptr()
+        if plan is None:
+            self.plan_at = self.at + cuda.plan_begin
+        else:
+            self.plan, self.plan_at = plan, plan.buffer.data_ptr()
 
     def __getattr__(self, name: str) -> Any:
         cuda = self.__dict__.get("_cuda")
@@ -111,10 +117,11 @@ class Cuda:
         self._ticket_bytes = self.parts[self._weights].at
         self.plan_layout: _cuda.PlanLayout = module.plan_layout(config)
         self._plan_bytes = self.plan_layout.nbytes
-        self._plan_begin = -(-layout.nbytes // _PLAN_ALIGN) * _PLAN_ALIGN
+        self.plan_begin = -(-layout.nbytes // _PLAN_ALIGN) * _PLAN_ALIGN
         # All that a step leaves is one allocation, its plan at the end: empty_like() of this, which takes no memory, and
-        # 0.1 us less than empty().
-        self._step_memory = self._bytes(1).expand(self._plan_begin + self._plan_bytes)
+        # 0.1 us less than empty(). So is the result of a combine, of one that is expanded.
+        self._step_memory = self._bytes(1).expand(self.plan_begin + self._plan_bytes)
+        self._one = torch.empty(1, dtype=session.dtype, device=session.device)
         # Kept: looking a name up in the module takes as long as half of the call.
         self._make_launch: type[_cuda.Launch] = module.Launch
         self._make_result: type[_cuda.Result] = module.Result
@@ -130,8 +137,9 @@ class Cuda:
         self._scale_size = session.wire.scale_dtype.itemsize
         self._known: dict[Any, Any] = {}
         self._hooks = _core.hook_layout(config) if session.request.hooks else None
-        lends = self._hooks is None and not self._in_pieces  # others' rows leave by kernels that fetch nothing
-        self._lender = Lender([self._lent(buffer) for buffer in range(config.lent if lends else 0)], config.in_flight)
+        # With hooks or in pieces rows leave by kernels that fetch nothing.
+        self._lends = bool(config.lent) and self._hooks is None and not self._in_pieces
+        self._lender = Lender([self._lent(buffer) for buffer in range(config.lent if self._lends else 0)], config.in_flight)
         if self._hooks is not None:
             self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
@@ -183,83 +191,71 @@ class Cuda:
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        plan: Plan | None,
-        apart: bool = False,
-        zeroed: bool = False,
-    ) -> Dispatched:
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
         """apart: the rows have memory of their own, and so has the plan. zeroed is for those only."""
         generation = self.core.generation
-        weights: torch.Tensor | None
+        plan: Any
+        x, topk_ids, weights, x_scale, plan = sent
         if plan is None:
-            x, ids, weights, (tokens, stride, wide) = self._inputs(x, topk_ids, topk_weights, x_scale)
+            x, ids, weights, (tokens, stride, wide) = self._inputs(x, topk_ids, weights, x_scale)
             ids_at = ids.data_ptr() or self._step_memory.data_ptr()  # without tokens any address says that the plan is to be made
         else:
-            checks = self.checks
-            checks.plan_of(plan, owner, generation, topk_ids)
-            tokens, ids_at, wide = checks.tokens(x, x_scale), 0, False
-            plan = checks.plan(plan, topk_weights, tokens)
-            weights = plan.topk_weights
+            plan = self.checks.plan(owner, sent, generation)
+            assert isinstance(plan, DevicePlan)
+            tokens, ids_at, wide, weights = plan.tokens, 0, False, plan.topk_weights
             x, stride = self._rows_of(x)
-        rows = lent = None
-        if not apart:
-            buffer = torch.empty_like(self._step_memory)
-            if self._lender and halves == _core.SEND | _core.RECV:
-                lent = self._lender.lend(raw_stream(self._index), capturing())
+        weights_at = 0 if weights is None else weights.data_ptr()
+        if x_scale is None:
+            given = self._tokens(count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
         else:
+            size, (row, column) = self._scale_size, x_scale.stride()
+            given = self._tokens(
+                count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at,
+                scales=x_scale.data_ptr(), scale_row_stride=size * row, scale_stride=size * column,
+            )  # fmt: skip
+        if apart:
             rows, buffer = self._rows_apart(zeroed), self._bytes(self._ticket_bytes)
             if plan is None:
                 plan = DevicePlan(owner, self, generation, self._bytes(self._plan_bytes), tokens, weights is not None)
-        at = buffer.data_ptr()
-        if plan is None:
-            plan_at = at + self._plan_begin
-        else:
-            assert isinstance(plan, DevicePlan)
-            plan_at = plan.buffer.data_ptr()
-        d = DeviceDispatched(owner, self, generation, buffer, (at, plan_at), tokens)
-        if plan is not None:
-            d.plan = plan
-        elif weights is not None:
-            d.weighted = True
+            d = DeviceDispatched(owner, self, generation, buffer, plan, tokens)
+            return self._dispatch_apart(halves, d, given, rows)
+        d = DeviceDispatched(owner, self, generation, torch.empty_like(self._step_memory), plan, tokens)
         if halves & _core.RECV:
             d.received = True
         else:
             d.receiving = threading.Lock()  # wanted soon
             if self._in_pieces:
                 d.inputs = x, weights, x_scale
-        if self._hooks is not None and not apart:
+        if plan is None and weights is not None:
+            d.weighted = True
+        if self._lends or self._hooks is not None:
+            return self._dispatch_with(halves, d, given)
+        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
+        d.step = self.core.dispatch(launch, given)
+        return d
+
+    def _dispatch_with(self, halves: int, d: DeviceDispatched, given: _cuda.Tokens) -> Dispatched:
+        """With hooks, or with memory to lend."""
+        if self._hooks is not None:
             d.hooks = self._cleared_hooks()
-            launch = self._hooked_launch(halves, d)
-        else:
-            launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=plan_at, buffer=at)
-        weights_at = 0 if weights is None else weights.data_ptr()
-        if x_scale is None:
-            sent = self._tokens(count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
-        else:
-            size, (row, column) = self._scale_size, x_scale.stride()
-            sent = self._tokens(
-                count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at,
-                scales=x_scale.data_ptr(), scale_row_stride=size * row, scale_stride=size * column,
-            )  # fmt: skip
-        if rows is None:
-            d.step = self.core.dispatch(launch, sent)
-            d.expert_out = None if lent is None else lent.tensor()
-        else:
-            d.step = self.core.dispatch(launch, sent, self._addresses(rows))
-            d.__dict__.update(rows)
+        lent = None
+        if self._lends and halves == _core.BOTH:
+            lent = self._lender.lend(raw_stream(self._index), capturing())
+        d.step = self.core.dispatch(self._hooked_launch(halves, d), given)
+        d.expert_out = None if lent is None else lent.tensor()
+        self._lender.dispatches += 1
+        return d
+
+    def _dispatch_apart(self, halves: int, d: DeviceDispatched, given: _cuda.Tokens, rows: dict[str, torch.Tensor]) -> Dispatched:
+        d.received = bool(halves & _core.RECV)
+        d.step = self.core.dispatch(self._launch(halves, d), given, self._addresses(rows))
+        d.__dict__.update(rows)
         self._lender.dispatches += 1
         return d
 
     def plan_of(self, d: DeviceDispatched) -> DevicePlan:
         """The one in its buffer."""
-        buffer = d.buffer[self._plan_begin : self._plan_begin + self._plan_bytes]
+        buffer = d.buffer[self.plan_begin : self.plan_begin + self._plan_bytes]
         return DevicePlan(d.owner, self, d.generation, buffer, d.tokens, d.weighted)
 
     def _rows_apart(self, zeroed: bool) -> dict[str, torch.Tensor]:
@@ -363,59 +359,35 @@ class Cuda:
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
-    def combine(
-        self,
-        halves: int,
-        expert_out: torch.Tensor,
-        d: Dispatched,
-        weights: torch.Tensor | None,
-        weighted: bool,
-        tail: torch.Tensor | None,
-        out: torch.Tensor | None,
-        accumulate: bool,
-    ) -> Combining | Combined:
+    def combine(self, halves: int, returned: Returned) -> Combining | Combined:
+        d: Any  # a DeviceDispatched: Steps has seen whose it is
+        expert_out, d, weights, weighted, tail, out, accumulate = returned
         checks = self.checks
         if not d.received or d.used:
             checks.received(d)
-        assert isinstance(d, DeviceDispatched)
         if d.generation != self.core.generation:
             self._check_generation("combine", d)
         tokens = d.tokens
-        try:
-            key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
-            at = expert_out.data_ptr()
-        except AttributeError:
-            key, at = None, 1
-        looks = self._known.get(key)
-        if looks is not None and at % _ROW_ALIGN == 0:
-            stride, count = looks
+        at, stride, count, expert_out = self._expert_rows(expert_out)
+        if weights is None and tail is None:
+            given = self._expert_outputs(expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=False)
         else:
-            checks.expert_rows(expert_out)
-            rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
-            count = rows.shape[0]
-            if rows.data_ptr() == at and expert_out.is_contiguous():
-                self._remember(key, (stride, count))
-            expert_out, at = rows, rows.data_ptr()
-        if weights is not None:
-            weights = checks.combine_weights(weights, weighted, tokens)
-        tail_out = None
-        if tail is not None:
-            tail = checks.tail(tail)
-            tail_out = torch.empty((tokens, self.top_k), dtype=torch.float32, device=self._device)
+            weights, tail = checks.combine_weights(weights, weighted, tokens), checks.tail(tail)
+            given = self._expert_outputs(
+                expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
+                weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
+                tail_rows=0 if tail is None else self._tail_rows(tail),
+            )  # fmt: skip
+        y, y_stride = self._out(out, accumulate, tokens)
         if out is None:
-            if accumulate:
-                raise Error("combine: accumulate=True needs out=")
-            # Numbers take 0.4 us less than a tuple of them.
-            y = out = torch.empty(tokens, self._hidden, dtype=self._dtype, device=self._device)
-            y_stride = self._y_stride
+            out = y
+        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
+        if tail is None:
+            tail_out, result = None, self._make_result(tokens=tokens, y=y.data_ptr(), stride=y_stride, accumulate=bool(accumulate))
         else:
-            y, y_stride = self._out(out, accumulate, tokens)
-        outputs = self._expert_outputs(
-            expert_out=at, stride=stride, rows=count, weighted=bool(weighted), uses_weights=weights is not None,
-            weights=0 if weights is None else weights.data_ptr(), tail=0 if tail is None else tail.data_ptr(),
-            tail_rows=0 if tail is None else self._tail_rows(tail),
-        )  # fmt: skip
-        self.core.combine(self._launch(halves, d), outputs, self._result(tokens, y, y_stride, accumulate, tail_out))
+            tail_out = torch.empty((tokens, self.top_k), dtype=torch.float32, device=self._device)
+            result = self._result(tokens, y, y_stride, accumulate, tail_out)
+        self.core.combine(launch, given, result)
         d.used = True
         if not halves & _core.RECV:
             c = DeviceCombining(d, out, accumulate, tail_out)
@@ -427,8 +399,33 @@ class Cuda:
             out.copy_(y[:, : self._hidden])
         return out if tail_out is None else (out, tail_out)
 
-    def _out(self, out: torch.Tensor, accumulate: bool, tokens: int) -> tuple[torch.Tensor, int]:
-        """What the kernels write for `out`, and its stride."""
+    def _expert_rows(self, expert_out: torch.Tensor) -> tuple[int, int, int, torch.Tensor]:
+        """Returns the address, stride and number of the rows that the kernels read, and their tensor."""
+        try:
+            key: Any = expert_out.shape, expert_out.is_contiguous(), expert_out.dtype, expert_out.device
+            at = expert_out.data_ptr()
+        except AttributeError:
+            key, at = None, 1
+        looks = self._known.get(key)
+        if looks is not None and at % _ROW_ALIGN == 0:
+            stride, count = looks
+            return at, stride, count, expert_out
+        self.checks.expert_rows(expert_out)
+        rows, stride = self._rows_of(expert_out.reshape(-1, self._hidden) if self._padded else expert_out)
+        if rows.data_ptr() == at and expert_out.is_contiguous():
+            self._remember(key, (stride, rows.shape[0]))
+        return rows.data_ptr(), stride, rows.shape[0], rows
+
+    def _out(self, out: torch.Tensor | None, accumulate: bool, tokens: int) -> tuple[torch.Tensor, int]:
+        """Returns what the kernels write for `out`, and its stride."""
+        if out is None:
+            if accumulate:
+                raise Error("combine: accumulate=True needs out=")
+            like = self._known.get(tokens)
+            if like is None:
+                like = self._one.expand(tokens, self._hidden)
+                self._remember(tokens, like)
+            return torch.empty_like(like), self._y_stride
         try:
             key: Any = tokens, out.shape, out.is_contiguous(), out.dtype, out.device
         except AttributeError:
@@ -489,10 +486,9 @@ class Cuda:
         return DevicePlan(owner, self, self.core.generation, ticket, tokens, False)
 
     def of_ticket(self, owner: Owner, ticket: torch.Tensor, plan: torch.Tensor, tokens: int) -> Dispatched:
-        d = DeviceDispatched(
-            owner, self, self.core.generation, ticket.view(torch.uint8), (ticket.data_ptr(), plan.data_ptr()), tokens
-        )
-        d.plan, d.received = self.of_plan_ticket(owner, plan, tokens), True
+        known = self.of_plan_ticket(owner, plan, tokens)
+        d = DeviceDispatched(owner, self, known.generation, ticket.view(torch.uint8), known, tokens)
+        d.received = True
         return d
 
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
@@ -18,18 +19,7 @@ class Device(Protocol):
     """_core.Exchange or _cuda.Exchange."""
     checks: Checks
 
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        plan: Plan | None,
-        apart: bool = False,
-        zeroed: bool = False,
-    ) -> Dispatched:
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
         apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
@@ -37,17 +27,7 @@ class Device(Protocol):
 
     def dispatch_recv(self, d: Dispatched) -> None: ...
 
-    def combine(
-        self,
-        halves: int,
-        expert_out: torch.Tensor,
-        d: Dispatched,
-        weights: torch.Tensor | None,
-        weighted: bool,
-        tail: torch.Tensor | None,
-        out: torch.Tensor | None,
-        accumulate: bool,
-    ) -> Combining | Combined:
+    def combine(self, halves: int, returned: Returned) -> Combining | Combined:
         """Like dispatch: where one launch does both halves, the result."""
 
     def combine_recv(self, c: Combining) -> None: ...

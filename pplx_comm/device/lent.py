@@ -62,11 +62,8 @@ class Lender:
     def __init__(self, buffers: list[Lent], in_flight: int) -> None:
         self._buffers, self._in_flight = deque(buffers), in_flight
         self.dispatches = 0
-        """So many were launched, whether they were lent anything or not."""
+        """Launches, with lent memory or without."""
         self.lent = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._buffers)
 
     def lend(self, stream: int, capturing: bool) -> Lent | None:
         """For the next dispatch: the one that was lent least recently of those that may be."""

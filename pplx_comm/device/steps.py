@@ -7,17 +7,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.callbacks import Busy
 from pplx_comm.control.failure import Failure
+from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.device import Device
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error, PeerError
-from pplx_comm.handles import Combined, Combining, Dispatched, Plan
+from pplx_comm.handles import Combined, Combining, Dispatched
 from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.record import CLOSED, Wiring
 from pplx_comm.wiring.wire_up import core_generation, rewire
@@ -41,17 +40,7 @@ class Steps:
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
-    def dispatch(
-        self,
-        halves: int,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        x_scale: torch.Tensor | None,
-        plan: Plan | None,
-        apart: bool = False,
-        zeroed: bool = False,
-    ) -> Dispatched:
+    def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
         if not self._life.usable:
@@ -61,7 +50,7 @@ class Steps:
         except BaseException:
             with self._checking:
                 raise
-        d = device.dispatch(self, halves, x, topk_ids, topk_weights, x_scale, plan, apart, zeroed)
+        d = device.dispatch(self, halves, sent, apart, zeroed)
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
@@ -74,23 +63,14 @@ class Steps:
                 self.device.dispatch_recv(d)
         return d
 
-    def combine(
-        self,
-        halves: int,
-        expert_out: torch.Tensor,
-        d: Dispatched,
-        weights: torch.Tensor | None,
-        weighted: bool,
-        tail: torch.Tensor | None,
-        out: torch.Tensor | None,
-        accumulate: bool,
-    ) -> Combining | Combined:
+    def combine(self, halves: int, returned: Returned) -> Combining | Combined:
         """See Device.combine. With the receive half, the result."""
+        d = returned[1]
         if not isinstance(d, Dispatched) or d.owner is not self:
             self._checks.handle("combine", d, Dispatched, self)
         if not self._life.usable:
             self._life.check("combine")
-        c = self.device.combine(halves, expert_out, d, weights, weighted, tail, out, accumulate)
+        c = self.device.combine(halves, returned)
         return self.combine_recv(c) if halves & _core.RECV and isinstance(c, Combining) else c
 
     def combine_recv(self, c: Combining) -> Combined:

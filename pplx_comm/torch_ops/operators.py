@@ -117,7 +117,7 @@ def _dispatch(
     steps = _steps(spec)
     device = steps.device
     known = None if plan is None else device.of_plan_ticket(steps, plan, x.shape[0])
-    d = steps.dispatch(_core.BOTH, x, topk_ids, topk_weights, x_scale, known, apart=True, zeroed=zeroed)
+    d = steps.dispatch(_core.BOTH, (x, topk_ids, topk_weights, x_scale, known), apart=True, zeroed=zeroed)
     with Failing(steps.session, "dispatch"):  # nobody else could close the step
         outputs = *device.as_tensors(d), _nothing(x) if plan is not None else device.plan_ticket(d.plan)
     if closed:
@@ -132,7 +132,7 @@ def _combine(
     steps = _steps(spec)
     d = steps.device.of_ticket(steps, ticket, plan, tokens)
     out = None if onto is None else onto.clone(memory_format=torch.contiguous_format)
-    result = steps.combine(_core.BOTH, expert_out, d, weights, weighted, tail, out, out is not None)
+    result = steps.combine(_core.BOTH, (expert_out, d, weights, weighted, tail, out, out is not None))
     assert not isinstance(result, Combining)
     return result if isinstance(result, tuple) else (result, _nothing(expert_out, torch.float32))
 

@@ -283,9 +283,9 @@ def in_order(me: Any, case: Case, backend: str) -> list[list[int]]:
         device = type(a2a._steps.device)
         run = device.dispatch
 
-        def watched(phases: Any, owner: Any, halves: int, x: torch.Tensor, *rest: Any, **options: Any) -> Any:
-            seen.append(int(x[0, 0]))
-            return run(phases, owner, halves, x, *rest, **options)
+        def watched(phases: Any, owner: Any, halves: int, sent: Any, *rest: Any) -> Any:
+            seen.append(int(sent[0][0, 0]))
+            return run(phases, owner, halves, sent, *rest)
 
         def steps(x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             first, second = a2a.dispatch(x * 0 + 1, ids), a2a.dispatch(x * 0 + 2, ids)

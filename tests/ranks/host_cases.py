@@ -130,7 +130,7 @@ def _as_operators(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.
         t.data_ptr() for t in (rows, scale, row_weights, ticket, plan)
     ]
     assert not rows.view(torch.uint8).any() and not row_weights.any()
-    d = a2a._steps.dispatch(3, x, ids, weights, None, None)
+    d = a2a._steps.dispatch(3, (x, ids, weights, None, None))
     assert (core.dispatched["rows_x"], core.dispatched["rows_weights"]) == (0, 0)
     assert a2a._steps.device.as_tensors(d)[3].shape == ticket.shape  # that of a dispatch which was no operator
     expert_out = torch.zeros(rows.shape, dtype=torch.bfloat16)

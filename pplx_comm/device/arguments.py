@@ -1,0 +1,18 @@
+"""The arguments of a call, as all_to_all.py hands them on to the device.
+
+Plain tuples: an object with slots and names costs 0.15 us more, and a pair of calls makes two of them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pplx_comm.handles import Dispatched, Plan
+
+Optional = torch.Tensor | None
+
+Sent = tuple[torch.Tensor, Optional, Optional, Optional, Plan | None]
+"""x, topk_ids, topk_weights, x_scale and plan of AllToAll.dispatch."""
+
+Returned = tuple[torch.Tensor, Dispatched, Optional, bool, Optional, Optional, bool]
+"""expert_out, d, weights, weighted, tail, out and accumulate of AllToAll.combine."""
