@@ -218,8 +218,11 @@ class Cuda:
                 scales=x_scale.data_ptr(), scale_row_stride=size * row, scale_stride=size * column,
             )  # fmt: skip
         if apart:
-            own = plan or DevicePlan(owner, self, generation, self._bytes(self._plan_bytes), tokens, weights is not None)
-            return self._dispatch_apart(owner, halves, given, own, zeroed)
+            rows, buffer = self._rows_apart(zeroed), self._bytes(self._ticket_bytes)
+            if plan is None:
+                plan = DevicePlan(owner, self, generation, self._bytes(self._plan_bytes), tokens, weights is not None)
+            d = DeviceDispatched(owner, self, generation, buffer, plan, tokens)
+            return self._dispatch_apart(halves, d, given, rows)
         d = DeviceDispatched(owner, self, generation, torch.empty_like(self._step_memory), plan, tokens)
         if halves & _core.RECV:
             d.received = True
@@ -247,11 +250,7 @@ class Cuda:
         self._lender.dispatches += 1
         return d
 
-    def _dispatch_apart(self, owner: Owner, halves: int, given: _cuda.Tokens, plan: Plan, zeroed: bool) -> Dispatched:
-        """The rows have memory of their own, and so has the plan. zeroed: rows that no token fills are zero."""
-        assert isinstance(plan, DevicePlan)
-        rows = self._rows_apart(zeroed)
-        d = DeviceDispatched(owner, self, plan.generation, self._bytes(self._ticket_bytes), plan, plan.tokens)
+    def _dispatch_apart(self, halves: int, d: DeviceDispatched, given: _cuda.Tokens, rows: dict[str, torch.Tensor]) -> Dispatched:
         d.received = bool(halves & _core.RECV)
         d.step = self.core.dispatch(self._launch(halves, d), given, self._addresses(rows))
         d.__dict__.update(rows)

@@ -6,9 +6,8 @@ import contextlib
 import copy
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +30,6 @@ from pplx_comm.wire import Wire
 from pplx_comm.wiring.compare import Attempts, agree, compare, plain, raised_by_all
 from pplx_comm.wiring.config import integer
 
-T = TypeVar("T")
 WIRES = {"bf16": Wire.NATIVE, "fp8": Wire.FP8_UE8M0, "mxfp8": Wire.MXFP8}
 
 
@@ -140,25 +138,10 @@ class MoE(nn.Module):
         all_to_all: dict[str, Any] | None = None,
     ) -> None:
         router, of_step = router or RouterOptions(), dict(all_to_all or {})
-        compared = {name: value for name, value in locals().items() if name not in _OF_A_RANK}
-        compared |= {f"all_to_all[{name!r}]": value for name, value in of_step.items() if name not in _OF_A_RANK}
+        asked = dict(locals())
         super().__init__()
         self.comm, self.precision, self.inference, self.main_grad = comm, precision, inference, main_grad
-
-        def check() -> tuple[Options, Placement, int]:
-            for name, least in (("hidden", 1), ("intermediate", 1), ("num_experts", 1), ("top_k", 1), ("shared_intermediate", 0)):
-                integer(name, compared[name], least, 1 << 20)
-            if shared_gate and not shared_intermediate:
-                raise Error("shared_gate=True is for a layer with a shared expert: give shared_intermediate= too, or leave it out")
-            if decode_tokens and not (inference and decode_tokens <= max_tokens_per_rank):
-                raise Error(
-                    f"decode_tokens={decode_tokens}: this is for inference=True, up to max_tokens_per_rank={max_tokens_per_rank}"
-                )
-            options = Options(_quantised(precision, compute), gemm, scaled_gemm, recompute)
-            placement = Placement(num_experts, comm.world_size, comm.rank, expert_tp)
-            return options, placement, placement.top_k(top_k)
-
-        self.options, self.placement, choices = _agreed(comm, check, compared)
+        self.options, self.placement, choices = _agreed(comm, asked)
         quantised, targets = self.options.quantised, self.placement.num_targets
         align = 128 if quantised or precision != "bf16" else 16
 
@@ -319,10 +302,12 @@ def _finish(begun: Begun) -> torch.Tensor:
     return finish(begun.one)
 
 
-def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]) -> T:
-    """Collective: what check() returns. What it raises on any rank, or a difference between ranks, raises on all."""
+def _agreed(comm: Communicator, asked: dict[str, Any]) -> tuple[Options, Placement, int]:
+    """Collective: what _checked() returns. What it raises on any rank, or a difference between ranks, raises on all."""
     attempts, generation = Attempts(), comm.control.generation
-    checked = attempts.run(check)
+    checked = attempts.run(lambda: _checked(comm, asked))
+    compared = {name: value for name, value in asked.items() if name not in _OF_A_RANK}
+    compared |= {f"all_to_all[{name!r}]": value for name, value in asked["of_step"].items() if name not in _OF_A_RANK}
     try:
         answers = agree(comm.control, "MoE: arguments", {"error": attempts.error, "compared": plain(compared)}, making="MoE")
     except BaseException as problem:
@@ -332,6 +317,20 @@ def _agreed(comm: Communicator, check: Callable[[], T], compared: dict[str, Any]
     compare(answers, "MoE")
     assert checked is not None
     return checked
+
+
+def _checked(comm: Communicator, asked: dict[str, Any]) -> tuple[Options, Placement, int]:
+    """Returns the options, the placement and the targets that a token has, or raises an Error for an argument of the layer."""
+    for name, least in (("hidden", 1), ("intermediate", 1), ("num_experts", 1), ("top_k", 1), ("shared_intermediate", 0)):
+        integer(name, asked[name], least, 1 << 20)
+    if asked["shared_gate"] and not asked["shared_intermediate"]:
+        raise Error("shared_gate=True is for a layer with a shared expert: give shared_intermediate= too, or leave it out")
+    decode, most = asked["decode_tokens"], asked["max_tokens_per_rank"]
+    if decode and not (asked["inference"] and decode <= most):
+        raise Error(f"decode_tokens={decode}: this is for inference=True, up to max_tokens_per_rank={most}")
+    quantised = _quantised(asked["precision"], asked["compute"])
+    placement = Placement(asked["num_experts"], comm.world_size, comm.rank, asked["expert_tp"])
+    return Options(quantised, asked["gemm"], asked["scaled_gemm"], asked["recompute"]), placement, placement.top_k(asked["top_k"])
 
 
 def _quantised(precision: str, compute: str | None) -> bool:

@@ -153,7 +153,7 @@ def _with_gradients(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torc
         forth = core.dispatched
         y.sum().backward()
         back, done = core.dispatched, core.combined
-        assert (back["ids"], back["plan"]) == (0, forth["plan"]) and forth["ids"] != 0 and back["buffer"] != forth["buffer"]
+        assert (back["ids"], back["plan"]) == (0, forth["plan"]) and forth["ids"] != 0
         assert (done["weighted"], done["has_tail"], done["buffer"]) == (False, True, back["buffer"]) and done["tail_out"] != 0
         # Tensors beside a plan may change while the backward pass needs it.
         plain = a2a.dispatch(x, ids, weights)
