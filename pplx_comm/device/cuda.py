@@ -71,7 +71,7 @@ class DeviceDispatched(Dispatched):
     inputs: tuple[Any, ...] = ()
     """In pieces: the receive half reads them. They live as long as the handle: its kernel may still read when the call returns."""
     weighted = False
-    """True if a plan in the buffer has weights."""
+    """Whether a plan in the buffer has weights."""
 
     def __init__(
         self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, plan: DevicePlan | None, tokens: int
@@ -154,10 +154,6 @@ class Cuda:
 
     def set_num_sms(self, num_sms: int) -> None:
         self.core.set_num_sms(num_sms)
-
-    def explain(self, tokens: int) -> list[dict[str, Any]]:
-        launches: list[dict[str, Any]] = self.core.explain(tokens)
-        return launches
 
     def stats(self) -> dict[str, Any]:
         core = self.core

@@ -299,6 +299,7 @@ std::vector<ProviderStatus> provider_status(const Library& library) {
 
 #else
 
+#include "../fabric.h"
 
 namespace pplx::libfabric {
 

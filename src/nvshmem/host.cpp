@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "../cuda/host/error.h"
+#include "../cuda/error.h"
 
 namespace py = pybind11;
 

@@ -1,4 +1,4 @@
-"""Fixtures that several files of this folder share."""
+"""What several files of this folder share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-#include "cuda/common/ptx.cuh"
+#include "cuda/device.cuh"
 #include "handover_kernels.h"
 
 namespace pplx::cuda {

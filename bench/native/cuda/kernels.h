@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/arguments.h"
+#include "cuda/arguments.h"
 
 namespace pplx::cuda {
 
