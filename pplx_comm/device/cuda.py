@@ -71,7 +71,7 @@ class DeviceDispatched(Dispatched):
     inputs: tuple[Any, ...] = ()
     """In pieces: the receive half reads them. They live as long as the handle: its kernel may still read when the call returns."""
     weighted = False
-    """Whether a plan in the buffer has weights."""
+    """True if a plan in the buffer has weights."""
 
     def __init__(
         self, owner: Owner, cuda: Cuda, generation: int, buffer: torch.Tensor, plan: DevicePlan | None, tokens: int

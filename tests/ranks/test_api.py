@@ -142,7 +142,7 @@ def test_bad_configurations(crew: Crews, arguments: dict[str, Any], parts: list[
     results = crew.run("misuse_cases:construct", everywhere, on_one, {})
     for rank, r in enumerate(results):
         assert r.get("is_error"), r
-        assert r["seconds"] < 5, r
+        assert r["seconds"] < 15, r
         for part in parts:
             assert part in r["message"], r
         if who == "one" and rank != 1:
@@ -179,13 +179,13 @@ def test_a_missing_provider() -> None:
     missing = "/nowhere/libfabric.so.1"
     with Crew(3) as crew:
         for rank, r in enumerate(crew.run("misuse_cases:construct", proxy, {}, {1: {"PPLX_LIBFABRIC": missing}})):
-            assert r.get("is_error") and r["seconds"] < 5, r
+            assert r.get("is_error") and r["seconds"] < 15, r
             assert missing in r["message"] and "cannot be loaded" in r["message"], r
             assert rank == 1 or (r["peer"] == 1 and "rank 1" in r["message"]), r
         if _core.libfabric_status()["providers"]["efa"]["available"]:
             return  # on a machine with EFA no provider is missing
         for r in crew.run("misuse_cases:construct", {"transport": "proxy", "provider": "efa"}, {}, {}):
-            assert r.get("is_error") and r["seconds"] < 5, r
+            assert r.get("is_error") and r["seconds"] < 15, r
             assert "efa" in r["message"], r
 
 
