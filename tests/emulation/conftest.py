@@ -12,7 +12,7 @@ from harness import Crews
 
 FOLDER = Path(__file__).parent
 WHOLE = "test_emulation.py"
-"""Of the tests in the other files one variant in three runs, unless PPLX_TEST_VOLUME asks for all: they take half an hour."""
+"""All other files run one variant in three of each test, unless PPLX_TEST_VOLUME is at least 1."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

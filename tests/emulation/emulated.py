@@ -1,4 +1,4 @@
-"""What the ranks of tests/emulation run: device="cuda" on a CPU.
+"""Makes device="cuda" run on a CPU, for the ranks of tests/emulation.
 
 pplx_comm._cuda is the one that tests/emulation builds, and the tensors are the CPU's, which is its GPU. Each call waits for what it
 launched, and raises what went wrong with it.
@@ -100,7 +100,7 @@ class EmulatedStreams(open_step_cases.Streams):
 
 
 def _waiting(launch: Any, streams: EmulatedStreams) -> Any:
-    """On the default stream its kernel has ended when it returns: PyTorch gives memory of the CPU to the next who asks, not behind a
+    """On the default stream its kernel has ended when it returns: PyTorch reuses a CPU tensor's memory at once, not behind a
     stream's work."""
 
     def waited(core: Any, *args: Any) -> Any:
@@ -127,9 +127,9 @@ def _checking(call: Any, streams: EmulatedStreams) -> Any:
 
 
 def near(rank: int, world: int) -> set[int]:
-    """PPLX_EMULATION_NEAR: whom a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is even, and the
-    other way. "one way": all, but for odd ranks, whose stores reach nobody. "across": only those of the other half. Not set: nobody
-    where there are two ranks, else "odd"."""
+    """Reads PPLX_EMULATION_NEAR: the peers that a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is even, and the
+    other way. "one way": all, but for odd ranks, whose stores reach no peer. "across": only those of the other half. Not set: no peer
+    of two ranks, else "odd"."""
     others = set(range(world)) - {rank}
     return {
         "none": set[int](),
@@ -141,7 +141,7 @@ def near(rank: int, world: int) -> set[int]:
 
 
 class StandIn(nvshmem.Library):
-    """In NVSHMEM's place: memory that the ranks map, and tests/emulation/network.cpp, which refuses puts to whom stores reach."""
+    """In NVSHMEM's place: memory that the ranks map, and tests/emulation/network.cpp, which refuses puts to peers that stores reach."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def call(me: Any, module: str, name: str, *args: Any, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _whole(tokens: int) -> Iterator[None]:
-    """Only steps of so many tokens a rank are never cut."""
+    """Only steps of at most `tokens` tokens a rank are never cut."""
     fresh = _core.Config
 
     def small() -> _core.Config:

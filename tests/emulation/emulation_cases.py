@@ -1,4 +1,4 @@
-"""What the files of tests/emulation share: the module with the emulated kernels, and the cases that they draw."""
+"""The module with the emulated kernels, and the cases that files of tests/emulation draw."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def piece_case(number: int, world: int) -> Case:
 
 
 def run_refused(crew: Crews | Crew, name: str, *args: Any, sentence: str = STILL_OPEN) -> list[re.Match[str]]:
-    """What all ranks heard: the sentence, and no word of a timeout."""
+    """Checks that all ranks heard the sentence, and no word of a timeout."""
     found = []
     for heard in crew.run("emulated:call", module(), f"open_step_cases:{name}", *args):
         match = re.search(sentence, heard["message"])

@@ -72,7 +72,7 @@ struct Thread {
   void* stack_pointer = nullptr;
   Block* block = nullptr;
   Index in_block{}, in_grid{}, blocks{}, threads{};
-  unsigned groups = 0;               // of bulk stores, that it has ended
+  unsigned groups = 0;               // groups of bulk stores that it has ended
   unsigned rests = 0;                // turns that it lets pass, unless `turns` are over
   const std::uint64_t* turns = nullptr;
   unsigned parity = 0;
@@ -88,15 +88,15 @@ void yield_to_turns(const std::uint64_t* turns, unsigned parity);   // the same,
 void maybe_yield();                  // called where other threads may come in between
 void warp_sync();
 void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
-bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // whether all were good
+bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // true if all were good
 
 // Copies beside the threads: made at any time, in any order, each in two halves.
 struct Copy {
   void* to;
   const void* from;
   unsigned bytes;
-  std::uint64_t* turns;              // of a load: who hears of it
-  Thread* thread;                    // of a store
+  std::uint64_t* turns;              // the mbarrier of a load
+  Thread* thread;                    // the thread of a store
   unsigned group;
   std::vector<char> read;            // once it was read
   unsigned rests = 0;                // turns that it lets pass

@@ -60,7 +60,7 @@ std::uint64_t next_random() {
 struct Turns {
   std::uint16_t turn, wanted;
   std::int16_t missing;
-  std::int16_t units;                // of sixteen bytes
+  std::int16_t units;                // pieces of sixteen bytes that have yet to come
 };
 static_assert(sizeof(Turns) == sizeof(std::uint64_t));
 
@@ -112,7 +112,7 @@ void run_thread() {
   leave();
 }
 
-// Thread blocks that run at once: all, or as many as PPLX_EMULATION_ROOM says, for what must work when nobody else finds room.
+// Thread blocks that are resident at once: all, or PPLX_EMULATION_ROOM of them, for tests in which others never become resident.
 unsigned room_for_blocks(unsigned grid) {
   static const char* const given = std::getenv("PPLX_EMULATION_ROOM");
   return given == nullptr ? grid : static_cast<unsigned>(std::atoi(given));

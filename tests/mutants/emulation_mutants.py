@@ -15,7 +15,7 @@ REMOTE = "src/cuda/remote.cuh"
 
 @dataclass(frozen=True)
 class Mutant(Planted):
-    tests: str  # for pytest -k
+    tests: str  # pytest's -k
     module: str = "_nvshmem"
     is_core: bool = False  # `make mutants` plants it, too
     kernels: tuple[str, ...] = ()  # the sources that the tests run, of those that have it; none: all
@@ -170,7 +170,7 @@ MUTANTS = [
         CARRIER,
         "  for (std::uint64_t peers = k.remote & ~k.dead; peers != 0; peers &= peers - 1) {\n",
         "  for (std::uint64_t peers = k.remote & ~k.dead & ~2ull; peers != 0; peers &= peers - 1) {\n",
-        "who waits for another peer waits for its timeout",
+        "a wait for another peer ends with its timeout",
         f"{ERROR} and lost and whole",
     ),
     Mutant(
@@ -178,7 +178,7 @@ MUTANTS = [
         CARRIER,
         "    look_for_carrier_errors(k, step, phase);\n    return false;\n  });\n}\n",
         "    return false;\n  });\n}\n",
-        "who waits for a block to leave waits for its timeout",
+        "a wait for a block to leave ends with its timeout",
         f"{ERROR} and unheard and whole",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         REMOTE,
         "    seen = now & ~kTelling;\n  }",
         "    return;\n  }",
-        "who told of the parts before did not look again, and nobody else does",
+        "the warp that told of the parts before did not look again, and no other does",
         PROXY,
         "_cuda",
     ),
@@ -245,11 +245,11 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "words: who has many tokens does not say so",
+        "words: a rank of many tokens does not say so",
         "src/cuda/many_plan.cuh",
         "k.c.rank), step, n, 0, 1);",
         "k.c.rank), step, n, 0, 0);",
-        "it waits for arrival words that nobody writes",
+        "it waits for arrival words that are never written",
         WORDS,
         "_cuda",
     ),
@@ -258,7 +258,7 @@ MUTANTS = [
         "src/cuda/combine_send.cuh",
         "const bool by_word = has_many(s, of.source);",
         "const bool by_word = has_many(s, of.source) && s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;",
-        "who has many tokens waits for them",
+        "a rank of many tokens waits for them",
         WORDS,
         "_cuda",
     ),
@@ -267,7 +267,7 @@ MUTANTS = [
         "src/cuda/dealt_sends.cuh",
         "const bool by_word = has_many(s_, run.source);",
         "const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;",
-        "who has many tokens waits for them",
+        "a rank of many tokens waits for them",
         WORDS,
         "_cuda",
     ),
@@ -366,7 +366,7 @@ MUTANTS = [
         "src/cuda/dealt_sums.cuh",
         "first = atomicAdd(&next_, together());",
         "first = atomicAdd(&next_, 2 * together());",
-        "nobody adds them up",
+        "they are never added up",
         "test_bulk_copies_of_sums",
         "_cuda",
     ),
@@ -497,7 +497,7 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "fetch: rows that nobody fetches are not sent",
+        "fetch: rows that are never fetched are not sent",
         "src/cuda/many_combine.cuh",
         "if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);",
         "if (const RowRun run = runs.at(n); is_offered(a_, s_, run.source)) send_run(run);",

@@ -195,7 +195,7 @@ MUTANTS = [
         "src/cuda/many_replicas.cuh",
         "    if (a.weights != nullptr) a.plan.weights[i] = a.weights[i];\n",
         "    if (a.weights != nullptr && k.slice.has(k.top_k.divide(i))) a.plan.weights[i] = a.weights[i];\n",
-        "a caller who asks a plan for its weights gets what the memory held",
+        "a caller that asks a plan for its weights gets what the memory held",
         "test_plans_of_replicas_in_pieces",
         "_cuda",
     ),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Catcher:
-    target: str  # of CMake
+    target: str  # CMake's name of it
     arguments: tuple[str, ...] = ()
     tsan: bool = False  # a test that includes all it needs, compiled by itself with ThreadSanitizer
     under: tuple[str, ...] = ()  # words for this Python, which start the program
@@ -177,7 +177,7 @@ MUTANTS = [
         catch="test_proxy",
     ),
     Mutant(
-        "a failed write is nobody's",
+        "a failed write is blamed on no peer",
         PROXY,
         "  if (object->o.on_failure) object->o.on_failure(failure);\n",
         "",
@@ -350,7 +350,7 @@ MUTANTS = [
         "experts get each token as often as there are replicas, and slots overflow",
     ),
     Mutant(
-        "a dead replica's tokens are nobody's",
+        "no replica sends a dead one's tokens",
         "src/protocol/replicas.h",
         "    if (alive != nullptr && !(*alive)[r] && r != rank) continue;\n",
         "",
@@ -389,7 +389,7 @@ MUTANTS = [
         BLOCKS,
         "  if (h.tokens == plan.tokens && h.ids_digest == plan.ids_digest) return;\n",
         "  if (h.tokens == plan.tokens) return;\n",
-        "replicas that were routed apart give outputs that are nobody's, without a word",
+        "replicas that were routed apart give wrong outputs, without a word",
         catch="test_headers",
     ),
     # ---- blocks in pieces
@@ -630,7 +630,7 @@ MUTANTS = [
         catch="efa-direct",
     ),
     Mutant(
-        "nobody may write to it",
+        "no device may write to it",
         REGISTRATION,
         "on_device, FI_RECV | FI_WRITE | FI_REMOTE_WRITE)",
         "on_device, FI_RECV | FI_WRITE)",
@@ -690,7 +690,7 @@ MUTANTS = [
         DISPATCH_RECV,
         "kRaised - rows[word]);",
         "kRaised - rows[word] + (rows[word] > 0 ? 1 : 0));",
-        "whoever runs beside a dispatch reads a row that has not come",
+        "a kernel that runs beside a dispatch reads a row that has not come",
         "test_hooks",
     ),
     Mutant(

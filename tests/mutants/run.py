@@ -1,4 +1,4 @@
-"""Builds every mutant of mutants.py, runs what must catch it, and says who was caught and by what.
+"""Builds every mutant of mutants.py, runs what must catch it, and says which were caught and by what.
 
     python tests/mutants/run.py                    all
     python tests/mutants/run.py EAGAIN wrap        those whose names have one of these words
@@ -100,7 +100,7 @@ class Compiled:
 
 
 def build_tree(targets: list[str]) -> None:
-    """What is not changed, and a copy of it: a build of the checkout beside this one must not take it away."""
+    """Builds the objects that no mutant changes, and copies them: a build of the checkout meanwhile must not take them away."""
     if not (BUILD / "CMakeCache.txt").is_file():
         raise Broken("there is no build/dev: run `make build` first")
     checked(["cmake", "--build", str(BUILD), "-j", str(AT_ONCE), "--target", *targets])
@@ -158,7 +158,7 @@ class Program:
         self.core = [c for c in everything if c.object.name in members and str(c.object).startswith(parts)]
 
     def _members(self) -> set[str]:
-        """What the linker takes from the library."""
+        """Names the objects that the linker takes from the library."""
         program = WORK / self.catcher.target
         said = program.with_suffix(".map")
         self.link([c.object for c in self.own], program, f"-Wl,-Map={said}")
@@ -167,7 +167,7 @@ class Program:
     def link(self, objects: list[Path], program: Path, *more: str) -> None:
         command = self.own[0].command
         compiler = command[: next(i for i, word in enumerate(command) if word.startswith("-"))]
-        # What stands before the library is taken in the place of its member.
+        # The linker takes an object before the library in place of its member.
         libraries = [str(OBJECTS / LIBRARY), "-pthread", "-ldl"]
         checked([*compiler, *more, *map(str, objects), *libraries, "-o", str(program)])
 
@@ -193,7 +193,7 @@ class Program:
         return program
 
     def run(self, program: Path) -> tuple[bool, str]:
-        """Whether it passes, and in which words it does not."""
+        """Returns True if it passes, else in which words it does not."""
         code, output = self._call(program, self.catcher.arguments)
         if code is None:
             return False, f"hangs for {RUN_LIMIT:.0f} s"
@@ -222,7 +222,7 @@ def how_far(done: int, of: int, started: float) -> str:
 
 
 def try_mutant(mutant: Mutant, program: Program, changed: set[Path], folder: Path) -> tuple[Mutant, bool, str, float]:
-    """Whether it was caught, by what, and how long that took."""
+    """Returns True if it was caught, by what, and how long that took."""
     begun = time.monotonic()
     file = folder / "sources" / mutant.file
     before = file.read_text()

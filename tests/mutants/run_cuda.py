@@ -241,7 +241,7 @@ MUTANTS = [
         RECEIVED_COUNTS,
         "same = same && own[i] == theirs[i];",
         "same = same && (i != 0 || own[i] == theirs[i]);",
-        "a replica that passes other ids sends its slice of them, and nobody hears of it",
+        "a replica that passes other ids sends its slice of them, and no rank hears of it",
     ),
     Mutant(
         "the closed word is not obeyed",
@@ -317,9 +317,9 @@ def build_module(sources: Path, build: Path, architectures: str = "native", targ
 
 
 def verdict(module: Path) -> tuple[bool, str]:
-    """Whether the tests pass, and in which words they do not."""
+    """Returns True if the tests pass, else in which words they do not."""
     os.environ["PPLX_TEST_CUDA"] = str(module)
-    os.environ["PPLX_TEST_STEP_TIMEOUT"] = "4"  # what is lost never comes, and every wait for it is a mutant's
+    os.environ["PPLX_TEST_STEP_TIMEOUT"] = "4"  # lost data never comes, and every wait for it is a mutant's
     code, output = run.call([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS)], RUN_LIMIT)
     if code is None:
         return False, f"hangs for {RUN_LIMIT:.0f} s"

@@ -1,5 +1,5 @@
-"""Builds mutants of what kernels promise the proxy, and a carrier that they drive; runs the emulation's tests on each, and says who
-was caught. The mutants are in emulation_mutants.py and emulation_piece_mutants.py.
+"""Builds mutants of what kernels promise the proxy, and a carrier that they drive; runs the emulation's tests on each, and says which
+were caught. The mutants are in emulation_mutants.py and emulation_piece_mutants.py.
 
     python tests/mutants/run_emulation.py              all
     python tests/mutants/run_emulation.py signal       those whose names have one of these words
@@ -47,7 +47,7 @@ def commands(module: str) -> tuple[list[tuple[Path, list[str]]], list[str]]:
 
 
 def depends(source: Path, file: Path, root: Path) -> bool:
-    """Whether a source includes a file, directly or not, or is it."""
+    """Returns True if a source includes a file, directly or not, or is it."""
     seen, todo = set[Path](), [source.resolve()]
     while todo:
         at = todo.pop()

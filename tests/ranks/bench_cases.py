@@ -44,7 +44,7 @@ def floor_copies(me: Any, arguments: list[str], remote: list[int]) -> dict[str, 
 
         p = batch.placement
         rows = copies._out[torch.from_numpy(p.place)]
-        for rank in {*range(shape.world)} - ({*remote} - {shape.rank}):  # what the proxy would bring did not come
+        for rank in {*range(shape.world)} - ({*remote} - {shape.rank}):  # the proxy's rows did not come
             mine = p.source == rank
             sent = batch.x_of(rank)[torch.from_numpy(p.token[mine])].view(torch.uint8)[:, : shape.payload_bytes]
             assert torch.equal(rows[torch.from_numpy(mine)], sent)

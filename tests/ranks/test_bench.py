@@ -48,7 +48,7 @@ def ranks_of(program: Path, *arguments: str, ranks: int = 2) -> tuple[list[int |
 
 
 def written_by(folder: Path, program: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """What two ranks write and print."""
+    """Two ranks' results file and output."""
     file = folder / "bench.json"
     statuses, said = ranks_of(program, *arguments, "--json", str(file))
     assert statuses == [0, 0], said
@@ -145,7 +145,7 @@ def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str, ro
     arguments = ["--tokens", "17", "--hidden", "256", "--experts", "8", "--top-k", "3", "--wire", wire, "--layout", layout]
     token = 512
     for ran in crew.run("bench_cases:floor_copies", arguments, []):
-        rest = ran["tokens"] * (token - row)  # of a token that is quantised, all is read, though not all is copied
+        rest = ran["tokens"] * (token - row)  # a quantised token is read whole, though not copied whole
         assert ran["dispatch written"] == (ran["sent"] + ran["placed"]) * row
         assert ran["dispatch read"] == ran["dispatch written"] + rest
         assert ran["combine written"] == (ran["returned"] + ran["tokens"]) * token

@@ -70,7 +70,7 @@ def test_a_wrong_layer_of_others_is_off(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_gradients_are_those_of_the_textbook() -> None:
-    """Of what is measured forward and backward: ours beside the others, which autograd differentiates."""
+    """Forward and backward: our layer beside the others, which autograd differentiates."""
     options = from_arguments(parser_of(None).parse_args([*TINY, "--tokens", "24", "--experts", "8"]))
     world, cpu = World(options, None), torch.device("cpu")
     try:
