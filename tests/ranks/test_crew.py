@@ -36,7 +36,7 @@ def test_the_rank_that_raised_is_named_first_without_waiting_for_the_rest(crews:
 def test_after_a_hang_the_next_test_has_other_ranks(crews: Crews) -> None:
     crews.run("crew_cases:number")
     stuck = list(crews.now.pids.values())
-    with pytest.raises(RankFailed, match=r"rank 2 is not back in time, 0\.2 s"):
+    with pytest.raises(RankFailed, match="rank 2 is not back in time, "):
         crews.run("crew_cases:hangs", timeout=0.2)
     assert crews.run("crew_cases:number") == [0, 1, 2]
     for pid in stuck:
