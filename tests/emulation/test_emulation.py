@@ -143,6 +143,7 @@ def test_fewer_sms() -> None:
         assert crew.run("emulated:call", module(), "busy_cases:fewer_sms", "cuda") == [[0.0] * 8] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "mute"])
 def test_cut_link(how: str) -> None:
     """A write fails, or is never heard of again: every rank names an end of the link, and all go on after reset()."""

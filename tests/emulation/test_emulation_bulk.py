@@ -11,7 +11,7 @@ from emulation_cases import BULK, ON_X86_64, case_of, module, numbers, run_refus
 from harness import Crew, seed
 from open_step_cases import small_case
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("least", [1, 4])

@@ -8,7 +8,7 @@ from emulation_cases import ON_X86_64, module, run_refused
 from harness import Crew, Crews, seed
 from open_step_cases import NOT_OPEN, small_case
 
-pytestmark = ON_X86_64
+pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])

@@ -77,6 +77,7 @@ def test_latency(tmp_path: Path) -> None:
     assert all(words in said for words in ("ours/floor", "halves:", "proxy:nosuch  1 tokens off:", "mpi off:"))
 
 
+@pytest.mark.slow
 def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
     """Every transport and number of multiprocessors has a point. Pictures are drawn."""
     pytest.importorskip("matplotlib")
@@ -130,6 +131,7 @@ def test_what_is_wrong_fails_the_run(program: str, plant: str, says: str, argume
     assert 0 not in statuses and says in said, said
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
     """The rest is measured, and the table says why a peer of one rank failed at the second size."""
     arguments = [*GPU, *TINY, "--tokens", "2,3", "--timeout", "6", "--peers", "nccl"]
@@ -158,6 +160,7 @@ def test_peers_bring_what_was_sent(crew: Crew) -> None:
     crew.run("bench_cases:gpu_peers", shape)
 
 
+@pytest.mark.slow
 def test_no_rank_is_left_behind(tmp_path: Path) -> None:
     """The benchmark's own launcher ends all ranks when one is killed. It works from any folder."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONPATH"))}

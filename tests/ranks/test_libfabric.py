@@ -220,6 +220,7 @@ def test_two_networks(two_networks: Networks, library: str) -> None:
 
 
 @needs_libfabric
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("library", LIBRARIES[1:])
 def test_cpp_with_the_wheels_library(library: str) -> None:

@@ -47,6 +47,7 @@ def results(ranks: int, *options: str) -> dict[str, dict[str, Any]]:
         return found
 
 
+@pytest.mark.slow
 def test_a_few_steps() -> None:
     alone, both = results(1, "--precision", "bf16"), results(2)
     assert list(both) == ["bf16", "fp8", "mxfp8"]
