@@ -366,10 +366,14 @@ def abort(me: Member) -> dict[str, Any]:
 def abort_with_nonsense(me: Member) -> dict[str, Any]:
     """Rank 1 passes on what it found in a damaged word."""
     comm = me.communicator()
-    comm.barrier()
-    if comm.rank == 1:
-        comm.control.abort("a damaged word\0\ud800" + "x" * 10000, peer=4711, phase="\ud800" * 5000, step=7)
-    told = _raised(comm.barrier, timeout=20)
+
+    def until_told(timeout: float) -> None:
+        comm.barrier(timeout)  # a rank may hear of it before it has left this one
+        if comm.rank == 1:
+            comm.control.abort("a damaged word\0\ud800" + "x" * 10000, peer=4711, phase="\ud800" * 5000, step=7)
+        comm.barrier(timeout)
+
+    told = _raised(until_told, timeout=20)
     failure = comm.failure
     survivors = comm.control.agree_survivors(20)
     comm.close()
