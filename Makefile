@@ -25,8 +25,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint machine-code carrier-calls \
-    mutants mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel clean help
+.PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
+    machine-code carrier-calls mutants mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.

@@ -127,9 +127,9 @@ def _checking(call: Any, streams: EmulatedStreams) -> Any:
 
 
 def near(rank: int, world: int) -> set[int]:
-    """Reads PPLX_EMULATION_NEAR: the peers that a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is even, and the
-    other way. "one way": all, but for odd ranks, whose stores reach no peer. "across": only those of the other half. Not set: no peer
-    of two ranks, else "odd"."""
+    """Reads PPLX_EMULATION_NEAR: the peers that a rank's stores reach by the stand-in. "odd": those whose number is odd where its own is
+    even, and the other way. "one way": all, but for odd ranks, whose stores reach no peer. "across": only those of the other half.
+    Not set: no peer of two ranks, else "odd"."""
     others = set(range(world)) - {rank}
     return {
         "none": set[int](),
