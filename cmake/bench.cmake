@@ -25,6 +25,7 @@ if(TARGET _cuda)
 endif()
 
 file(GLOB model_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/bench/model/*.cpp")
+set_source_files_properties("${PROJECT_SOURCE_DIR}/bench/model/bind.cpp" PROPERTIES COMPILE_OPTIONS -O1)
 pybind11_add_module(_model MODULE NO_EXTRAS ${model_sources})
 target_link_libraries(_model PRIVATE pplx_core)
 set_target_properties(_model PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/bench/model")

@@ -20,6 +20,8 @@ function(pplx_place_module target)
 endfunction()
 
 file(GLOB binding_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/bindings/*.cpp")
+# Bindings only pass arguments on: -O1 compiles in two thirds of the time.
+set_source_files_properties(${binding_sources} PROPERTIES COMPILE_OPTIONS -O1)
 # NO_EXTRAS: link-time optimisation doubles the link for nothing, and stripping takes the names away from perf.
 pybind11_add_module(_core MODULE NO_EXTRAS ${binding_sources})
 target_link_libraries(_core PRIVATE pplx_core)

@@ -42,7 +42,7 @@ namespace {
 constexpr std::size_t kStackBytes = 64 << 10;
 constexpr unsigned kRegisters = 6;     // that are pushed above
 constexpr unsigned kMostBursts = 16;   // times that lanes of a warp go on before other warps do
-constexpr unsigned kMostRests = 4;       // turns that a thread which polls lets pass
+constexpr unsigned kMostRests = 2;     // turns that a thread which polls lets pass
 constexpr unsigned kMostTurnRests = 64;
 
 thread_local void* scheduler = nullptr;

@@ -43,7 +43,7 @@ def test_rows_of_several_rounds() -> None:
 def test_more_units_than_warps() -> None:
     """Several times: some warps of a combine only receive."""
     with Crew(2, {"PPLX_EMULATION_SMS": "2"}) as crew:
-        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=150, steps=12)
+        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=150, steps=3)
         crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
@@ -82,7 +82,7 @@ def test_gpus_that_do_not_reach_each_other() -> None:
             assert remote == [[2], [3], [0], [1]]
 
 
-@pytest.mark.parametrize("chaos", ["", f"seed=7,{CHAOS}"], ids=["quiet", "chaos"])
+@pytest.mark.parametrize("chaos", ["", pytest.param(f"seed=7,{CHAOS}", marks=pytest.mark.slow)], ids=["quiet", "chaos"])
 def test_blocks_in_gpu_memory(chaos: str) -> None:
     """Threads of one process, whose blocks a copy engine carries."""
     cases = [replace(case_of(23_000, number, 2, "copy"), replicas=1) for number in numbers(8)]

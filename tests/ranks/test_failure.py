@@ -72,6 +72,7 @@ def test_death_in_a_phase(transport: str, place: str, tmp_path: Path) -> None:
         check_all_gone(crew, victim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:tcp"])
 def test_death_at_any_time(transport: str) -> None:
     r = random.Random(f"{seed()} {transport}")

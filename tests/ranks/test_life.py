@@ -58,6 +58,7 @@ def test_open_and_close(crew: Crews, transport: str) -> None:
     check_no_growth(crew.run("life_cases:cycles", case, times, "all_to_all", timeout=280))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_open_and_close_with_communicators(crew: Crews, transport: str) -> None:
     case = Case(1, 2, transport=transport, max_tokens=32, hidden=1024, threads=2)

@@ -25,6 +25,11 @@ PATIENCE = 180.0
 """Seconds for what no test gives a time: on a busy machine too, and less than pytest's own limit."""
 
 
+def allowed(seconds: float) -> float:
+    """More than `seconds` where more than two threads run a core: the ranks of a busy machine get less of it."""
+    return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)
+
+
 class RankFailed(AssertionError):
     """Errors by rank, with the ranks' output and stacks."""
 
@@ -105,7 +110,7 @@ class Crew:
         """The first rank that fails is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
-        timeout *= max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1) / 2)  # a busy machine's ranks get less of it
+        timeout = allowed(timeout)
         deadline, late = time.monotonic() + timeout, f"{timeout:g} s"
         results: dict[int, Any] = {}
         problems: list[str] = []
@@ -138,7 +143,7 @@ class Crew:
     def heard(self, rank: int, word: str, timeout: float = 30.0) -> Any:
         """The value of the next that the rank says, which must be that word."""
         try:
-            said, value = self._next(rank, "said", time.monotonic() + timeout)
+            said, value = self._next(rank, "said", time.monotonic() + allowed(timeout))
         except RankFailed as problem:
             # Where the others are explains why this one did not come.
             others = "\n".join(f"rank {other}: {self._stack(other)}" for other in self.ranks if other != rank)
@@ -182,7 +187,7 @@ class Crew:
 
     def wait(self, rank: int, timeout: float = 10.0) -> int | None:
         """The exit code, negative for a signal; None if it still runs then."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + allowed(timeout)
         while rank not in self._exit_codes:
             code = self._processes[rank].exit_code()
             if code is not None:
