@@ -6,14 +6,14 @@
 # RANKS        how many processes `make bench` starts (4)
 # TORCH_INDEX  an index to take torch from, where the default one has the wrong build (for example the CPU build's)
 # CMAKE_ARGS   more options for CMake, for example -DPPLX_CUDA=ON: kernels for any GPU, where there is none, too
-# WORKERS      processes that run tests side by side (one more than cores, since some tests wait)
+# WORKERS      processes that run tests side by side (two more than cores, since some tests wait)
 VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 CMAKE_ARGS ?=
 BUILD := build/dev
 RANKS ?= 4
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 2 : 8)))
 
 # The host's mpirun may be Open MPI's, which otherwise refuses root (containers) and more ranks than cores. MPICH ignores these.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1

@@ -137,7 +137,7 @@ def test_a_slow_rank_is_waited_for(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("phase", ["dispatch_send", "combine_send"])
+@pytest.mark.parametrize("phase", [pytest.param("dispatch_send", marks=pytest.mark.slow), "combine_send"])
 def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
     case = Case(52, 3, transport=transport)
     with Crew(3) as crew:
