@@ -1,0 +1,24 @@
+// combine() of few tokens.
+#include "combine_kernel.cuh"
+
+namespace pplx::cuda {
+namespace decode {
+namespace {
+
+template <typename T, bool kPlain, int kSent>
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
+  run_combine<T, kPlain, kSent>(a);
+}
+
+}  // namespace
+
+Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
+    using T = decltype(type);
+    const auto kernel = !call.mapped_only ? combine<T, false, kSentVectors> : call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>;
+    return {"decode::combine", kernel, kCombineThreads, 0};
+  });
+}
+
+}  // namespace decode
+}  // namespace pplx::cuda
