@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "machine_code"
 DEV = ROOT / "build" / "dev"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
-SOURCES = ("decode/dispatch", "decode/combine", "large/dispatch", "large/combine", "rounds/large_dispatch", "rounds/large_combine")
+SOURCES = (
+    "decode/dispatch", "decode/combine", "remote/dispatch", "remote/combine", "large/dispatch", "large/combine",
+    "rounds/large_dispatch", "rounds/large_combine",
+)  # fmt: skip
 
 # ---- the rules ----
 

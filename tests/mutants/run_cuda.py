@@ -32,6 +32,7 @@ DEVICE = "src/cuda/common/ptx.cuh"
 WORDS = "src/cuda/common/wait.cuh"
 DISPATCH_RECV = "src/cuda/decode/dispatch_recv.cuh"
 RECEIVED_COUNTS = "src/cuda/plan/counts.cuh"
+REPLICAS_AGREE = "src/cuda/extras/replicas_agree.cuh"
 ARRIVALS = "src/cuda/common/arrival.cuh"
 CLAIMS = "src/cuda/common/step.cuh"
 DISPATCH_SEND = "src/cuda/decode/dispatch_send.cuh"
@@ -238,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas do not compare their ids",
-        RECEIVED_COUNTS,
+        REPLICAS_AGREE,
         "same = same && own[i] == theirs[i];",
         "same = same && (i != 0 || own[i] == theirs[i]);",
         "a replica that passes other ids sends its slice of them, and no rank hears of it",
@@ -261,11 +262,11 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kPlain, kPieces>(a, step, s);
+    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kPlain, kPieces>(a, step, s);
+        """  if (a.recv) receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",

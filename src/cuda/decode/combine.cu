@@ -3,6 +3,9 @@
 
 namespace pplx::cuda {
 namespace decode {
+
+Choice<CombineArguments> choose_general(const Config& config);  // remote/combine.cu
+
 namespace {
 
 template <typename T, bool kPlain, int kSent>
@@ -13,10 +16,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
 }  // namespace
 
 Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  if (!call.mapped_only) return choose_general(c);
   return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
     using T = decltype(type);
-    const auto kernel = !call.mapped_only ? combine<T, false, kSentVectors> : call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>;
-    return {"decode::combine", kernel, kCombineThreads, 0};
+    return {"decode::combine", call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>, kCombineThreads, 0};
   });
 }
 

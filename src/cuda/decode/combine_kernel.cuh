@@ -4,13 +4,18 @@
 #include "../common/step.cuh"
 #include "combine_recv.cuh"
 #include "../host/launch_table.h"
-#include "../rounds/decode_combine.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-struct CombinePiecesShared : CombineShared {
-  RoundRows rounds[kCombineWarps];
+template <typename Rounds>
+struct CombineRoundsShared : CombineShared {
+  typename Rounds::Rows rounds[kCombineWarps];
+};
+
+// All blocks are whole. rounds/decode_combine.cuh has the other case.
+struct WholeSums {
+  static constexpr bool kPieces = false;
 };
 
 // By the last warp: whose this block's share is. The others ask when their first sums are ready.
@@ -20,22 +25,12 @@ __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, 
   s.claimed.open();
 }
 
-// By the whole block: whether remote peers' blocks may be written.
-__device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
-  const std::uint32_t peer = threadIdx.x;
-  const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
-  come_late(k, step);
-  const bool good = __syncthreads_and(!wanted || may_write(k, step, Op::Combine, peer)) != 0;
-  if (threadIdx.x == 0) s.may_send = good;
-  __syncthreads();
-}
-
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
 // kSent: vectors of a lane, in a strip that is sent.
-// kPieces: what comes back to this rank is whole, but what goes back to peers may go in pieces.
-template <typename T, bool kPlain, int kSent, bool kPieces = false>
+// Rounds: how blocks go back to peers. What comes back to this rank is whole.
+template <typename T, bool kPlain, int kSent, typename Rounds = WholeSums>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
-  using Shared = std::conditional_t<kPieces, CombinePiecesShared, CombineShared>;
+  using Shared = std::conditional_t<Rounds::kPieces, CombineRoundsShared<Rounds>, CombineShared>;
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
@@ -44,26 +39,22 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if (a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
-  const bool in_rounds = kPieces && a.received.step[1] != 0;
+  const bool in_rounds = Rounds::kPieces && a.received.step[1] != 0;
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  if constexpr (kPieces) {
-    if (in_rounds && blockIdx.x == 0 && threadIdx.x < 32) forget_rounds(k, a.pieces, step, Op::Dispatch);
-    if (!kPlain && in_rounds && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 &&
-        claim(k, a.pieces, step, Claim::CombineAside) == 0)
-      pass_on_rooms(a, step);
-    if (in_rounds && !a.release) send_rounds<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
-  }
+  if constexpr (Rounds::kPieces)
+    if (in_rounds) Rounds::template send<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
   if (a.send && (!in_rounds || a.release)) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
-    if (!kPlain && k.remote != 0) find_what_may_be_sent(k, step, s);
+    if constexpr (!kPlain)
+      if (k.remote != 0) CombineExtras<kPlain>::find_what_may_be_sent(k, step, s);
     if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain, kPieces>(a, step, s);
+    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

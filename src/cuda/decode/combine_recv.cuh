@@ -1,8 +1,8 @@
 // combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
-// peer's header is waited for too: it says that the peer has read this rank's dispatch. Replicas: see extras/replicas.cuh.
+// peer's header is waited for too: it says that the peer has read this rank's dispatch.
 #pragma once
 
-#include "../extras/replicas.cuh"
+#include "combine_send.cuh"
 
 namespace pplx::cuda {
 
@@ -30,66 +30,12 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
 }
 
-template <bool kPieces>
-__device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
-  const Common& k = a.common;
-  if (!wait_for_block<kPieces>(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
-  bool good = true;
-  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
-  if (!good) return;
-  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
-  see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
-}
-
-// Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
-template <bool kPieces>
-__device__ inline void receive_remote_headers(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  bool mine = false;
-  if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
-  if (__syncthreads_or(mine) == 0) return;
-  const std::uint32_t peer = threadIdx.x;
-  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header<kPieces>(a, step, peer);
-  __syncwarp();
-}
-
 // This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
   const std::uint32_t lane = threadIdx.x % 32, token = a.received_in.by_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
              ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
              : kNone;
-}
-
-// The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
-// rank.
-template <bool kGives>
-__device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n, const char* row,
-                                 std::uint32_t rank) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const std::int32_t id = lane < k.c.top_k ? a.plan.ids[std::uint64_t{own} * k.c.top_k + lane] : -1;
-  const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
-  std::uint32_t value = 0;
-  for (std::uint32_t i = 0; i < n; ++i) {
-    const std::uint32_t from = __shfl_sync(~0u, rank, i);
-    const auto* its_row = of_lane(row, static_cast<int>(i));
-    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
-  }
-  if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
-  if (kGives) give_tail(k, step, own, value);
-}
-
-// Waits for the words behind them. False: they will not come.
-template <bool kGives>
-__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
-                                 const char* row, std::uint32_t rank) {
-  const Common& k = a.common;
-  const bool good = threadIdx.x % 32 >= n || is_remote(k, rank) ||
-                    wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
-  if (!all_of_warp(good)) return false;
-  take_tail<kGives>(a, step, own, n, row, rank);
-  return true;
 }
 
 // A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
@@ -130,12 +76,6 @@ struct ArrivingStrips {
   }
 };
 
-// For a warp: waits for a row of a remote peer's combine.
-__device__ inline bool remote_row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, std::uint32_t row) {
-  const bool good = threadIdx.x % 32 != 0 || row_was_passed_on(k, step, Op::Combine, Phase::CombineRecv, peer, row);
-  return all_of_warp(good);
-}
-
 // The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
 template <bool kPlain>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
@@ -148,10 +88,11 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     if (first + i >= n) continue;
     strips.row[i] = of_lane(row, static_cast<int>(first + i));
     const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
-    if (!kPlain && is_remote(k, source)) {
-      if (!remote_row_is_there(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
-      strips.there |= 1u << i;
-    }
+    if constexpr (!kPlain)
+      if (is_remote(k, source)) {
+        if (!CombineExtras<kPlain>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
+        strips.there |= 1u << i;
+      }
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
       if (!strips.has(j)) continue;
@@ -192,33 +133,9 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   }
   sums.store(y, begin, end);
   note(k, Stage::Added);
-  if (kGives) give_strip(k, step, own, sums, begin, end);
-  return kPlain || !a.has_tail || strip != a.received_in.strips - 1 || read_tail<kGives>(a, step, own, n, row, rank);
-}
-
-// A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
-template <typename T>
-__device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  const std::uint32_t others = k.slice.of - 1, strips = a.received_in.strips, units = others + a.own * strips;
-  std::uint32_t unit = claim_slice(k, step, units);
-  while (unit < units) {
-    const std::uint32_t next = claim_slice(k, step, units);
-    if (unit < others)
-      send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-    else if (!receive_strip<T, true, false>(a, step, unit - others, load_token_row(a, unit - others)))
-      return false;
-    unit = next;
-  }
-  const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
-  const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-    return ask(k, nullptr, turn, first, begun, Phase::CombineRecv, step, peer, 0);
-  };
-  const auto by_strips = [&](std::uint32_t n) { return a.received_in.by_strips.divide(n); };
-  for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-    if (!take_strip<kReceivedVectors>(a, step, unit, a.received_in.strips, by_strips, ask_how)) return false;
-  for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
-    if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
+  if constexpr (kGives) CombineExtras<kPlain>::give_strip(k, step, own, sums, begin, end);
+  if constexpr (!kPlain)
+    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kPlain>::template read_tail<kGives>(a, step, own, n, row, rank);
   return true;
 }
 
@@ -241,10 +158,12 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
 template <typename T, bool kPlain, bool kPieces>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
-  if (!kPlain && k.remote != 0) receive_remote_headers<kPieces>(a, step);
-  if (!kPlain && k.slice.of > 1) {
-    if (a.release || receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
-    return;
+  if constexpr (!kPlain) {
+    if (k.remote != 0) CombineExtras<kPlain>::template receive_headers<kPieces>(a, step);
+    if (k.slice.of > 1) {
+      if (a.release || CombineExtras<kPlain>::template receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
+      return;
+    }
   }
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {

@@ -1,64 +1,16 @@
-// combine_send: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
-// local experts, stored into the source's memory. Before them all come the weights of combine(weights=), which strips wait for.
+// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
+// local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
 #pragma once
 
 #include "../common/step.cuh"
 #include "../common/gate.cuh"
-#include "../remote/proxy.cuh"
 #include "../common/sum.cuh"
 
 namespace pplx::cuda {
 
-__device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
-  if (is_remote(k, peer) && !may_write(k, step, Op::Weights, peer)) return;
-  write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
-  for (std::uint32_t own = lane; own < a.own; own += 32) {
-    const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
-    const float* weights = a.weights + std::uint64_t{k.slice.token(own)} * k.c.top_k;
-    std::uint32_t row = kNone;
-    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
-      const std::uint32_t entry = a.plan.token_rows[at + i];
-      if (entry != kNone && entry >> 20 == peer) row = entry & 0xfffffu;
-    }
-    if (row == kNone) continue;
-    auto* to = reinterpret_cast<float*>(block + k.weights.row_at(row));
-    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
-      const std::int32_t id = a.plan.ids[at + i];
-      if (id >= 0 && k.per_rank.divide(id) == peer) *to++ = weights[i];
-    }
-  }
-  __syncwarp();
-  if (lane != 0) return;
-  if (is_remote(k, peer))
-    hand_over(k, step, Op::Weights, peer, a.plan.rows[peer]);
-  else
-    raise_at_peer(k, step, Signal::Weights, peer);
-}
-
-// Whether the weights that have come from this source are those of its rows; fails otherwise.
-__device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
-  const Common& k = a.common;
-  bool good = true;
-  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Weights, source), Phase::Weights, step, source, good);
-  const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
-  if (!good || h.rows == rows) return good;
-  fail(k, {AbortReason::Protocol, Phase::Weights, k.c.rank, source, step}, rows, h.rows);
-  return false;
-}
-
-// A warp's part: a lane looks after a remote peer's word, and its header.
-__device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
-    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
-    if (wait_for_block(k, step, Op::Weights, Phase::Weights, peer) && are_weights_of_rows(a, step, peer))
-      pass_on(k, step, Signal::Weights, peer);
-  }
-  __syncwarp();
-}
+// Does what only the general kernel does, for peers of other nodes, replicas, tails and weights: remote/combine_extras.cuh.
+template <bool kPlain>
+struct CombineExtras;
 
 struct CombineShared {
   Gate claimed;  // mine
@@ -185,38 +137,8 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
     if (lane == 0) store_tagged(k, block, step, rows, flags, k.c.rank);
     return;
   }
-  if (!s.may_send) return;
-  write_header(k, block, step, rows, flags, lane);
-  __syncwarp();
-  if (lane == 0) count_header(k, step, Op::Combine, peer, rows, parts);
-}
-
-// The weights of this row's choices that its source gave to combine. False: they will not come.
-__device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
-                                   float& weight) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  bool good = true;
-  if (lane == 0)
-    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
-           (is_remote(k, source) || are_weights_of_rows(a, step, source));
-  if (!all_of_warp(good)) return false;
-  if (lane < k.c.top_k)
-    weight =
-        __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
-  return true;
-}
-
-// The floats of a row's choices, each at its k, so that the token's rank need not know what else lives here.
-__device__ inline void write_tail(const CombineArguments& a, std::uint32_t choices, std::uint32_t place, char* to) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  const bool compact = k.c.layout == LayoutKind::Compact;
-  const std::uint32_t from = __shfl_sync(~0u, place, compact ? 0 : __popc(choices & ((1u << lane) - 1)));
-  if ((choices >> lane & 1) == 0) return;
-  const bool here = from != kNone && from < a.tail_rows;
-  if (from != kNone && !here) k.report->notices.short_output = 1;
-  reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
+  if constexpr (!kPlain)
+    if (s.may_send) CombineExtras<kPlain>::send_header(k, step, peer, block, rows, flags, parts);
 }
 
 // Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
@@ -284,7 +206,8 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
   const std::uint32_t n = places.check(a);
-  if (!kPlain && a.uses_weights && !sent_weight(a, step, of.source, of.row, places.weight)) return;
+  if constexpr (!kPlain)
+    if (a.uses_weights && !CombineExtras<kPlain>::sent_weight(a, step, of.source, of.row, places.weight)) return;
   note(k, Stage::Found);
 
   const std::uint32_t last = min(strip + units.together, a.sent.strips);
@@ -306,15 +229,18 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   }
   note(k, Stage::Sent);
   const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
-  if (with_tail) write_tail(a, places.choices, places.place, to + k.combine.tail_at);
+  if constexpr (!kPlain)
+    if (with_tail) CombineExtras<kPlain>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
   const bool by_word = has_many(s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  if (remote)
-    count_piece(k, step, Op::Combine, of.source, of.row, units.runs, RowsOfBlock(s.rows_begin[of.source + 1] - s.rows_begin[of.source]));
-  else
-    publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
+  if constexpr (!kPlain)
+    if (remote) {
+      CombineExtras<kPlain>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
+      return;
+    }
+  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }
 
 template <typename T, bool kPlain, int kVectors>
@@ -326,22 +252,6 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
     return;
   }
   if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
-}
-
-// Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
-// By `warps` warps of the block, of which this is number `warp`.
-static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t warp, std::uint32_t warps) {
-  const Common& k = a.common;
-  const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
-  for (std::uint32_t i = warp; i < all; i += warps) {
-    bool mine = false;
-    if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
-    if (!__any_sync(~0u, mine)) continue;
-    if (i < k.living)
-      send_weights(a, step, k.order[i]);
-    else
-      pass_on_weights(a, step);
-  }
 }
 
 // What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
@@ -359,7 +269,8 @@ template <typename T, bool kPlain, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {
   const Common& k = a.common;
-  if (!kPlain && a.uses_weights) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
+  if constexpr (!kPlain)
+    if (a.uses_weights) CombineExtras<kPlain>::send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small;
 #pragma unroll 1

@@ -4,7 +4,8 @@
 namespace pplx::cuda {
 namespace decode {
 
-Choice<DispatchArguments> choose_with_hooks(const Config& config, const DispatchCall& call);  // dispatch_hooks.cu
+Choice<DispatchArguments> choose_general(const Config& config, const DispatchCall& call);  // remote/dispatch.cu
+Choice<DispatchArguments> choose_with_hooks(const Config& config, const DispatchCall& call);  // extras/dispatch_hooks.cu
 
 namespace {
 
@@ -17,10 +18,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
 
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (call.hooks) return choose_with_hooks(c, call);
-  return choose_mode(c, call, [&](auto mode) {
-    using Mode = decltype(mode);
-    return decode_choice("decode::dispatch", c, call.mapped_only ? dispatch<Mode, true, false> : dispatch<Mode, false, false>);
-  });
+  if (!call.mapped_only) return choose_general(c, call);
+  return choose_mode(c, call, [&](auto mode) { return decode_choice("decode::dispatch", c, dispatch<decltype(mode), true, false>); });
 }
 
 }  // namespace decode

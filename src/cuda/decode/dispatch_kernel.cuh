@@ -4,8 +4,6 @@
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 #include "../host/launch_table.h"
-#include "../remote/pass_on_counts.cuh"
-#include "../rounds/decode_dispatch.cuh"
 
 namespace pplx::cuda {
 namespace {
@@ -14,15 +12,21 @@ struct DispatchShared {
   SendShared send;
   ReceiveShared receive;
 };
-struct DispatchPiecesShared : DispatchShared {
-  RoundRows rounds[kDispatchWarps];
+template <typename Rounds>
+struct DispatchRoundsShared : DispatchShared {
+  typename Rounds::Rows rounds[kDispatchWarps];
+};
+
+// All blocks are whole. rounds/decode_dispatch.cuh has the other case.
+struct WholeBlocks {
+  static constexpr bool kPieces = false;
 };
 
 // kPlain: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
-// can do all. kHooks: the caller's kernels hear of what has come. kPieces: what this rank sends is whole, but peers' blocks may come in pieces.
-template <typename Mode, bool kPlain, bool kHooks, bool kPieces = false>
+// can do all. kHooks: the caller's kernels hear of what has come. Rounds: how blocks come. What this rank sends is whole.
+template <typename Mode, bool kPlain, bool kHooks, typename Rounds = WholeBlocks>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
-  using Shared = std::conditional_t<kPieces, DispatchPiecesShared, DispatchShared>;
+  using Shared = std::conditional_t<Rounds::kPieces, DispatchRoundsShared<Rounds>, DispatchShared>;
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
@@ -55,11 +59,13 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   if (a.recv) {
     const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
     if (counts_rows()) count_rows(a, step, s.receive);
-    if (kPieces && counts_rows()) hear_of_rounds(a, step, s.receive);
+    if constexpr (Rounds::kPieces)
+      if (counts_rows()) Rounds::hear(a, step, s.receive);
     if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
-    if (!kPlain && k.remote != 0 && looks_after_proxy()) pass_on_dispatches<kPieces>(a, step);
-    if constexpr (kPieces)
-      receive_in_pieces<kPlain, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
+    if constexpr (!kPlain)
+      if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kPlain>::template pass_on<Rounds::kPieces>(a, step);
+    if constexpr (Rounds::kPieces)
+      Rounds::template receive<kPlain, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
     else
       receive_dispatch<kPlain, kHooks>(a, step, s.receive, experts);
     if (kHooks) raise_after_failure(a);

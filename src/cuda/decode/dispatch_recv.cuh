@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../common/arrival.cuh"
-#include "../remote/proxy.cuh"
 #include "../plan/output_rows.cuh"
 
 namespace pplx::cuda {
@@ -106,15 +105,20 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
   }
 }
 
+// For one thread: waits for a row whose pieces do not show it. False: it will not come.
+template <bool kPlain>
+__device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, const char* word) {
+  if constexpr (!kPlain)
+    if (is_remote(k, source)) return DispatchExtras<kPlain>::await_remote_row(k, step, source, row);
+  return wait<Match::Exact>(k, word, Phase::DispatchRecv, step, source);
+}
+
 // Waits for a part of a row. False: it will not come.
 template <bool kPlain>
 __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows, ArrivedPart& part) {
   if (!shows) {
     bool good = true;
-    if (threadIdx.x % 32 == 0)
-      good = !kPlain && is_remote(k, source)
-                 ? row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row)
-                 : wait<Match::Exact>(k, part.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, source);
+    if (threadIdx.x % 32 == 0) good = await_row<kPlain>(k, step, source, row, part.row + k.dispatch.arrival_at);
     if (!all_of_warp(good)) return false;
     part.load(k, part.wanted);
     return true;

@@ -9,7 +9,6 @@
 #include "payload.cuh"
 #include "../plan/token_plan.cuh"
 #include "../common/rows.cuh"
-#include "../remote/proxy.cuh"
 
 namespace pplx::cuda {
 
@@ -122,14 +121,11 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
     if (lane == 0) taken = may_take_later(k, step);
     taken = __shfl_sync(~0u, taken, 0);
   }
-  if (!kPlain && k.remote != 0) {
-    bool good = true;
-    come_late(k, step);
-    for (std::uint32_t peer = lane; peer < k.c.world; peer += 32)
-      if (is_remote(k, peer) && (k.dead >> peer & 1) == 0) good = may_write(k, step, Op::Dispatch, peer) && good;
-    good = __all_sync(~0u, good);
-    if (lane == 0) s.may_send = good;
-  }
+  if constexpr (!kPlain)
+    if (k.remote != 0) {
+      const bool good = DispatchExtras<kPlain>::may_write_blocks(k, step);
+      if (lane == 0) s.may_send = good;
+    }
   if (lane == 0) {
     s.share = mine ? blockIdx.x : kNone;
     s.taken = taken;
@@ -137,49 +133,6 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
 }
 
 // ---- counts ----
-
-// A remote peer gets its counts in a header. Whoever stores a row of its block counts it, too.
-__device__ inline void write_dispatch_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
-                                             const std::uint32_t* experts) {
-  const Common& k = a.common;
-  const bool planned = a.ids == nullptr;
-  const std::uint32_t first = first_expert_of(k, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
-  char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
-  write_header(k, block, step, rows, 0, threadIdx.x);
-  auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
-  for (std::uint32_t e = threadIdx.x; e < local_experts_of(k, peer); e += kSenders) {
-    const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
-    counts[e] = n;
-    if (!planned) a.plan.counts[first + e] = n;
-  }
-  if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
-  sync_senders();
-  if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
-}
-
-// What replicas must have in common: a digest of all tokens' ids.
-static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
-  const Common& k = a.common;
-  const bool own = peer == k.c.rank;
-  std::uint64_t digest = 0;
-  if (a.ids == nullptr) {
-    digest = *a.plan.ids_digest;
-  } else {
-    if (threadIdx.x == 0) s.digest = 0;
-    sync_senders();
-    for (std::uint32_t i = threadIdx.x; i < a.tokens * k.c.top_k; i += kSenders) {
-      digest += id_digest(i, load_id(a, i, own));
-      if (own && a.weights != nullptr) a.plan.weights[i] = a.weights[i];
-    }
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) digest += __shfl_xor_sync(~0u, static_cast<unsigned long long>(digest), i);
-    if (threadIdx.x % 32 == 0) atomicAdd(&s.digest, static_cast<unsigned long long>(digest));
-    sync_senders();
-    digest = s.digest;
-    if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
-  }
-  if (threadIdx.x == 0) tell_of_tokens(a, step, peer, digest);
-}
 
 template <bool kPlain>
 __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
@@ -210,7 +163,8 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   }
   // Nobody else says how many rows the dead get.
   if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
-  if (!kPlain && k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) tell_replica(a, step, peer, s);
+  if constexpr (!kPlain)
+    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kPlain>::tell_replica(a, step, peer, s);
 }
 
 // ---- rows ----
@@ -379,8 +333,8 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
     const std::uint32_t peer = k.order[unit];
     if (kPlain || !is_remote(k, peer))
       send_counts<kPlain>(a, step, peer, s, experts);
-    else if (s.may_send)
-      write_dispatch_header(a, step, peer, s, experts);
+    else if constexpr (!kPlain)
+      if (s.may_send) DispatchExtras<kPlain>::write_header(a, step, peer, s, experts);
     note(k, Stage::Counted);
     return;
   }
@@ -463,11 +417,8 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     await(kStored + turn);
     const StoredUnit& unit = s.units[turn];
     if (unit.ended) return;
-    for (std::uint32_t peer = lane; !kPlain && k.remote != 0 && peer < k.c.world; peer += 32) {
-      std::uint32_t rows = 0;
-      for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & k.remote) >> peer & 1;
-      if (rows != 0) count_rows(k, s.step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, RowsOfBlock(a.plan.rows + peer));
-    }
+    if constexpr (!kPlain)
+      if (k.remote != 0) DispatchExtras<kPlain>::count_remote_rows(a, s.step, unit);
     bool any = false;
     for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
       const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;

@@ -1,8 +1,8 @@
-// What replicas compare of a dispatch of many tokens: check_replicas() in plan/counts.cuh. Each reads the ids of all tokens, though it sends
+// What replicas compare of a dispatch of many tokens: check_replicas() in extras/replicas_agree.cuh. Each reads the ids of all tokens, though it sends
 // a part of them; the warps that count chunks share that work.
 #pragma once
 
-#include "../plan/token_plan.cuh"
+#include "replicas_agree.cuh"
 
 namespace pplx::cuda {
 

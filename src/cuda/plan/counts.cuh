@@ -9,6 +9,10 @@
 
 namespace pplx::cuda {
 
+// Does what only the general kernel does, for peers of other nodes and for replicas: remote/dispatch_extras.cuh.
+template <bool kPlain>
+struct DispatchExtras;
+
 struct ReceiveShared {
   Gate rows_known;  // rows_begin
   Gate placed;  // base, below
@@ -50,25 +54,6 @@ __device__ inline void check_counts(const Common& k, std::uint32_t step, const R
     const std::uint32_t rows = s.rows[source], choices = s.choices[source];
     if (choices < rows || choices > rows * k.c.top_k)
       fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, rows, choices);
-  }
-}
-
-// Replicas that do not hold the same tokens.
-static __device__ __noinline__ void check_replicas(const Common& k, std::uint32_t step) {
-  const auto compared = [&](std::uint32_t rank, std::uint32_t (&n)[kNumbersOfPiece]) {
-    const char* place = k.peers[k.c.rank] + k.heap.compared_at(k.c, set_of(k.c, step), rank);
-    uint4 piece = make_uint4(0, 0, 0, 0);
-    if (!await_tagged(k, place, Phase::DispatchRecv, step, rank, piece)) return false;
-    unpack_numbers({{piece.x, piece.y, piece.z}}, n);
-    return true;
-  };
-  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
-    if ((k.replicas >> source & 1) == 0) continue;
-    std::uint32_t own[kNumbersOfPiece], theirs[kNumbersOfPiece];
-    if (!compared(k.c.rank, own) || !compared(source, theirs)) return;
-    bool same = true;
-    for (std::uint32_t i = 0; i < kNumbersOfPiece; ++i) same = same && own[i] == theirs[i];
-    if (!same) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, kTokens | own[0], theirs[0]);
   }
 }
 
@@ -303,7 +288,8 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
   if (kHooks) raise_planned(a, [&](std::uint32_t word) { return rows_of_hook(a, s, e, word); });
   check_counts(k, step, s);
-  if (!kPlain && k.slice.of > 1) check_replicas(k, step);
+  if constexpr (!kPlain)
+    if (k.slice.of > 1) DispatchExtras<kPlain>::check_replicas(k, step);
 }
 
 }  // namespace pplx::cuda

@@ -14,6 +14,9 @@ namespace pplx::cuda {
 
 inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK;
 
+template <bool kPlain>
+struct DispatchExtras;  // remote/dispatch_extras.cuh
+
 struct PlanShared {
   std::uint32_t rows_before[kMaxPeers];  // of the tokens before the unit, by rank
   std::int32_t ids[kMostChoicesOfUnit];  // of the unit
@@ -55,16 +58,6 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
   const RawId id = load_raw_id(a, at);
   if (report && is_bad(a, id)) a.common.report->notices.bad_ids = 1;
   return valid_id<false>(a, id);
-}
-
-// By one thread: what replicas must have in common. To one of them, or to itself, for the thread block that compares.
-__device__ inline void tell_of_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, std::uint64_t digest) {
-  const Common& k = a.common;
-  char* piece = k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank);
-  const auto part = [&](int i) { return static_cast<std::uint32_t>(digest >> 21 * i) & 0x1fffffu; };
-  const PackedNumbers p = pack_numbers({a.tokens, part(0), part(1), part(2)});
-  linger(k, digest);
-  store_tagged(k, piece, step, p.words[0], p.words[1], p.words[2]);
 }
 
 // The index, among the choices of all tokens, of the nth choice of this rank's own tokens.

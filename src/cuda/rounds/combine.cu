@@ -1,5 +1,6 @@
 // combine() of few tokens, in an AllToAll in pieces; and release(). One kernel does every case.
 #include "../decode/combine_kernel.cuh"
+#include "decode_combine.cuh"
 
 namespace pplx::cuda {
 namespace decode_rounds {
@@ -7,7 +8,7 @@ namespace {
 
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  run_combine<T, false, kSentVectors, true>(a);
+  run_combine<T, false, kSentVectors, CombineRounds>(a);
 }
 
 }  // namespace

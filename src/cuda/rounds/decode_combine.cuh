@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../decode/combine_send.cuh"
+#include "../remote/combine_extras.cuh"
 #include "../remote/pass_on_rounds.cuh"
 
 namespace pplx::cuda {
@@ -106,5 +107,19 @@ static __device__ __noinline__ void send_rounds(const CombineArguments& a, std::
       send_run_of_round<T, kPlain, kVectors>(a, step, run, s);
   }
 }
+
+struct CombineRounds {
+  static constexpr bool kPieces = true;
+  using Rows = RoundRows;
+  // For each warp of a step in rounds.
+  template <typename T, bool kPlain, int kVectors>
+  __device__ static void send(const CombineArguments& a, std::uint32_t step, CombineShared& s, RoundRows& rows) {
+    const Common& k = a.common;
+    if (blockIdx.x == 0 && threadIdx.x < 32) forget_rounds(k, a.pieces, step, Op::Dispatch);
+    if (!kPlain && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 && claim(k, a.pieces, step, Claim::CombineAside) == 0)
+      pass_on_rooms(a, step);
+    if (!a.release) send_rounds<T, kPlain, kVectors>(a, step, s, rows);
+  }
+};
 
 }  // namespace pplx::cuda

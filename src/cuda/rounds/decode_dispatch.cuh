@@ -1,6 +1,7 @@
 // What a rank with few tokens receives of a step in which others have so many that their blocks come in pieces.
 #pragma once
 
+#include "../decode/dispatch_recv.cuh"
 #include "heard.cuh"
 
 namespace pplx::cuda {
@@ -68,5 +69,15 @@ __device__ inline void receive_in_pieces(const DispatchArguments& a, std::uint32
   else
     receive_dispatch<kPlain, kHooks>(a, step, s, e);
 }
+
+struct DispatchRounds {
+  static constexpr bool kPieces = true;
+  using Rows = RoundRows;
+  __device__ static void hear(const DispatchArguments& a, std::uint32_t step, const ReceiveShared& s) { hear_of_rounds(a, step, s); }
+  template <bool kPlain, bool kHooks>
+  __device__ static void receive(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, RoundRows& rows) {
+    receive_in_pieces<kPlain, kHooks>(a, step, s, e, rows);
+  }
+};
 
 }  // namespace pplx::cuda

@@ -1,5 +1,7 @@
 // dispatch() of few tokens, in an AllToAll in pieces. One kernel does every case; another one raises words of hooks, too.
 #include "../decode/dispatch_kernel.cuh"
+#include "../remote/dispatch_extras.cuh"
+#include "decode_dispatch.cuh"
 
 namespace pplx::cuda {
 namespace decode_rounds {
@@ -7,7 +9,7 @@ namespace {
 
 template <typename Mode, bool kHooks>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch<Mode, false, kHooks, true>(a);
+  run_dispatch<Mode, false, kHooks, DispatchRounds>(a);
 }
 
 }  // namespace

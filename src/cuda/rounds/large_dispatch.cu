@@ -3,7 +3,7 @@
 #include "../large/dispatch_kernel.cuh"
 #include "large_recv.cuh"
 #include "large_send.cuh"
-#include "../remote/pass_on_counts.cuh"
+#include "../remote/dispatch_extras.cuh"
 #include "plan.cuh"
 
 namespace pplx::cuda {

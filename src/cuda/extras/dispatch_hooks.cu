@@ -1,5 +1,6 @@
 // dispatch() of few tokens that tells the caller's kernels which rows have come: extras/hooks.cuh.
-#include "dispatch_kernel.cuh"
+#include "../decode/dispatch_kernel.cuh"
+#include "../remote/dispatch_extras.cuh"
 
 namespace pplx::cuda {
 namespace decode {
