@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, metavar="FILE", help="say which kernels are not those of FILE")
     arguments = parser.parse_args()
     tools = machine_code.compiler()
-    objects = sorted((arguments.build / "CMakeFiles" / "_cuda.dir").rglob("*.cu.o"))
+    objects = sorted((arguments.build.resolve() / "CMakeFiles" / "_cuda.dir").rglob("*.cu.o"))
     if not objects:
         sys.exit(f"{arguments.build} has no kernels: build its target _cuda")
     with concurrent.futures.ThreadPoolExecutor(2) as at_once:
