@@ -300,7 +300,7 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
 
 
 def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
-    """What explain() says of one token, and of as many as there may be."""
+    """explain() of one token, and of max_tokens."""
     use(module)
     with rank_cases.open_all_to_all(me, case) as a2a:
         outcomes.mistake(lambda: a2a.explain(case.max_tokens + 1), "more than")
