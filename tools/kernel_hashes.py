@@ -25,6 +25,7 @@ import machine_code
 import sass
 
 NAME = re.compile(r"(?<![\w.$])(?:\.L[\w.$]*|\$[\w.$]+|_Z[\w.$]+)")
+HALF = re.compile(r"::(dispatch|combine)\b")
 ARGUMENT = re.compile(r"c\[0x0\]\[([^\]]*?)0x[0-9a-f]+\]")
 
 
@@ -128,7 +129,7 @@ def main() -> None:
         new = {name: of for found in at_once.map(lambda built: hashes_of(built, tools), objects) for name, of in found.items()}
     if arguments.hashes:
         arguments.hashes.write_text(json.dumps(new, indent=1, sort_keys=True) + "\n")
-    print(f"{len(new)} kernels, {sum(name.startswith(('dispatch', 'combine')) for name in new)} of dispatch and combine")
+    print(f"{len(new)} kernels, {sum(bool(HALF.search(name)) for name in new)} of dispatch and combine")
     if arguments.compare and (said := compare(json.loads(arguments.compare.read_text()), new)):
         sys.exit("\n".join(said))
 
