@@ -16,10 +16,10 @@ target_link_libraries(_instruments PRIVATE pplx_instruments)
 set_target_properties(_instruments PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/bench")
 
 if(TARGET _cuda)
-  file(GLOB instruments_cuda CONFIGURE_DEPENDS "${native}/cuda/*.cpp" "${native}/cuda/*.cu" "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp")
+  file(GLOB instruments_cuda CONFIGURE_DEPENDS "${native}/cuda/*.cpp" "${native}/cuda/*.cu" "${PROJECT_SOURCE_DIR}/src/cuda/host/memory/*.cpp")
   # A handover goes through an AllToAll's own memory.
   foreach(part block_memory gdr_memory host_heap)
-    list(APPEND instruments_cuda "${PROJECT_SOURCE_DIR}/src/cuda/${part}.cpp")
+    list(APPEND instruments_cuda "${PROJECT_SOURCE_DIR}/src/cuda/host/${part}.cpp")
   endforeach()
   pybind11_add_module(_instruments_cuda MODULE NO_EXTRAS ${instruments_cuda})
   target_link_libraries(_instruments_cuda PRIVATE pplx_instruments)

@@ -28,7 +28,7 @@ macro(pplx_without_cuda reason)
   return()
 endmacro()
 
-set(needed 12.3)   # src/cuda/arrivals.cuh moves sixteen bytes as one, .b128, which is of PTX 8.3
+set(needed 12.3)   # src/cuda/common/arrival.cuh moves sixteen bytes as one, .b128, which is of PTX 8.3
 find_program(PPLX_NVCC nvcc HINTS ENV CUDACXX ENV CUDA_HOME ENV CUDA_PATH PATHS /usr/local/cuda PATH_SUFFIXES bin)
 if(NOT PPLX_NVCC)
   pplx_without_cuda("there is no nvcc in PATH, CUDA_HOME or /usr/local/cuda: CUDA ${needed} or newer is needed")
@@ -78,8 +78,8 @@ foreach(header ${headers})
 endforeach()
 configure_file("${PROJECT_SOURCE_DIR}/cmake/protocol_headers.h.in" "${PROJECT_BINARY_DIR}/generated/protocol_headers.h")
 
-file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*.cpp" "${PROJECT_SOURCE_DIR}/src/cuda/*.cu"
-  "${PROJECT_SOURCE_DIR}/src/cuda/memory/*.cpp" "${PROJECT_SOURCE_DIR}/src/bindings/cuda/*.cpp")
+file(GLOB cuda_sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/src/cuda/*/*.cu" "${PROJECT_SOURCE_DIR}/src/cuda/host/*.cpp"
+  "${PROJECT_SOURCE_DIR}/src/cuda/host/memory/*.cpp" "${PROJECT_SOURCE_DIR}/src/bindings/cuda/*.cpp")
 pybind11_add_module(_cuda MODULE NO_EXTRAS ${cuda_sources})
 # Properties of every module with CUDA in it.
 function(pplx_as_cuda_module target)

@@ -115,6 +115,10 @@ class Exchange:
         """
         True if everything launched has ended by then.
         """
+    def explain(self, tokens: int) -> list:
+        """
+        The launches of a step of this many tokens, and why.
+        """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
     def made_at(self, buffer: int) -> int:

@@ -307,6 +307,14 @@ class AllToAll:
         """
         return self._steps.stats()
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]:
+        """The launches of a step in which this rank has `tokens` tokens: a dispatch and a combine, each in one launch.
+
+        call, kernel, grid, block, shared_bytes: the kernel, its thread blocks, the threads and the dynamic shared memory of each.
+        why: the facts that chose it. Empty on CPUs.
+        """
+        return self._steps.explain(tokens)
+
     # ---- life --------------------------------------------------------------------------------------------------------
 
     @staticmethod

@@ -184,12 +184,12 @@ class Settings:
     bulk_tokens: int = _variable(
         "PPLX_COMM_BULK_TOKENS", _whole(1, 2**31), "1 to 2^31",
         "On GPUs of one node, steps of at least this number of tokens go by bulk copies; the same on all ranks", value=0,
-        default="by GPU, num_sms and shape: src/cuda/tuning.h",
+        default="by GPU, num_sms and shape: src/cuda/common/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(
         "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",
         "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
-        value=0, default="by their number: src/cuda/tuning.h",
+        value=0, default="by their number: src/cuda/common/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",
@@ -212,7 +212,7 @@ class Settings:
         "PPLX_COMM_CHAOS", _text, "settings as docs/tuning.md lists them", "For tests: the network misbehaves, from a seed",
         default="off",
     )  # fmt: skip
-    cuda_fuzz: int | None = _variable(  # read by src/cuda/exchange.cpp, in a build with PPLX_CUDA_FUZZ only
+    cuda_fuzz: int | None = _variable(  # read by src/cuda/host/exchange.cpp, in a build with PPLX_CUDA_FUZZ only
         "PPLX_COMM_CUDA_FUZZ", _c_integer, "an integer",
         "For tests, in a build with PPLX_CUDA_FUZZ: the seed of random delays in the kernels", default="off",
     )  # fmt: skip

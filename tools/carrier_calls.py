@@ -83,8 +83,12 @@ def nvshmem(folder: Path = BUILD) -> Path:
     return place / "nvidia" / "nvshmem"
 
 
+def name_of(source: Path) -> str:
+    return f"{source.parent.name}/{source.stem}"
+
+
 def ptx_of(source: Path, tools: Path, home: Path) -> str:
-    out = BUILD / f"carrier-{source.stem}.ptx"
+    out = BUILD / f"carrier-{name_of(source).replace('/', '-')}.ptx"
     options = [option for option in machine_code.options() if not option.startswith(("--generate-code", "-lineinfo", "-Xptxas"))]
     carrier = ['-DPPLX_CARRIER="nvshmem/carrier.cuh"', "-isystem", str(home / "include")]
     run([str(tools / "nvcc"), *options, *carrier, "-arch=compute_90a", "-rdc=true", "-ptx", "-o", str(out), str(source)])
@@ -108,13 +112,13 @@ def symbols(option: str, file: Path) -> set[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sources", nargs="*", help="of src/cuda, as dispatch; all")
+    parser.add_argument("sources", nargs="*", help="in src/cuda, such as decode/dispatch; default: all")
     named = parser.parse_args().sources
     tools, home = machine_code.compiler(), nvshmem()
-    every = [path for path in sorted((ROOT / "src/cuda").glob("*.cu")) if path.stem != "protocol_check"]
+    every = [path for path in sorted((ROOT / "src/cuda").glob("*/*.cu")) if path.stem != "protocol_check"]
     wrong = [f"src/nvshmem/host.cpp: no library has {name}" for name in missing_on_the_host(tools, home)]
     posts = False
-    for source in [path for path in every if not named or path.stem in named]:
+    for source in [path for path in every if not named or name_of(path) in named]:
         text = ptx_of(source, tools, home)
         found = wrong_calls(text)
         posts = posts or "nvshmemi_transfer_put_signal" in text

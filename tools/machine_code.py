@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "machine_code"
 DEV = ROOT / "build" / "dev"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
-SOURCES = ("dispatch", "combine", "dispatch_many", "combine_many", "dispatch_many_pieces", "combine_many_pieces")
+SOURCES = (
+    "decode/dispatch", "decode/combine", "remote/dispatch", "remote/combine", "large/dispatch", "large/combine",
+    "rounds/large_dispatch", "rounds/large_combine",
+)  # fmt: skip
 
 # ---- the rules ----
 
@@ -56,54 +59,54 @@ class Sizes:
 # Upper bounds of each kernel. True: a plain one. Code may grow by some 3 % before the check fails; the launch bounds leave a thread
 # 96 registers in dispatch and in sums, 168 in other kernels of combine. `--show` prints the sizes, `--bounds` a new table.
 BOUNDS: dict[str, Sizes] = {
-    "dispatch_kernel<Quantised<2>, false>": Sizes(174080, 96, 192, 28, 32),
-    "dispatch_kernel<Quantised<4>, false>": Sizes(176128, 96, 192, 52, 36),
-    "dispatch_kernel<AsIs, false>": Sizes(171008, 96, 192, 28, 32),
-    "dispatch_kernel<Quantised<2>, true>": Sizes(113664, 96, 128, 28, 32),
-    "dispatch_kernel<Quantised<4>, true>": Sizes(114688, 96, 112, 12, 16),
-    "dispatch_kernel<AsIs, true>": Sizes(110592, 96, 128, 28, 32),
-    "combine_kernel<Float32, true, 2>": Sizes(45056, 99, 80, 0, 0),
-    "combine_kernel<Float16, true, 2>": Sizes(49152, 128, 80, 0, 0),
-    "combine_kernel<BFloat16, true, 2>": Sizes(49152, 128, 80, 0, 0),
-    "combine_kernel<Float32, true, 4>": Sizes(47104, 142, 80, 0, 0),
-    "combine_kernel<Float16, true, 4>": Sizes(53248, 164, 80, 0, 0),
-    "combine_kernel<BFloat16, true, 4>": Sizes(53248, 164, 80, 0, 0),
-    "combine_kernel<Float32, false, 4>": Sizes(169984, 142, 128, 0, 0),
-    "combine_kernel<Float16, false, 4>": Sizes(178176, 168, 128, 0, 0),
-    "combine_kernel<BFloat16, false, 4>": Sizes(178176, 168, 128, 0, 0),
-    "dispatch_dealt_kernel<Quantised<2> >": Sizes(427008, 128, 192, 140, 120),
-    "dispatch_dealt_hooks_kernel<Quantised<2> >": Sizes(431104, 128, 192, 164, 188),
-    "dispatch_dealt_kernel<Quantised<4> >": Sizes(367616, 128, 192, 172, 152),
-    "dispatch_dealt_hooks_kernel<Quantised<4> >": Sizes(372736, 128, 192, 188, 204),
-    "dispatch_dealt_kernel<AsIs>": Sizes(343040, 128, 192, 144, 160),
-    "dispatch_dealt_hooks_kernel<AsIs>": Sizes(348160, 128, 176, 124, 140),
-    "combine_many_kernel<Float32>": Sizes(126976, 138, 144, 0, 0),
-    "combine_many_sums_kernel<Float32>": Sizes(105472, 88, 80, 0, 0),
-    "combine_many_fetched_kernel<Float32>": Sizes(120832, 140, 80, 0, 0),
-    "combine_many_fetching_kernel<Float32>": Sizes(136192, 143, 96, 0, 0),
-    "combine_many_plain_kernel<Float32>": Sizes(133120, 144, 96, 0, 0),
-    "combine_many_kernel<Float16>": Sizes(138240, 168, 144, 0, 0),
-    "combine_many_sums_kernel<Float16>": Sizes(112640, 96, 128, 80, 80),
-    "combine_many_fetched_kernel<Float16>": Sizes(138240, 168, 96, 0, 0),
-    "combine_many_fetching_kernel<Float16>": Sizes(149504, 168, 96, 16, 16),
-    "combine_many_plain_kernel<Float16>": Sizes(146432, 168, 96, 16, 16),
-    "combine_many_kernel<BFloat16>": Sizes(138240, 168, 144, 0, 0),
-    "combine_many_sums_kernel<BFloat16>": Sizes(112640, 96, 128, 80, 80),
-    "combine_many_fetched_kernel<BFloat16>": Sizes(139264, 168, 96, 0, 0),
-    "combine_many_fetching_kernel<BFloat16>": Sizes(148480, 168, 96, 16, 16),
-    "combine_many_plain_kernel<BFloat16>": Sizes(146432, 168, 96, 16, 16),
-    "dispatch_many_pieces_kernel<Quantised<2>, false>": Sizes(424960, 128, 224, 82, 88),
-    "dispatch_many_pieces_kernel<Quantised<2>, true>": Sizes(433152, 128, 224, 84, 92),
-    "dispatch_many_pieces_kernel<Quantised<4>, false>": Sizes(394240, 128, 224, 72, 84),
-    "dispatch_many_pieces_kernel<Quantised<4>, true>": Sizes(401408, 128, 224, 76, 92),
-    "dispatch_many_pieces_kernel<AsIs, false>": Sizes(377856, 128, 224, 76, 84),
-    "dispatch_many_pieces_kernel<AsIs, true>": Sizes(385024, 128, 224, 80, 92),
-    "combine_many_pieces_kernel<Float32, false>": Sizes(186368, 144, 208, 0, 0),
-    "combine_many_pieces_kernel<Float32, true>": Sizes(87040, 142, 112, 0, 0),
-    "combine_many_pieces_kernel<Float16, false>": Sizes(195584, 168, 208, 0, 0),
-    "combine_many_pieces_kernel<Float16, true>": Sizes(95232, 168, 112, 0, 0),
-    "combine_many_pieces_kernel<BFloat16, false>": Sizes(195584, 168, 208, 0, 0),
-    "combine_many_pieces_kernel<BFloat16, true>": Sizes(95232, 168, 112, 0, 0),
+    "decode::dispatch<Quantised<2>, false, false>": Sizes(174080, 96, 192, 28, 32),
+    "decode::dispatch<Quantised<4>, false, false>": Sizes(176128, 96, 192, 52, 36),
+    "decode::dispatch<AsIs, false, false>": Sizes(171008, 96, 192, 28, 32),
+    "decode::dispatch<Quantised<2>, true, false>": Sizes(113664, 96, 128, 28, 32),
+    "decode::dispatch<Quantised<4>, true, false>": Sizes(114688, 96, 112, 12, 16),
+    "decode::dispatch<AsIs, true, false>": Sizes(110592, 96, 128, 28, 32),
+    "decode::combine<Float32, true, 2>": Sizes(45056, 99, 80, 0, 0),
+    "decode::combine<Float16, true, 2>": Sizes(49152, 128, 80, 0, 0),
+    "decode::combine<BFloat16, true, 2>": Sizes(49152, 128, 80, 0, 0),
+    "decode::combine<Float32, true, 4>": Sizes(47104, 142, 80, 0, 0),
+    "decode::combine<Float16, true, 4>": Sizes(53248, 164, 80, 0, 0),
+    "decode::combine<BFloat16, true, 4>": Sizes(53248, 164, 80, 0, 0),
+    "decode::combine<Float32, false, 4>": Sizes(169984, 142, 128, 0, 0),
+    "decode::combine<Float16, false, 4>": Sizes(178176, 168, 128, 0, 0),
+    "decode::combine<BFloat16, false, 4>": Sizes(178176, 168, 128, 0, 0),
+    "large::dispatch<Quantised<2>, false>": Sizes(427008, 128, 192, 140, 120),
+    "large::dispatch<Quantised<2>, true>": Sizes(431104, 128, 192, 164, 188),
+    "large::dispatch<Quantised<4>, false>": Sizes(367616, 128, 192, 172, 152),
+    "large::dispatch<Quantised<4>, true>": Sizes(372736, 128, 192, 188, 204),
+    "large::dispatch<AsIs, false>": Sizes(343040, 128, 192, 144, 160),
+    "large::dispatch<AsIs, true>": Sizes(348160, 128, 176, 124, 140),
+    "large::combine<Float32, General>": Sizes(126976, 138, 144, 0, 0),
+    "large::combine<Float32, SumsOfRows>": Sizes(105472, 88, 80, 0, 0),
+    "large::combine<Float32, Offers>": Sizes(120832, 140, 80, 0, 0),
+    "large::combine<Float32, Fetches>": Sizes(136192, 143, 96, 0, 0),
+    "large::combine<Float32, Copies>": Sizes(133120, 144, 96, 0, 0),
+    "large::combine<Float16, General>": Sizes(138240, 168, 144, 0, 0),
+    "large::combine<Float16, SumsOfRows>": Sizes(112640, 96, 128, 80, 80),
+    "large::combine<Float16, Offers>": Sizes(138240, 168, 96, 0, 0),
+    "large::combine<Float16, Fetches>": Sizes(149504, 168, 96, 16, 16),
+    "large::combine<Float16, Copies>": Sizes(146432, 168, 96, 16, 16),
+    "large::combine<BFloat16, General>": Sizes(138240, 168, 144, 0, 0),
+    "large::combine<BFloat16, SumsOfRows>": Sizes(112640, 96, 128, 80, 80),
+    "large::combine<BFloat16, Offers>": Sizes(139264, 168, 96, 0, 0),
+    "large::combine<BFloat16, Fetches>": Sizes(148480, 168, 96, 16, 16),
+    "large::combine<BFloat16, Copies>": Sizes(146432, 168, 96, 16, 16),
+    "large_rounds::dispatch<Quantised<2>, false>": Sizes(424960, 128, 224, 82, 88),
+    "large_rounds::dispatch<Quantised<2>, true>": Sizes(433152, 128, 224, 84, 92),
+    "large_rounds::dispatch<Quantised<4>, false>": Sizes(394240, 128, 224, 72, 84),
+    "large_rounds::dispatch<Quantised<4>, true>": Sizes(401408, 128, 224, 76, 92),
+    "large_rounds::dispatch<AsIs, false>": Sizes(377856, 128, 224, 76, 84),
+    "large_rounds::dispatch<AsIs, true>": Sizes(385024, 128, 224, 80, 92),
+    "large_rounds::combine<Float32, false>": Sizes(186368, 144, 208, 0, 0),
+    "large_rounds::combine<Float32, true>": Sizes(87040, 142, 112, 0, 0),
+    "large_rounds::combine<Float16, false>": Sizes(195584, 168, 208, 0, 0),
+    "large_rounds::combine<Float16, true>": Sizes(95232, 168, 112, 0, 0),
+    "large_rounds::combine<BFloat16, false>": Sizes(195584, 168, 208, 0, 0),
+    "large_rounds::combine<BFloat16, true>": Sizes(95232, 168, 112, 0, 0),
 }
 
 
@@ -119,11 +122,11 @@ class MayWait:
 
 
 MAY_WAIT = {
-    "dispatch_kernel": (
+    "decode::dispatch": (
         MayWait("dispatch_kernel.cuh", "read_step(a, s.send)", "the block meets to hear the step", apart=True),
         MayWait("dispatch_kernel.cuh", "find_open_step(a, step)", "a receive half votes on whether its step is open", apart=True),
     ),
-    "combine_kernel": (
+    "decode::combine": (
         MayWait("combine_kernel.cuh", "begin_combine(a, step", "the block votes on whether its step is open, and on failures"),
         MayWait("combine_kernel.cuh", "load_first_places<kPlain>(a, places)", "issued before what the vote waits for", along=True),
         MayWait("combine_kernel.cuh", "load_token_row(a, ", "the same", along=True),
@@ -191,16 +194,17 @@ def taken(source: str, tools: Path, cubin: Path) -> str:
 
 def compiled(source: str, tools: Path) -> tuple[Path, str]:
     """A file's machine code, and what ptxas says of it: of an earlier call, if nothing has changed since."""
-    files = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".h", ".cuh") or path.name == f"{source}.cu")
+    files = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".h", ".cuh") or path.match(f"{source}.cu"))
     host = run(["gcc", "--version"]).partition("\n")[0]
     built = is_built()
     key = hashlib.sha256(repr((str(ROOT), str(tools), host, options(), built)).encode())
     for path in files:
         key.update(f"{path}\0".encode() + path.read_bytes())
-    cubin = BUILD / f"{source}-{key.hexdigest()[:12]}.cubin"
+    name = source.replace("/", "-")
+    cubin = BUILD / f"{name}-{key.hexdigest()[:12]}.cubin"
     said = cubin.with_suffix(".txt")
     if not said.exists():
-        for old in BUILD.glob(f"{source}-*"):
+        for old in BUILD.glob(f"{name}-*"):
             old.unlink()
         compile_it = [str(tools / "nvcc"), *options(), "-cubin", "-o", str(cubin), f"src/cuda/{source}.cu"]
         said.write_text(taken(source, tools, cubin) if built else run(compile_it))
@@ -226,11 +230,11 @@ class Kernel:
 
     @property
     def is_plain(self) -> bool:
-        return ", true" in self.name and "_many_" not in self.name
+        return ", true" in self.name and "large" not in self.template and "rounds" not in self.template
 
 
 def readable(demangled: str) -> str:
-    """dispatch_kernel<AsIs, true>, for example."""
+    """decode::dispatch<AsIs, true, false>, for example."""
     name = re.sub(r"\([^()]*\)$", "", demangled).replace("(anonymous namespace)::", "").replace("pplx::cuda::", "")
     return re.sub(r"(\d)u\b", r"\1", name.removeprefix("void "))
 
@@ -265,11 +269,11 @@ def is_of(load: sass.Instruction, what: MayWait) -> bool:
 
 
 def place(instruction: sass.Instruction) -> str:
-    """Its line, what that is inlined at, and so on; and the text of the first one that is not a helper's of device.cuh."""
+    """Its line, what that is inlined at, and so on; and the text of the first one that is not a helper's of ptx.cuh."""
     ours = [(Path(path), line) for path, line in instruction.lines if Path(path).is_relative_to(ROOT / "src")]
     if not ours:
         return "of no line of the source"
-    path, number = next((line for line in ours if line[0].name != "device.cuh"), ours[0])
+    path, number = next((line for line in ours if line[0].name != "ptx.cuh"), ours[0])
     return f"{' < '.join(f'{path.name}:{line}' for path, line in ours)}  {lines_of(str(path))[number - 1].strip()}"
 
 

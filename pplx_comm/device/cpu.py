@@ -111,6 +111,10 @@ class Cpu:
     def set_num_sms(self, num_sms: int) -> None:
         """A CPU has none."""
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]:
+        """A CPU launches nothing."""
+        return []
+
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self.core.stats()
         return stats

@@ -155,6 +155,10 @@ class Cuda:
     def set_num_sms(self, num_sms: int) -> None:
         self.core.set_num_sms(num_sms)
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]:
+        launches: list[dict[str, Any]] = self.core.explain(tokens)
+        return launches
+
     def stats(self) -> dict[str, Any]:
         core = self.core
         return {

@@ -55,6 +55,8 @@ class Device(Protocol):
 
     def stats(self) -> dict[str, Any]: ...
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]: ...
+
     def end_calls(self) -> None:
         """Calls in which other threads wait raise that the AllToAll was closed."""
 

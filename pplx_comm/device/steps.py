@@ -207,6 +207,11 @@ class Steps:
     def go_on(self) -> None:
         self._life.go_on()
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]:
+        """See AllToAll.explain."""
+        self._life.check("explain")
+        return self.device.explain(tokens)
+
     def stats(self) -> dict[str, Any]:
         """See AllToAll.stats."""
         self._life.check("stats")

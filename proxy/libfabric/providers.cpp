@@ -299,7 +299,6 @@ std::vector<ProviderStatus> provider_status(const Library& library) {
 
 #else
 
-#include "../fabric.h"
 
 namespace pplx::libfabric {
 

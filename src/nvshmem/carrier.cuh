@@ -1,4 +1,4 @@
-// The five calls of src/cuda/carrier.cuh on NVSHMEM 3.4.5. docs/carriers.md says why none of them
+// The five calls of src/cuda/remote/carrier.cuh on NVSHMEM 3.4.5. docs/carriers.md says why none of them
 // waits without end, and why what has been answered has left.
 #pragma once
 

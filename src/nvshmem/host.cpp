@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "../cuda/error.h"
+#include "../cuda/host/error.h"
 
 namespace py = pybind11;
 

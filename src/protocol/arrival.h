@@ -29,7 +29,7 @@
 //
 // Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their header.
 // A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to the same
-// word in device memory (src/cuda/remote.cuh).
+// word in device memory (src/cuda/remote/proxy.cuh).
 #pragma once
 
 #include "both.h"

@@ -31,7 +31,7 @@
 // yet waits for nothing but itself.
 //
 // Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
-// src/cuda/remote_rounds.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
+// src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
 #pragma once
 
 #include "block.h"
@@ -99,7 +99,7 @@ constexpr std::uint32_t pieces_in(std::uint64_t word, std::uint32_t generation, 
 
 inline constexpr std::uint32_t kMostRounds = 4096;
 
-// Tokens of a round. Whole chunks of those that are counted together (src/cuda/tuning.h), where there is room for that.
+// Tokens of a round. Whole chunks of those that are counted together (src/cuda/common/tuning.h), where there is room for that.
 constexpr std::uint32_t tokens_of_round(const Config& c) {
   const std::uint32_t rows = piece_rows_of(c);
   return rows >= 32 ? rows - rows % 32 : rows >= 8 ? rows - rows % 8 : rows;

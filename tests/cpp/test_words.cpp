@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "../../proxy/arrivals.h"
-#include "../../src/cuda/buffer_layout.h"
+#include "../../src/cuda/host/buffer_layout.h"
 #include "../../src/protocol/abort.h"
 #include "../../src/protocol/immediate.h"
 #include "../../src/protocol/mailbox.h"

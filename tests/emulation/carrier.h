@@ -1,4 +1,4 @@
-// The stand-in for the five calls of src/cuda/carrier.cuh: see network.h.
+// The stand-in for the five calls of src/cuda/remote/carrier.cuh: see network.h.
 #pragma once
 
 #include "emulation/network.h"

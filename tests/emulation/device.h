@@ -1,4 +1,4 @@
-// src/cuda/device.cuh for a CPU. Between any two of these another thread of the grid, of another block or of another rank may come in.
+// src/cuda/common/ptx.cuh for a CPU. Between any two of these another thread of the grid, of another block or of another rank may come in.
 #pragma once
 
 #include <chrono>

@@ -299,6 +299,14 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
         return [len(steps), len(combined)]
 
 
+def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
+    """explain() of one token, and of max_tokens."""
+    use(module)
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        outcomes.mistake(lambda: a2a.explain(case.max_tokens + 1), "more than")
+        return [a2a.explain(tokens) for tokens in (1, case.max_tokens)]
+
+
 def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
     """A case of which nothing goes by bulk copies on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
     ranks are of one node then."""

@@ -2,9 +2,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "src/cuda/error.h"
-#include "src/cuda/memory/dmabuf.h"
-#include "src/cuda/memory/shared_memory.h"
+#include "src/cuda/host/error.h"
+#include "src/cuda/host/memory/dmabuf.h"
+#include "src/cuda/host/memory/shared_memory.h"
 
 namespace pplx::cuda {
 

@@ -50,6 +50,20 @@ def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> No
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
+@pytest.mark.parametrize(
+    ("layout", "large"), [("compact", "large::combine, rows are copied"), ("ragged", "large::combine, rows are sums")]
+)
+def test_explain_names_the_kernels_of_a_step(layout: str, large: str) -> None:
+    case = Case(seed(), 2, num_experts=8, top_k=2, hidden=64, max_tokens=8, layout=layout, steps=1)
+    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "4", "PPLX_EMULATION_SMS": "7"}) as crew:
+        for of_one, of_all in crew.run("emulated:explained", module(), case):
+            assert [launch["kernel"] for launch in of_one] == ["decode::dispatch", "decode::combine"]
+            assert [launch["kernel"] for launch in of_all] == ["large::dispatch", large]
+            assert all(launch["grid"] == 7 and launch["block"] % 32 == 0 for launch in of_one + of_all)
+            assert "1 tokens are fewer than 4" in of_one[0]["why"] and "8 tokens are large, from 4 on" in of_all[1]["why"]
+            assert of_all[0]["shared_bytes"] > of_one[0]["shared_bytes"] > 0
+
+
 def test_bulk_copies_of_many_chunks() -> None:
     """More than the thread blocks begin with, and rows of several tiles and parts."""
     counts: list[list[list[int]]] = []

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from mutants import Planted
 
-CARRIER, PUTS, NETWORK = "src/cuda/carrier.cuh", "src/cuda/puts.cpp", "tests/emulation/network.cpp"
-REMOTE = "src/cuda/remote.cuh"
+CARRIER, PUTS, NETWORK = "src/cuda/remote/carrier.cuh", "src/cuda/host/puts.cpp", "tests/emulation/network.cpp"
+REMOTE = "src/cuda/remote/proxy.cuh"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ MUTANTS = [
     ),
     Mutant(
         "a heap that was another's is not cleared",
-        "src/cuda/exchange.cpp",
+        "src/cuda/host/exchange.cpp",
         "cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream)",
         "cudaMemsetAsync(heap.data(), 0, 0 * heap.bytes(), stream)",
         "what an earlier AllToAll left in symmetric memory opens steps of this one",
@@ -143,7 +143,7 @@ MUTANTS = [
     ),
     Mutant(
         "sets share their send blocks",
-        "src/cuda/words.cuh",
+        "src/cuda/common/wait.cuh",
         "k.heap.spaced_send_at(k.c, set, op, ",
         "k.heap.spaced_send_at(k.c, 0 * set, op, ",
         "a step in flight sends another one's rows",
@@ -246,7 +246,7 @@ MUTANTS = [
     ),
     Mutant(
         "words: a rank of many tokens does not say so",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "k.c.rank), step, n, 0, 1);",
         "k.c.rank), step, n, 0, 0);",
         "it waits for arrival words that are never written",
@@ -255,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "words: a rank with few tokens returns few rows without",
-        "src/cuda/combine_send.cuh",
+        "src/cuda/decode/combine_send.cuh",
         "const bool by_word = has_many(s, of.source);",
         "const bool by_word = has_many(s, of.source) && s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;",
         "a rank of many tokens waits for them",
@@ -264,7 +264,7 @@ MUTANTS = [
     ),
     Mutant(
         "words: sums that a rank with many tokens sends have none where they are few",
-        "src/cuda/dealt_sends.cuh",
+        "src/cuda/large/send_sums.cuh",
         "const bool by_word = has_many(s_, run.source);",
         "const bool by_word = s_.rows_begin[run.source + 1] - s_.rows_begin[run.source] >= k_.word_rows;",
         "a rank of many tokens waits for them",
@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a place of the ring is taken while adders read it",
-        "src/cuda/dealt_rows.cuh",
+        "src/cuda/large/ring.cuh",
         "      if (place_.turn != 0) await_turn(ring_.used",
         "      if (place_.turn > 1u << 30) await_turn(ring_.used",
         "rows that come are added up in place of those that were there",
@@ -282,7 +282,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: rows are asked for before they have come",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "if (!all_of_warp(!comes || rows != nullptr || wait<",
         "if (!all_of_warp(true || wait<",
         "what lay there is added up",
@@ -291,7 +291,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: the sum of own rows comes first",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "static_cast<std::uint8_t>(__popc(peers & (own - 1)))",
         "std::uint8_t{0}",
         "three rows are rounded in another order",
@@ -300,7 +300,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a token without rows stays in the ring",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "    if (first.own + first.peers == 0) leave();\n",
         "",
         "adders look at it for ever",
@@ -309,7 +309,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: places are not made blank again",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "(blank ? kMakeBlank : 0)",
         "(blank ? 0 : 0)",
         "a later step of few tokens takes their rows for its own",
@@ -318,7 +318,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: two rows keep their sign of zero",
-        "src/cuda/number.cuh",
+        "src/cuda/common/number.cuh",
         "__hadd2_rn(__hadd2_rn(x, y), zeros)",
         "__hadd2_rn(x, y)",
         "-0 and -0 are -0, where a sum begins with 0",
@@ -327,7 +327,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a sum's place is written while it leaves",
-        "src/cuda/dealt_sends.cuh",
+        "src/cuda/large/send_sums.cuh",
         "    if (filled_ >= kPartsOut) await_turn(",
         "    if (filled_ > 1u << 30) await_turn(",
         "the peer gets a part of another row",
@@ -336,7 +336,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: sums are told of before they arrive",
-        "src/cuda/dealt_sends.cuh",
+        "src/cuda/large/send_sums.cuh",
         "    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();\n",
         "",
         "the peer adds up what lay there",
@@ -345,7 +345,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a run's last row alone is told of",
-        "src/cuda/dealt_sends.cuh",
+        "src/cuda/large/send_sums.cuh",
         "    if (lane < part.ends) {\n",
         "    if (lane < 1) {\n",
         "peers wait for its others for ever",
@@ -354,7 +354,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: the shares of thread blocks that found no room stay",
-        "src/cuda/dealt_sends.cuh",
+        "src/cuda/large/send_sums.cuh",
         " != kNone;) deal_share(runs, share);\n",
         " != kNone && share == kNone;) deal_share(runs, share);\n",
         "one resident thread block must send all",
@@ -363,7 +363,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a team takes tokens of the other",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "first = atomicAdd(&next_, together());",
         "first = atomicAdd(&next_, 2 * together());",
         "they are never added up",
@@ -372,7 +372,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: rows of both teams come to the same memory",
-        "src/cuda/combine_many.cu",
+        "src/cuda/large/combine.cu",
         "dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};",
         "dealt{in, kPartsOfTeam};",
         "each adds up rows of the other's tokens",
@@ -381,7 +381,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies: a part's place is asked for while it leaves",
-        "src/cuda/many_combine.cuh",
+        "src/cuda/large/combiner.cuh",
         "          bulk_await_stored<1>();  // the place",
         "          bulk_await_stored<3>();  // the place",
         "the peer gets what comes next",
@@ -390,7 +390,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies: tiles come to memory that has not left",
-        "src/cuda/many_combine.cuh",
+        "src/cuda/large/combiner.cuh",
         "    copies_ = copies;\n    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n",
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
@@ -399,7 +399,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: a thread block sends its first stretch alone",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "    stretch = Stretch(a, __shfl_sync(~0u, number, 0));",
         "    stretch = Stretch(a, kNone);",
         "rows of thread blocks that find no room are never sent",
@@ -408,7 +408,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: what lies between two stretches is not counted",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "    if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);",
         "    if (!ends && !given && n == 0) sum_chunks(a, step, summed, number, sums, memory);",
         "rows of a thread block's later stretches go where others' do",
@@ -417,7 +417,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: a row's place is free before it has left",
-        "src/cuda/row_storer.cuh",
+        "src/cuda/large/store.cuh",
         "    linger(k_, place_.at);\n",
         "    if (lane == 0) turns_arrive(emptied());\n    linger(k_, place_.at);\n",
         "the peer gets what comes next",
@@ -426,7 +426,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: rows are told of when one storer has stored its own",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/large/load.cuh",
         "turns_init(s.there + lane, shape.storers);",
         "turns_init(s.there + lane, 1);",
         "the teller's fence waits for what has been stored, and not for what others store later",
@@ -435,7 +435,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: a storer comes to places of another",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/large/load.cuh",
         "places_out(room_out / (teams * storers) * (teams * storers)),",
         "places_out(storers == 1 ? room_out : 7),",
         "it takes a turn that it has not seen for the next one, and stores what is not quantised",
@@ -444,7 +444,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: parts of a token go to its beginning",
-        "src/cuda/row_storer.cuh",
+        "src/cuda/large/store.cuh",
         "    if (sent.row != nullptr) sent.row += first;\n",
         "",
         "rows longer than a place of the ring are not what was sent",
@@ -453,7 +453,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: batches come without an end",
-        "src/cuda/token_dealer.cuh",
+        "src/cuda/large/route.cuh",
         "if (dealt_ >= under_way_) await_turn",
         "if (dealt_ > 2 * kBatches + under_way_) await_turn",
         "what has not been told of is written over",
@@ -462,7 +462,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: batches are told of that are not there yet",
-        "src/cuda/row_storer.cuh",
+        "src/cuda/large/store.cuh",
         "while (!ends && end - told < kBatches && __all_sync(~0u, is_there(end)));",
         "while (!ends && end - told < kBatches);",
         "peers take rows that come later",
@@ -471,7 +471,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: own rows that came before their places are forgotten",
-        "src/cuda/token_dealer.cuh",
+        "src/cuda/large/route.cuh",
         "    kept_ += n;",
         "    kept_ += 0 * n;",
         "the output lacks them",
@@ -480,7 +480,7 @@ MUTANTS = [
     ),
     Mutant(
         "sends: a team comes to places of other teams",
-        "src/cuda/token_pipe.cuh",
+        "src/cuda/large/load.cuh",
         "kMostTokensIn) / teams * teams)",
         "kMostTokensIn - 1))",
         "it takes a turn that it has not seen for the next one, and quantises what has not come",
@@ -489,7 +489,7 @@ MUTANTS = [
     ),
     Mutant(
         "fetch: each peer is offered the first row of all",
-        "src/cuda/fetched_rows.cuh",
+        "src/cuda/large/fetch.cuh",
         "a.made_at + std::uint64_t{s.rows_begin[peer]} * k.row_bytes",
         "a.made_at",
         "all but the first source fetch what belongs to others",
@@ -498,7 +498,7 @@ MUTANTS = [
     ),
     Mutant(
         "fetch: rows that are never fetched are not sent",
-        "src/cuda/many_combine.cuh",
+        "src/cuda/large/combiner.cuh",
         "if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);",
         "if (const RowRun run = runs.at(n); is_offered(a_, s_, run.source)) send_run(run);",
         "ranks with few tokens wait for them",
@@ -507,7 +507,7 @@ MUTANTS = [
     ),
     Mutant(
         "fetch: a row that was fetched is made blank",
-        "src/cuda/dealt_sums.cuh",
+        "src/cuda/large/receive_sums.cuh",
         "rows == nullptr && number < k_.word_rows);",
         "number < k_.word_rows);",
         "what experts made does not stay as it is",
@@ -516,7 +516,7 @@ MUTANTS = [
     ),
     Mutant(
         "carried: a vector is asked for before the one in its place is stored",
-        "src/cuda/carried_rows.cuh",
+        "src/cuda/large/receive.cuh",
         "        if (copies != 0 && is_in(begin, j)) store16(to + 512 * j, v[j]);\n"
         "        if (asks && is_in(next, j)) v[j] = load_arrived(from + next + lane_at + 512 * j);\n",
         "        if (asks && is_in(next, j)) v[j] = load_arrived(from + next + lane_at + 512 * j);\n"
@@ -527,7 +527,7 @@ MUTANTS = [
     ),
     Mutant(
         "carried: places of rows that show are not blank again",
-        "src/cuda/carried_rows.cuh",
+        "src/cuda/large/receive.cuh",
         "number < k_.showing_rows;",
         "number > k_.showing_rows;",
         "a later step of few tokens takes this one's rows for its own",
@@ -536,7 +536,7 @@ MUTANTS = [
     ),
     Mutant(
         "carried: longer stretches of a source overlap the next ones",
-        "src/cuda/runs.cuh",
+        "src/cuda/plan/runs.cuh",
         "return stretch * each + min(stretch, more) + nth;",
         "return stretch * each + nth;",
         "some runs are received twice, and others never",
@@ -545,7 +545,7 @@ MUTANTS = [
     ),
     Mutant(
         "apart: what comes is taken as received in the step before",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "*a.chunk_counts.left = *a.chunk_counts.received = 0;",
         "*a.chunk_counts.left = 0;",
         "thread blocks that only receive leave rows where they came to",
@@ -554,7 +554,7 @@ MUTANTS = [
     ),
     Mutant(
         "apart: one thread block more sends than there are stretches",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "const std::uint32_t all = min(a.stretches, a.chunks);",
         "const std::uint32_t all = min(a.stretches, a.chunks) + (number == a.stretches ? 1 : 0);",
         "the last chunks are sent twice, or never",
@@ -563,7 +563,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbered: a token counts once for each of its choices",
-        "src/cuda/numbered_rows.cuh",
+        "src/cuda/plan/rank_plan.cuh",
         "counted.add_to(k, choice == 0, rows);",
         "counted.add_to(k, choice < 2, rows);",
         "rows leave gaps, and go beyond what peers were told",
@@ -572,7 +572,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbered: of eight choices, a token counts once for each lane that has some",
-        "src/cuda/numbered_rows.cuh",
+        "src/cuda/plan/rank_plan.cuh",
         "counted.add_to(k, lane % kLanes == 0, rows);",
         "counted.add_to(k, true, rows);",
         "the same, where a lane has several of a token's choices",
@@ -581,7 +581,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbered: peers hear of choices when one thread block has counted its own",
-        "src/cuda/numbered_rows.cuh",
+        "src/cuda/plan/rank_plan.cuh",
         "if (before + __popc(all) == a.chunks) send_all_counts",
         "if (before == 0) send_all_counts",
         "they hear of too few",
@@ -590,7 +590,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbered: what lies between two stretches is not counted",
-        "src/cuda/numbered_rows.cuh",
+        "src/cuda/plan/rank_plan.cuh",
         "    if (!ends && counted != number)",
         "    if (!ends && counted > number)",
         "rows of a thread block's later stretches go where others' do",
@@ -599,7 +599,7 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of few: 32 bits to a row of the output",
-        "src/cuda/dispatch_recv.cuh",
+        "src/cuda/decode/dispatch_recv.cuh",
         "row = a.out.x + std::uint64_t{r.place} * k.payload_bytes;",
         "row = a.out.x + r.place * k.payload_bytes;",
         "rows beyond 4 GiB are written over the first ones",
@@ -608,7 +608,7 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of many: 32 bits to a row of the output",
-        "src/cuda/carried_rows.cuh",
+        "src/cuda/large/receive.cuh",
         "a_.out.x + std::uint64_t{r.place} * k_.payload_bytes : nullptr",
         "a_.out.x + r.place * k_.payload_bytes : nullptr",
         "the same for rows of many",
@@ -617,7 +617,7 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of sums: 32 bits to an own row",
-        "src/cuda/dealt_rows.cuh",
+        "src/cuda/large/ring.cuh",
         "(place == kNone ? 0 : place) * a_.expert_stride;",
         "(place == kNone ? 0 : place) * static_cast<std::uint32_t>(a_.expert_stride);",
         "rows of expert_out beyond 4 GiB are read among the first ones",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from emulation_mutants import CARRIER, ERROR, NETWORK, PUTS, Mutant
 
-ROUNDS = "src/cuda/remote_rounds.cuh"
+ROUNDS = "src/cuda/rounds/remote.cuh"
 
 PIECES = "test_pieces_by_kernels"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
@@ -23,7 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces: a credit is given too early",
-        "src/cuda/rounds.cuh",
+        "src/cuda/rounds/rounds.cuh",
         "  if (first) more += kAllParts - units + ",
         "  if (first) more += kAllParts - units + (units > 1 ? 1 : 0) + ",
         "a place is written while its last rows are read",
@@ -87,7 +87,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces: a piece's number is not looked at",
-        "src/cuda/passed_rounds.cuh",
+        "src/cuda/remote/pass_on_rounds.cuh",
         "  if (h.piece == piece && h.pieces == pieces && h.begin == of.begin && h.end == of.end) return true;\n",
         "  if (h.pieces == pieces) return true;\n",
         "an earlier piece of the same step is taken for this one",
@@ -119,7 +119,7 @@ MUTANTS = [
     ),
     Mutant(
         "pieces: errors are not looked at",
-        "src/cuda/passed_rounds.cuh",
+        "src/cuda/remote/pass_on_rounds.cuh",
         "      look_for_carrier_errors(k, step, phase);\n",
         "",
         "a broken link is only seen by its silence, when the timeout is over",
@@ -127,7 +127,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: a row of a round is counted before it is placed",
-        "src/cuda/receive_rounds.cuh",
+        "src/cuda/rounds/decode_dispatch.cuh",
         "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
         "  if (kHooks) count_placed(a, r.place, a.hooks.part_units), __nanosleep(100000);\n"
         "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: a row of many tokens is counted before it is placed",
-        "src/cuda/carried_rows.cuh",
+        "src/cuda/large/receive.cuh",
         "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
         "    if (kHooks) count_placed(a_, r.place, a_.hooks.row_units), __nanosleep(100000);\n"
         "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
@@ -147,7 +147,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: a row of many tokens in pieces is counted before it is placed",
-        "src/cuda/many_recv.cuh",
+        "src/cuda/rounds/large_recv.cuh",
         "    bulk_await_stored<1>();\n    count(before_);\n",
         "    bulk_await_stored<1>();\n    count(last_);\n",
         "a block's word is raised before the bulk copy of its last row",
@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: words of the last step stay",
-        "src/cuda/hooks.cu",
+        "src/cuda/extras/hooks.cu",
         "  if (at < count) words[at] = 0;\n",
         "  if (at < count && count == 0) words[at] = 0;\n",
         "memory that had words has those of an earlier step, which are raised",
@@ -165,7 +165,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: padding between experts is not counted in rounds",
-        "src/cuda/rounds_heard.cuh",
+        "src/cuda/rounds/heard.cuh",
         "zero_padding<kHooks>(",
         "zero_padding<false>(",
         "a block with padding is never raised",
@@ -174,7 +174,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: rows are of the first tokens",
-        "src/cuda/many_send.cuh",
+        "src/cuda/rounds/large_send.cuh",
         "      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
         "      const std::uint64_t given = plan_.bounds[chunk_ % 2].first + token_;\n",
         "all replicas send the tokens of the first, under the names of their own",
@@ -183,7 +183,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: ids are of the first tokens",
-        "src/cuda/round_plan.cuh",
+        "src/cuda/rounds/plan.cuh",
         "    loaded.load<true>(a_, chunk);\n",
         "    loaded.load<false>(a_, chunk);\n",
         "tokens go where others were to go",
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: a plan keeps the weights of its own tokens alone",
-        "src/cuda/many_replicas.cuh",
+        "src/cuda/extras/replicas_of_chunks.cuh",
         "    if (a.weights != nullptr) a.plan.weights[i] = a.weights[i];\n",
         "    if (a.weights != nullptr && k.slice.has(k.top_k.divide(i))) a.plan.weights[i] = a.weights[i];\n",
         "a caller that asks a plan for its weights gets what the memory held",
@@ -201,7 +201,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: ids of the last chunk are not compared",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "    if (k.slice.of > 1) digest_chunk(a, number);\n",
         "    if (k.slice.of > 1 && number + 1 < a.chunks) digest_chunk(a, number);\n",
         "a replica that passes other ids there goes unnoticed",
@@ -210,7 +210,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: digests add up over steps",
-        "src/cuda/many_plan.cuh",
+        "src/cuda/plan/chunk_plan.cuh",
         "    if (threadIdx.x == 0) *a.pieces.digest = 0;\n",
         "    if (threadIdx.x == 0) *a.pieces.digest += 0;\n",
         "one that counts afresh, since it has few tokens, is said to differ",
@@ -219,7 +219,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: the tokens of all decide on the kernel of a dispatch",
-        "src/cuda/launch.cpp",
+        "src/cuda/host/launch.cpp",
         "  if (a.own < common_.word_rows) return false;",
         "  if (a.tokens < common_.word_rows) return false;",
         "its combine, which goes by a rank's own, waits for rows of another kind",
@@ -228,7 +228,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: theirs are taken before all own are added up",
-        "src/cuda/combine_many_pieces.cu",
+        "src/cuda/rounds/large_combine.cu",
         "    const bool good = a.recv && combiner.receive_rounds();\n",
         "    if (!kPlain && a.recv && k.slice.of > 1) combiner.take_from_replicas();\n"
         "    const bool good = a.recv && combiner.receive_rounds();\n",
@@ -238,7 +238,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: headers of finished rows are not looked at",
-        "src/cuda/combine_many_pieces.cu",
+        "src/cuda/rounds/large_combine.cu",
         "    if (!kPlain && a.recv && k.slice.of > 1) receive_slice_headers(a, step);\n",
         "",
         "one that accumulates beside one that does not goes unnoticed",
@@ -247,7 +247,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: a token's floats stay where they came",
-        "src/cuda/many_combine.cuh",
+        "src/cuda/large/combiner.cuh",
         "take_tail<true>(a_, step_, token, n, row, rank);",
         "take_tail<false>(a_, step_, token, n, row, rank);",
         "the others wait for them",
@@ -256,7 +256,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: the last tile of a finished row is not taken",
-        "src/cuda/many_combine.cuh",
+        "src/cuda/large/combiner.cuh",
         "    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units",
         "    const std::uint32_t strips = max(1u, k_.row_bytes / kSumTileBytes), units",
         "the end of long rows is what the output held",

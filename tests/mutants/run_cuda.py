@@ -28,22 +28,23 @@ RUN_LIMIT = 900.0  # seconds
 CORES_OF_A_BUILD = 4
 TESTS = ROOT / "tests" / "gpu" / "test_fuzz.py"
 
-DEVICE = "src/cuda/device.cuh"
-WORDS = "src/cuda/words.cuh"
-DISPATCH_RECV = "src/cuda/dispatch_recv.cuh"
-RECEIVED_COUNTS = "src/cuda/received_counts.cuh"
-ARRIVALS = "src/cuda/arrivals.cuh"
-CLAIMS = "src/cuda/claims.cuh"
-DISPATCH_SEND = "src/cuda/dispatch_send.cuh"
-COMBINE_RECV = "src/cuda/combine_recv.cuh"
-SLICES = "src/cuda/slices.cuh"
-CLOSED = "src/cuda/closed.cuh"
-REMOTE = "src/cuda/remote.cuh"
-COMBINE = "src/cuda/combine_kernel.cuh"
-EXCHANGE = "src/cuda/exchange.cpp"
-MANY_SEND = "src/cuda/many_send.cuh"
-MANY_COMBINE = "src/cuda/many_combine.cuh"
-DEALT_SUMS = "src/cuda/dealt_sums.cuh"
+DEVICE = "src/cuda/common/ptx.cuh"
+WORDS = "src/cuda/common/wait.cuh"
+DISPATCH_RECV = "src/cuda/decode/dispatch_recv.cuh"
+RECEIVED_COUNTS = "src/cuda/plan/counts.cuh"
+REPLICAS_AGREE = "src/cuda/extras/replicas_agree.cuh"
+ARRIVALS = "src/cuda/common/arrival.cuh"
+CLAIMS = "src/cuda/common/step.cuh"
+DISPATCH_SEND = "src/cuda/decode/dispatch_send.cuh"
+COMBINE_RECV = "src/cuda/decode/combine_recv.cuh"
+SLICES = "src/cuda/extras/replicas.cuh"
+CLOSED = "src/cuda/common/step.cuh"
+REMOTE = "src/cuda/remote/proxy.cuh"
+COMBINE = "src/cuda/decode/combine_kernel.cuh"
+EXCHANGE = "src/cuda/host/exchange.cpp"
+MANY_SEND = "src/cuda/rounds/large_send.cuh"
+MANY_COMBINE = "src/cuda/large/combiner.cuh"
+DEALT_SUMS = "src/cuda/large/receive_sums.cuh"
 
 MUTANTS = [
     Mutant(
@@ -238,7 +239,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas do not compare their ids",
-        RECEIVED_COUNTS,
+        REPLICAS_AGREE,
         "same = same && own[i] == theirs[i];",
         "same = same && (i != 0 || own[i] == theirs[i]);",
         "a replica that passes other ids sends its slice of them, and no rank hears of it",
@@ -261,11 +262,11 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kPlain, kPieces>(a, step, s);
+    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kPlain, kPieces>(a, step, s);
+        """  if (a.recv) receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",

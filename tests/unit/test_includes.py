@@ -24,7 +24,7 @@ MAY_INCLUDE = {
     "src/nvshmem": (CUDA,),
 }
 """A folder that has no line of its own belongs to the one above it. Nothing here includes bench/ or tests/."""
-GENERATED = {("src/cuda/device.cuh", "emulation/device.h"), ("src/cuda/protocol_check.cu", "protocol_headers.h")}
+GENERATED = {("src/cuda/common/ptx.cuh", "emulation/device.h"), ("src/cuda/host/protocol_check.cu", "protocol_headers.h")}
 SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 
 Edges = dict[tuple[str, str], list[str]]
@@ -65,14 +65,14 @@ def test_planted_ones_are_found() -> None:
         "src/protocol/abort.h": "#pragma once\n",
         "src/cpu/exchange.h": '#include "../host/failure.h"\n#include "vector/kernels.h"\n#include "host/failure.h"\n',
         "src/cpu/vector/kernels.h": '#include "bench/writer.h"\n',
-        "src/cuda/memory/dmabuf.cpp": '#include "../error.h"\n  #include "proxy/fabric.h"\n',
-        "src/cuda/error.h": "",
+        "src/cuda/host/memory/dmabuf.cpp": '#include "../error.h"\n  #include "proxy/fabric.h"\n',
+        "src/cuda/host/error.h": "",
         "proxy/fabric.h": "",
     }
     assert offences(sources) == [
         "src/host/failure.h:2: ../cpu/exchange.h",
         "src/cpu/vector/kernels.h:1: bench/writer.h",
-        "src/cuda/memory/dmabuf.cpp:2: proxy/fabric.h",
+        "src/cuda/host/memory/dmabuf.cpp:2: proxy/fabric.h",
     ]
 
 

@@ -279,10 +279,9 @@ def test_a_kernel_without_loads_is_not_what_the_rule_is_for() -> None:
 
 
 def test_names() -> None:
-    demangled = (
-        "void pplx::cuda::(anonymous namespace)::dispatch_kernel<pplx::cuda::Quantised<2u>, true>(pplx::cuda::DispatchArguments)"
-    )
-    assert machine_code.readable(demangled) == "dispatch_kernel<Quantised<2>, true>"
+    kernel = "pplx::cuda::decode::(anonymous namespace)::dispatch<pplx::cuda::Quantised<2u>, true, false>"
+    demangled = f"void {kernel}(pplx::cuda::DispatchArguments)"
+    assert machine_code.readable(demangled) == "decode::dispatch<Quantised<2>, true, false>"
 
 
 def test_options_are_those_of_cmake() -> None:

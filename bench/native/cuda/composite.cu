@@ -1,7 +1,7 @@
 // The composite floor: what a dispatch or a combine reads and stores, and nothing else. A warp has eight 16-byte vectors a lane under
 // way; a thread block's warps take its units as they come, and load the next one's addresses while they are at this one.
-#include "cuda/number.cuh"
-#include "cuda/rows.cuh"
+#include "cuda/common/number.cuh"
+#include "cuda/common/rows.cuh"
 #include "kernels.h"
 
 namespace pplx::cuda {

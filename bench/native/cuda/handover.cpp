@@ -6,9 +6,9 @@
 
 #include "bench/native/null_fabric.h"
 #include "host/atomic.h"
-#include "cuda/arguments.h"
-#include "cuda/error.h"
-#include "cuda/host_heap.h"
+#include "cuda/common/arguments.h"
+#include "cuda/host/error.h"
+#include "cuda/host/host_heap.h"
 #include "handover_kernels.h"
 #include "proxy/proxy.h"
 

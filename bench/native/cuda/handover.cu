@@ -1,4 +1,4 @@
-#include "cuda/device.cuh"
+#include "cuda/common/ptx.cuh"
 #include "handover_kernels.h"
 
 namespace pplx::cuda {

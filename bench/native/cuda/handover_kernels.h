@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/arguments.h"
+#include "cuda/common/arguments.h"
 #include "protocol/mailbox.h"
 
 namespace pplx::cuda {

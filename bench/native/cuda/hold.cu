@@ -1,6 +1,6 @@
 // Thread blocks that hold multiprocessors, so that other kernels must do with the rest, in tests. They end by themselves, because a
 // thread that waits behind them, in the driver too, cannot release them.
-#include "cuda/device.cuh"
+#include "cuda/common/ptx.cuh"
 #include "kernels.h"
 
 namespace pplx::cuda {

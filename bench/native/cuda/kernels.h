@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "cuda/arguments.h"
+#include "cuda/common/arguments.h"
 
 namespace pplx::cuda {
 

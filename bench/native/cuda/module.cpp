@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "copy_fabric.h"
-#include "cuda/error.h"
+#include "cuda/host/error.h"
 #include "handover.h"
 #include "kernels.h"
 

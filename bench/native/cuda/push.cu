@@ -1,5 +1,5 @@
 // The floor inside a node: bare stores of a step's bytes into the peers' memory, peers from rank + 1 on.
-#include "cuda/rows.cuh"
+#include "cuda/common/rows.cuh"
 #include "kernels.h"
 
 namespace pplx::cuda {

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "bindings/bound_struct.h"
-#include "cuda/error.h"
-#include "cuda/exchange.h"
-#include "cuda/stages.h"
-#include "cuda/stream_event.h"
+#include "cuda/common/stages.h"
+#include "cuda/host/error.h"
+#include "cuda/host/exchange.h"
+#include "cuda/host/stream_event.h"
 
 namespace py = pybind11;
 
@@ -223,6 +223,16 @@ void bind_exchange(py::module_& m) {
             e.combine(launch, outputs, result);
           },
           py::arg("launch"), py::arg("tokens"))
+      .def(
+          "explain",
+          [](const Exchange& e, std::uint32_t tokens) {
+            py::list launches;
+            for (const Exchange::Explained& l : e.explain(tokens))
+              launches.append(py::dict(py::arg("call") = l.call, py::arg("kernel") = l.kernel, py::arg("grid") = l.grid, py::arg("block") = l.block,
+                                       py::arg("shared_bytes") = l.smem, py::arg("why") = l.why));
+            return launches;
+          },
+          py::arg("tokens"), "The launches of a step of this many tokens, and why.")
       .def("use_hooks", &Exchange::use_hooks, "Once, before the first step that has hooks.")
       .def(
           "clear_hooks",

@@ -1,0 +1,95 @@
+// Adding up rows in fp32, in order.
+#pragma once
+
+#include "arrival.cuh"
+#include "number.cuh"
+#include "rows.cuh"
+
+namespace pplx::cuda {
+
+constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
+
+// Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
+// once; they are added in order.
+template <typename T, int kVectors>
+struct Sums {
+  static constexpr int kBatch = 4;
+  float sum[kVectors][T::kPerVector] = {};
+
+  // pointer(i): of row i, null if it has none.
+  template <typename Pointer, typename Weight>
+  __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
+    for (std::uint32_t first = 0; first < n; first += kBatch) {
+      uint4 v[kBatch][kVectors];
+      bool here[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const char* row = first + i < n ? pointer(first + i) : nullptr;
+        here[i] = row != nullptr;
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row + begin + j * 512);
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (here[i]) add_row(v[i], weight(first + i));
+    }
+  }
+
+  // A weight of 1 changes nothing: the sum comes of an addition in any case.
+  __device__ void add_row(const uint4 (&v)[kVectors], float weight) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float f[T::kPerVector];
+      T::unpack(v[j], f);
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
+    }
+  }
+
+  __device__ void add_row(const uint4 (&v)[kVectors]) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      float f[T::kPerVector];
+      T::unpack(v[j], f);
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], f[e]);
+    }
+  }
+
+  __device__ void start(float value) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = value;
+  }
+
+  __device__ void load(const char* from, std::uint32_t begin, std::uint32_t end) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) T::unpack(*reinterpret_cast<const uint4*>(from + begin + j * 512), sum[j]);
+  }
+
+  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) store16(to + begin + j * 512, T::pack(sum[j]));
+  }
+  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) store_piece(to + begin + j * 512, T::pack(sum[j]));
+  }
+  // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
+  // all the same.
+  __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      uint4 v = T::pack(sum[j]);
+      if (is_blank(v)) v.w = 0x7fffffffu;
+      if (begin + j * 512 < end) store_piece(to + begin + j * 512, v);
+    }
+  }
+};
+
+}  // namespace pplx::cuda

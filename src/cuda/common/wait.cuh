@@ -1,0 +1,208 @@
+// Words between ranks, on the device: release stores, acquire loads, and waits that end.
+//
+// Readers: one thread acquires, its group synchronises, then plain loads that bypass L1. Writers: the group stores, synchronises,
+// and one thread releases. A release at system scope takes about 2 us, so each warp (or thread block) has its own under way.
+#pragma once
+
+#include "../../protocol/deadlines.h"
+#include "../../protocol/abort.h"
+#include "../../protocol/arrival.h"
+#include "ptx.cuh"
+#include "debug.cuh"
+#include "rows.cuh"
+
+namespace pplx::cuda {
+
+// Everything that was stored before is there for whoever sees this word.
+__device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
+  linger(k, value);
+  store_release(word, value);
+}
+
+__device__ inline bool is_remote(const Common& k, std::uint32_t peer) { return (k.remote >> peer & 1) != 0; }
+
+__device__ inline std::uint32_t first_expert_of(const Common& k, std::uint32_t rank) { return rank * k.experts_per_rank; }
+__device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t rank) {
+  const std::uint32_t first = first_expert_of(k, rank);
+  return first >= k.c.num_experts ? 0 : min(k.c.num_experts - first, k.experts_per_rank);
+}
+
+// The block that came from the peer, and the one for the peer: in the peer's memory, or in what the proxy sends.
+__device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
+  return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
+}
+__device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
+  if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
+  return k.blocks + k.heap.spaced_send_at(k.c, set, op, count_ranks_below(k.remote, peer));
+}
+__device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
+}
+__device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  linger(k, arrival_word(k.generation, step));
+  raise_arrival<Atomics>(k.peers[peer], k.heap, k.c, signal, k.c.rank, k.generation, step);
+}
+
+// The first failure latches: here, at the host, and at every peer.
+static __device__ __noinline__ void fail(const Common& k, const Abort& what, std::uint64_t expected, std::uint64_t seen) {
+  const std::uint64_t word = abort_word(what);
+  if (atomicCAS(&k.control->failure, 0ull, static_cast<unsigned long long>(word)) != 0) return;
+  k.report->expected = expected;
+  k.report->seen = seen;
+  store_release(&k.report->failure, word);
+  for (std::uint32_t i = 0; i < k.living; ++i) {
+    if (is_remote(k, k.order[i])) continue;  // the host tells them
+    atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[k.order[i]] + Heap::abort_at(k.generation)), 0ull,
+                     static_cast<unsigned long long>(word));
+  }
+}
+
+// Whether anybody has failed. The host's word lies across PCIe, so it is asked for rarely.
+__device__ inline bool stopped(const Common& k, bool ask_host) {
+  if (load_relaxed(&k.control->failure) != 0) return true;
+  std::uint64_t word = load_relaxed(k.peers[k.c.rank] + Heap::abort_at(k.generation));
+  if (word == 0 && ask_host) word = load_relaxed(&k.report->abort);
+  if (word == 0) return false;
+  if (atomicCAS(&k.control->failure, 0ull, static_cast<unsigned long long>(word)) == 0) store_release(&k.report->failure, word);
+  return true;
+}
+
+__device__ inline bool said_goodbye(const Common& k, std::uint32_t peer) { return load_acquire(&k.report->left) >> peer & 1; }
+
+// In-row words are written once a step and must be exact; others are monotonic.
+enum class Match { Exact, Reached };
+
+template <Match match>
+__device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_t step) {
+  return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
+}
+
+// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
+// Busy: some rank says that it comes later, so the time in which somebody is to blame begins anew.
+enum class Verdict { GoOn, Failed, Left, Busy };
+
+// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may wait for
+// another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
+inline constexpr auto kPassedOnNs = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * 1e9);
+
+__device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
+  const auto at = reinterpret_cast<std::uint64_t>(word) - reinterpret_cast<std::uint64_t>(k.peers[k.c.rank]);
+  return is_remote(k, peer) && at < k.heap.shared_bytes;
+}
+
+inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
+
+// `turn`: how often this wait has asked; the host's words lie across PCIe. `first`: since when it lasts; `begun`: since when somebody is
+// to blame for it.
+static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
+                                           std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                           std::uint64_t seen) {
+  const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
+  if (stopped(k, ask_host)) return Verdict::Failed;
+  if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
+  const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
+  const std::uint64_t now = nanoseconds();
+  const bool late = now - begun > limit;
+  // Any rank: the one that is waited for may wait for the busy one itself.
+  if ((late || ask_host) && load_acquire(&k.report->busy) != 0 && now - first < kBusyNs) return Verdict::Busy;
+  if (!late) return Verdict::GoOn;
+  fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+  return Verdict::Failed;
+}
+
+__device__ inline void fail_of_leaving(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
+  fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+}
+
+// look(): whether it has come.
+template <typename Look>
+__device__ inline bool keep_looking(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                    const std::uint64_t& seen, const Look& look) {
+  const std::uint64_t first = nanoseconds();
+  std::uint64_t begun = first;
+  for (std::uint32_t i = 1; !look(); ++i) {
+    if (i % 256 != 0) continue;
+    const Verdict verdict = ask(k, word, i / 256, first, begun, phase, step, peer, seen);
+    if (verdict == Verdict::Failed) return false;
+    if (verdict == Verdict::Busy) begun = nanoseconds();
+    if (verdict != Verdict::Left || look()) continue;
+    fail_of_leaving(k, phase, step, peer, seen);
+    return false;
+  }
+  return true;
+}
+
+template <Match match>
+__device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                       std::uint64_t& seen) {
+  // Each acquire makes its multiprocessor forget what it has in L1, the stacks of other warps among it: there is one, at the end.
+  return keep_looking(k, word, phase, step, peer, seen, [&] {
+    seen = load_relaxed(word);
+    if (!matches<match>(k, seen, step)) return false;
+    seen = load_acquire(word);
+    return true;
+  });
+}
+
+// False: something failed, here or elsewhere, and what was waited for may never come.
+template <Match match>
+__device__ inline bool wait(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  std::uint64_t seen = load_acquire(word);
+  const bool good = matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
+  linger(k, seen);
+  return good;
+}
+
+// For a warp, after some of its lanes have waited: whether all of them succeeded. Then every lane sees what any of them has waited
+// for; a vote alone orders no memory.
+__device__ inline bool all_of_warp(bool good) {
+  __syncwarp();
+  return __all_sync(~0u, good);
+}
+
+__device__ inline BlockHeader load_header(const char* block) {
+  BlockHeader h;
+  const auto* from = reinterpret_cast<const std::uint32_t*>(block);
+  h.step = __ldcg(from);
+  h.generation = __ldcg(from + 1);
+  h.rows = __ldcg(from + 2);
+  h.flags = __ldcg(from + 3);
+  h.source = __ldcg(from + 4);
+  return h;
+}
+
+// Whether it is as this step's block of that peer must have it; fails otherwise.
+__device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  if (h.step == step && h.generation == k.generation && h.source == peer && h.rows <= k.most_rows) return true;
+  fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
+       arrival_word(h.generation, h.step));
+  return false;
+}
+
+__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                          bool& good) {
+  const BlockHeader h = load_header(block);
+  good = check_header(k, h, phase, step, peer);
+  return h;
+}
+
+// The threads of a group of 16 or more write a header together; nobody has been told yet.
+__device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
+                                    std::uint32_t thread) {
+  const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};
+  if (thread < sizeof(BlockHeader) / 4)
+    reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
+                                                      : thread == 1 ? words[1]
+                                                      : thread == 2 ? words[2]
+                                                      : thread == 3 ? words[3]
+                                                      : thread == 4 ? words[4]
+                                                                    : 0;
+}
+
+// When this launch began, for the benchmark.
+__device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::uint64_t begun) {
+  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
+}
+
+}  // namespace pplx::cuda

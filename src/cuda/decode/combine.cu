@@ -1,0 +1,27 @@
+// combine() of few tokens.
+#include "combine_kernel.cuh"
+
+namespace pplx::cuda {
+namespace decode {
+
+Choice<CombineArguments> choose_general(const Config& config);  // remote/combine.cu
+
+namespace {
+
+template <typename T, bool kPlain, int kSent>
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
+  run_combine<T, kPlain, kSent>(a);
+}
+
+}  // namespace
+
+Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  if (!call.mapped_only) return choose_general(c);
+  return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
+    using T = decltype(type);
+    return {"decode::combine", call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>, kCombineThreads, 0};
+  });
+}
+
+}  // namespace decode
+}  // namespace pplx::cuda

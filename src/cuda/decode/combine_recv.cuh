@@ -1,0 +1,181 @@
+// combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
+// peer's header is waited for too: it says that the peer has read this rank's dispatch.
+#pragma once
+
+#include "combine_send.cuh"
+
+namespace pplx::cuda {
+
+// Whether it is what this rank expects; fails otherwise.
+__device__ inline bool check_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
+                                            std::uint32_t its_flags) {
+  const Common& k = a.common;
+  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
+  const std::uint32_t flags = flags_of(a);
+  if ((its_flags & kFlagsAlike) != flags)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, its_flags);
+  else if (rows != expected)
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, rows);
+  if ((its_flags & kOverflowed) != 0) k.report->notices.overflowed = 1 + peer;
+  return (its_flags & kFlagsAlike) == flags && rows == expected;
+}
+
+__device__ inline void receive_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  uint4 piece;
+  if (!await_tagged(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, piece)) return;
+  if (piece.z == peer)
+    check_combine_header(a, step, peer, piece.x, piece.y);
+  else
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
+}
+
+// This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
+__device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
+  const std::uint32_t lane = threadIdx.x % 32, token = a.received_in.by_strips.divide(unit);
+  return lane < a.common.c.top_k && token < a.own && !a.release
+             ? a.plan.token_rows[std::uint64_t{token} * a.common.c.top_k + lane]
+             : kNone;
+}
+
+// A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
+// was read; a remote peer's rows are there when their part of its block is.
+struct ArrivingStrips {
+  static constexpr int kRows = 4;
+  std::uint32_t begin, end;  // begin: this lane's
+  uint4 v[kRows][kReceivedVectors];
+  char* row[kRows];
+  std::uint32_t there = 0;  // those of remote blocks, whose places nobody needs to find blank: a bit each
+  std::uint32_t missing = 0;  // pieces, a bit each
+
+  __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
+  __device__ bool has(int j) const { return begin + j * 512 < end; }
+
+  __device__ bool look(bool all) {
+    const std::uint32_t bits = looked_at(missing, all);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));
+    return (missing & bits) == 0;
+  }
+  __device__ void make_places_blank() const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (row[i] == nullptr || (there >> i & 1) != 0) continue;
+#pragma unroll
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if (has(j)) make_blank(row[i] + begin + j * 512);
+    }
+  }
+};
+
+// The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
+template <bool kPlain>
+__device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
+                                    std::uint32_t entry, ArrivingStrips& strips) {
+  const Common& k = a.common;
+  const std::uint32_t rank = entry >> 20;
+#pragma unroll
+  for (int i = 0; i < strips.kRows; ++i) {
+    strips.row[i] = nullptr;
+    if (first + i >= n) continue;
+    strips.row[i] = of_lane(row, static_cast<int>(first + i));
+    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
+    if constexpr (!kPlain)
+      if (is_remote(k, source)) {
+        if (!CombineExtras<kPlain>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
+        strips.there |= 1u << i;
+      }
+#pragma unroll
+    for (int j = 0; j < kReceivedVectors; ++j) {
+      if (!strips.has(j)) continue;
+      if ((strips.there >> i & 1) != 0)
+        strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
+      else
+        strips.missing |= 1u << (i * kReceivedVectors + j);
+    }
+  }
+  const auto waits_for = [&] {
+    const std::uint32_t all = __reduce_or_sync(~0u, strips.missing);
+    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kReceivedVectors);
+  };
+  return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
+}
+
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not come.
+template <typename T, bool kGives, bool kPlain>
+__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
+  const Common& k = a.common;
+  const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
+  const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
+  char* row = nullptr;
+  if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
+  Sums<T, kReceivedVectors> sums;
+  if (a.accumulate) sums.load(y, begin, end);
+  for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
+    ArrivingStrips strips(begin, end);
+    if (!await_strips<kPlain>(a, step, first, n, row, entry, strips)) return false;
+    note(k, Stage::Came);
+#pragma unroll
+    for (int i = 0; i < strips.kRows; ++i)
+      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
+    strips.make_places_blank();
+  }
+  sums.store(y, begin, end);
+  note(k, Stage::Added);
+  if constexpr (kGives) CombineExtras<kPlain>::give_strip(k, step, own, sums, begin, end);
+  if constexpr (!kPlain)
+    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kPlain>::template read_tail<kGives>(a, step, own, n, row, rank);
+  return true;
+}
+
+// A thread block's nth unit, which its warps take in turn. Neighbours go to different multiprocessors.
+__device__ inline std::uint32_t receive_unit(std::uint32_t nth) { return nth * gridDim.x + blockIdx.x; }
+
+// The first unit of a warp, before it has asked. The first warp, which looks for shares that nobody sends, comes last.
+__device__ inline std::uint32_t first_of_warp() { return (threadIdx.x / 32 + kCombineWarps - 1) % kCombineWarps; }
+
+// Peers' headers, by the last warps, which have the least to do with a small step.
+template <bool kPlain>
+__device__ inline void receive_headers(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t last = (kCombineWarps - 1 - first_of_warp()) * gridDim.x + gridDim.x - 1 - blockIdx.x;
+  for (std::uint32_t i = last; i < k.living; i += kCombineWarps * gridDim.x)
+    if (threadIdx.x % 32 == 0 && (kPlain || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
+}
+
+// For each warp.
+template <typename T, bool kPlain, bool kPieces>
+__device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
+  const Common& k = a.common;
+  if constexpr (!kPlain) {
+    if (k.remote != 0) CombineExtras<kPlain>::template receive_headers<kPieces>(a, step);
+    if (k.slice.of > 1) {
+      if (a.release || CombineExtras<kPlain>::template receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
+      return;
+    }
+  }
+  const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
+  for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
+    const std::uint32_t unit = receive_unit(nth);
+    if (unit < units) {
+      const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
+      if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
+    }
+    if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
+    nth = __shfl_sync(~0u, nth, 0);
+  }
+  receive_headers<kPlain>(a, step);
+}
+
+}  // namespace pplx::cuda

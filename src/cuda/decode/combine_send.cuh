@@ -1,0 +1,292 @@
+// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
+// local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
+#pragma once
+
+#include "../common/step.cuh"
+#include "../common/gate.cuh"
+#include "../common/sum.cuh"
+
+namespace pplx::cuda {
+
+// Does what only the general kernel does, for peers of other nodes, replicas, tails and weights: remote/combine_extras.cuh.
+template <bool kPlain>
+struct CombineExtras;
+
+struct CombineShared {
+  Gate claimed;  // mine
+  bool mine;  // this block's own share was still to be had
+  bool may_send;  // the blocks of remote peers may be written
+  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint64_t many;  // see ReceivedView
+  std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
+  std::uint32_t received;  // units of this thread block that its warps have begun
+  std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
+};
+
+// Whether a source has many tokens: its rows have arrival words.
+__device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
+
+// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
+// received: units that its warps begin with.
+__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint64_t closed = load_closed(k);
+  const bool failed = threadIdx.x == 0 && load_relaxed(&k.control->failure) != 0;
+  step = *a.received.step;
+  if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
+  if (threadIdx.x == 0) {
+    s.many = *a.received.many;
+    s.claimed.close();
+    s.sent = 0;
+    s.received = received;
+  }
+  // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
+  const bool refused = is_not_open(k, step, closed);
+  if (!__syncthreads_or(failed || refused)) return true;
+  if (refused) refuse(k, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
+  return false;
+}
+
+// The send units of a launch, in the order in which they are dealt out.
+struct CombineUnits {
+  bool small = false;  // all at once: their order is nobody's concern, and a warp knows its row before it knows how many there are
+  std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
+  std::uint32_t headers = 0, all = 0;  // where each kind ends
+  std::uint32_t common = 0;  // rows that every source has; in large steps
+
+  __device__ CombineUnits(const CombineArguments& a, const CombineShared& s) {
+    const Common& k = a.common;
+    const std::uint32_t rows = a.release ? 0 : s.rows_begin[k.c.world];
+    small = rows * a.sent.strips <= kCombineWarps * gridDim.x;
+    if (rows != 0 && s.many != 0) {  // a warp has all of a row, so it knows when the row is complete
+      small = false;
+      together = a.sent.strips;
+      runs = 1;
+    } else {
+      together = small ? 1 : kStripsTogether;
+      runs = small ? a.sent.strips : a.sent.runs;
+    }
+    headers = k.living;
+    all = headers + rows * runs;
+    if (!small) common = common_rows(k, s);
+  }
+ private:
+  // For a warp.
+  __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
+    std::uint32_t least = k.most_rows;
+    for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
+      if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
+    return least;
+  }
+};
+
+// Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
+__device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t nth) {
+  std::uint32_t in_round = share + nth;
+  while (in_round >= gridDim.x) in_round -= gridDim.x;
+  return nth * gridDim.x + in_round;
+}
+
+// Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
+// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
+// 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
+struct RowOfUnit {
+  std::uint32_t source = 0, row = 0;
+
+  __device__ RowOfUnit(const Common& k, const CombineShared& s, const CombineUnits& units, std::uint32_t n) {
+    if (units.small) {
+      while (s.rows_begin[source + 1] <= n) ++source;
+      row = n - s.rows_begin[source];
+      return;
+    }
+    const std::uint32_t common = units.common;
+    if (n < common * k.living) {
+      row = n / k.living;
+      source = k.order[n % k.living];
+      return;
+    }
+    n -= common * k.living;
+    for (std::uint32_t i = 0;; ++i) {
+      source = k.order[i];
+      const std::uint32_t more = s.rows_begin[source + 1] - s.rows_begin[source] - common;
+      if (n < more) break;
+      n -= more;
+    }
+    row = common + n;
+  }
+};
+
+// What all ranks of a step must have in common.
+__device__ inline std::uint32_t flags_of(const CombineArguments& a) {
+  return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
+}
+
+// A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
+template <bool kPlain>
+__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
+                                           std::uint32_t parts) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
+  const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+  char* block = block_for(k, set_of(k.c, step), Op::Combine, peer);
+  if (kPlain || !is_remote(k, peer)) {
+    linger(k, rows);
+    if (lane == 0) store_tagged(k, block, step, rows, flags, k.c.rank);
+    return;
+  }
+  if constexpr (!kPlain)
+    if (s.may_send) CombineExtras<kPlain>::send_header(k, step, peer, block, rows, flags, parts);
+}
+
+// Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
+struct Places {
+  std::uint32_t choices = 1, place = kNone;
+  float weight = 1.0f;
+
+  template <bool kPlain>
+  __device__ void load(const CombineArguments& a, std::uint32_t at) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const bool compact = k.c.layout == LayoutKind::Compact;
+    choices = compact && (kPlain || !a.has_tail) ? 1 : a.received.choices[at];
+    place = kNone;
+    weight = 1.0f;
+    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not as many as there are: that load would have to come first
+    place = a.received.place[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
+    if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * k.c.top_k + lane];
+  }
+  // How many there are.
+  __device__ std::uint32_t check(const CombineArguments& a) {
+    const std::uint32_t n = a.common.c.layout == LayoutKind::Compact ? 1 : __popc(choices);
+    if (threadIdx.x % 32 >= n) place = kNone;
+    if (place != kNone && place >= a.expert_rows) {
+      a.common.report->notices.short_output = 1;
+      place = kNone;
+    }
+    return n;
+  }
+};
+
+// This block's own share is sent by nobody else: asked when the first sums are ready.
+__device__ inline bool may_store(CombineShared& s, bool own) {
+  if (!own) return true;
+  s.claimed.wait();
+  return s.mine;
+}
+
+// Of a row with n choices here: what goes back to its source.
+template <typename T, int kVectors>
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
+                               Sums<T, kVectors>& sums) {
+  const auto pointer = [&](std::uint32_t i) -> const char* {
+    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
+    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
+  };
+  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
+  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
+  if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
+  sums.add(n, begin, end, pointer, weight_of);
+}
+
+// Which of the rows that are sent a run of strips is of.
+__device__ inline std::uint32_t row_of_run(const CombineArguments& a, const CombineUnits& units, std::uint32_t run) {
+  return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
+}
+
+// Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
+template <typename T, bool kPlain, int kVectors>
+__device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
+                                   Places& places, bool loaded, bool own, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t nth = row_of_run(a, units, run);
+  const RowOfUnit of(k, s, units, nth);
+  std::uint32_t strip = (run - nth * units.runs) * units.together;
+  if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  const std::uint32_t n = places.check(a);
+  if constexpr (!kPlain)
+    if (a.uses_weights && !CombineExtras<kPlain>::sent_weight(a, step, of.source, of.row, places.weight)) return;
+  note(k, Stage::Found);
+
+  const std::uint32_t last = min(strip + units.together, a.sent.strips);
+  const bool remote = !kPlain && is_remote(k, of.source);
+  if (remote && !s.may_send) return;
+  char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
+#pragma unroll 1
+  for (; strip < last; ++strip) {
+    const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
+    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+    Sums<T, kVectors> sums;
+    sum_row(a, places, n, begin, end, sums);
+    if (!may_store(s, own)) return;
+    if (remote)
+      sums.store(to, begin, end);
+    else
+      sums.send(to, begin, end);
+    linger(k, std::uint64_t{step} << 32 | begin);
+  }
+  note(k, Stage::Sent);
+  const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
+  if constexpr (!kPlain)
+    if (with_tail) CombineExtras<kPlain>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
+  const bool by_word = has_many(s, of.source);
+  if (!with_tail && !remote && !by_word) return;
+  __syncwarp();
+  if (threadIdx.x % 32 != 0) return;
+  if constexpr (!kPlain)
+    if (remote) {
+      CombineExtras<kPlain>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
+      return;
+    }
+  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
+}
+
+template <typename T, bool kPlain, int kVectors>
+__device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, const CombineUnits& units,
+                                 Places& places, bool loaded, bool own, CombineShared& s) {
+  const Common& k = a.common;
+  if (unit >= units.headers) {
+    send_strips<T, kPlain, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
+    return;
+  }
+  if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
+}
+
+// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
+template <bool kPlain>
+__device__ inline void load_first_places(const CombineArguments& a, Places& places) {
+  const Common& k = a.common;
+  const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
+  if (a.release || unit < k.living) return;
+  const std::uint32_t at = a.sent.by_strips.divide(unit - k.living);
+  if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
+}
+
+// For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
+template <typename T, bool kPlain, int kVectors>
+__device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
+                                    Places& places, CombineShared& s) {
+  const Common& k = a.common;
+  if constexpr (!kPlain)
+    if (a.uses_weights) CombineExtras<kPlain>::send_all_weights(a, step);
+  std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
+  bool own = true, loaded = units.small;
+#pragma unroll 1
+  for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
+    if (nth * gridDim.x >= units.all) {
+      if (threadIdx.x >= 32) return;
+      share = take_another_share(k, Op::Combine, step, min(gridDim.x, units.all));
+      if (share == kNone) return;
+      own = false;
+      nth = 0;
+    }
+    const std::uint32_t unit = unit_of_share(share, nth);
+    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
+    if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
+    nth = __shfl_sync(~0u, nth, 0);
+  }
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,435 @@
+// dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises
+// each once, and stores its row into every peer that wants it. Rows that do not show by themselves that they have come get an arrival
+// word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/step.cuh"
+#include "payload.cuh"
+#include "../plan/token_plan.cuh"
+#include "../common/rows.cuh"
+
+namespace pplx::cuda {
+
+// A unit whose payload is on its way, as the publisher finds it.
+struct StoredUnit {
+  char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
+  std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
+  unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
+  std::uint32_t next_row[kMaxPeers];  // behind the unit's last row for a peer, if it has any; of remote ones
+  bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
+  bool looks_blank[kMostTokensOfUnit];
+  bool ended;
+
+  __device__ std::uint32_t rows(std::uint32_t token) const { return count_ranks(ranks[token]); }
+};
+
+struct SendShared {
+  PlanShared plan;
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  StoredUnit units[2];  // in turn
+  ClosedWords closed;  // when this thread block began
+  std::uint32_t step;
+  std::uint32_t share;  // that is sent next, or kNone
+  bool taken;  // the set's memory is this step's
+  bool may_send;  // the blocks of remote peers may be written
+  unsigned long long digest;  // of all tokens' ids
+};
+
+// What a thread block must have counted for a unit: for a peer's counts all tokens.
+__device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::uint32_t unit) {
+  return unit < a.common.living ? a.own : (unit - a.common.living) * a.tokens_per_unit;
+}
+
+// The caller's token that is this rank's nth.
+template <bool kPlain>
+__device__ inline std::uint32_t token_of(const Common& k, std::uint32_t own) {
+  return kPlain ? own : k.slice.token(own);
+}
+
+// What a sender has loaded before the step is known: all of its block's share is known.
+template <typename Mode, bool kPlain>
+struct EarlyLoads {
+  Payload<Mode> payload;  // of the first token
+  EarlyIds counted;
+  RawId id;  // of this thread's choice in the unit
+  float weight = 1.0f;
+  PlannedToken<kPlain> token;  // the first one, as far as its ids say
+
+  __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
+    const Common& k = a.common;
+    if (unit < k.living || unit >= a.units) return;
+    const std::uint32_t first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
+    const std::uint32_t choices = n * k.c.top_k, lane = threadIdx.x % 32;
+    // A warp has its own copy of the first token's.
+    const std::uint32_t mine = n > 1 && threadIdx.x < choices ? threadIdx.x : lane;
+    const std::uint32_t own = first * k.c.top_k + mine;
+    id = {};
+    if (mine < choices) {
+      if (!kPlain && a.ids == nullptr)
+        id.low = static_cast<std::uint32_t>(a.plan.ids[own]);
+      else
+        id = load_raw_id(a, choice_at<kPlain>(k, own));
+    }
+    payload.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first)} * a.x_stride, k.payload_bytes, 0);
+    weight = 1.0f;
+    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at<kPlain>(k, own)];
+  }
+  // Everything that must not wait for the step, nor for what was counted.
+  __device__ void prepare(const DispatchArguments& a, std::uint32_t choices, SendShared& s) {
+    const Common& k = a.common;
+    const bool planned = !kPlain && a.ids == nullptr;
+    if (!planned && is_bad(a, id)) k.report->notices.bad_ids = 1;
+    const std::int32_t valid = planned ? static_cast<std::int32_t>(id.low) : valid_id<kPlain>(a, id);
+    if (threadIdx.x < choices) {
+      s.plan.ids[threadIdx.x] = valid;
+      s.plan.weights[threadIdx.x] = weight;
+    }
+    payload.prepare(k);
+    if (choices <= k.c.top_k) token.choose(k, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
+  }
+  __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
+    if ((kPlain || a.ids != nullptr) && unit < a.units) counted.template load<kPlain>(a, tokens_before(a, unit));
+    load_unit(a, unit);
+  }
+};
+
+// The publisher's first part: the step, and whether this launch may write.
+__device__ inline void read_step(const DispatchArguments& a, SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  EarlyClosed closed;
+  const unsigned long long word = load_relaxed(&k.control->step);
+  closed.load(k, lane);
+  closed.keep(k, lane, s.closed);
+  if (lane != 0) return;
+  s.step = step_of(word);
+  s.units[0].ended = s.units[1].ended = false;
+  pass_step(k);
+}
+
+// By the publisher, while the senders count: whether this block's own share is still to be had, and may be sent.
+template <bool kPlain>
+__device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t step = s.step, lane = threadIdx.x % 32;
+  bool mine = false;
+  if (lane == 0 && blockIdx.x < a.units) mine = take_share(k, Op::Dispatch, blockIdx.x, step);
+  bool taken = may_take_at_once(k, step, s.closed);
+  if (!taken) {
+    if (lane == 0) taken = may_take_later(k, step);
+    taken = __shfl_sync(~0u, taken, 0);
+  }
+  if constexpr (!kPlain)
+    if (k.remote != 0) {
+      const bool good = DispatchExtras<kPlain>::may_write_blocks(k, step);
+      if (lane == 0) s.may_send = good;
+    }
+  if (lane == 0) {
+    s.share = mine ? blockIdx.x : kNone;
+    s.taken = taken;
+  }
+}
+
+// ---- counts ----
+
+template <bool kPlain>
+__device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
+                                   const std::uint32_t* experts) {
+  const Common& k = a.common;
+  const bool planned = !kPlain && a.ids == nullptr;
+  const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
+  char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
+#pragma unroll 1
+  for (std::uint32_t i = threadIdx.x; i < k.expert_pieces; i += kSenders) {
+    std::uint32_t numbers[kNumbersOfPiece] = {};
+#pragma unroll
+    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+      const std::uint32_t e = i * kNumbersOfPiece + j;
+      if (e >= n) continue;
+      numbers[j] = planned ? a.plan.counts[first + e] : experts[first + e];
+      if (!planned) a.plan.counts[first + e] = numbers[j];
+    }
+    const PackedNumbers p = pack_numbers(numbers);
+    linger(k, p.words[0]);
+    store_tagged(k, pieces + kPieceBytes * i, step, p.words[0], p.words[1], p.words[2]);
+  }
+  if (threadIdx.x == kSenders - 1) {
+    const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
+    if (!planned) a.plan.rows[peer] = rows;
+    linger(k, rows);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, a.own >= k.word_rows ? 1 : 0);
+  }
+  // Nobody else says how many rows the dead get.
+  if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
+  if constexpr (!kPlain)
+    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kPlain>::tell_replica(a, step, peer, s);
+}
+
+// ---- rows ----
+
+// The word of scales at `at`, as the caller has them: anywhere in memory, by row or by column.
+__device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
+  const Common& k = a.common;
+  const char* from = a.scales + token * a.scale.row;
+  if (k.c.wire != Wire::MXFP8) {
+    const std::uint32_t scale = *reinterpret_cast<const std::uint32_t*>(from + at * a.scale.scale);
+    if (k.c.wire == Wire::FP8_UE8M0 && scale != 0 && !is_e8m0(float_of(scale))) k.report->notices.bad_scales = 1;
+    return scale;
+  }
+  std::uint32_t word = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < 4; ++i)
+    if (4 * at + i < scales_per_row(k.c)) word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
+  return word;
+}
+// Sixteen bytes of scales, of which the row's have `at` times as many before them.
+__device__ inline uint4 given_piece_of_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
+  const std::uint32_t words = scale_words(a.common.c);
+  std::uint32_t word[4] = {};
+#pragma unroll
+  for (std::uint32_t j = 0; j < 4; ++j)
+    if (4 * at + j < words) word[j] = given_scales(a, token, 4 * at + j);
+  return make_uint4(word[0], word[1], word[2], word[3]);
+}
+
+__device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, StoredUnit& unit) {
+  const Common& k = a.common;
+  const std::uint32_t pieces = ceil_div(scale_words(k.c), 4);
+#pragma unroll 1
+  for (std::uint32_t i = threadIdx.x; i < n * pieces; i += kSenders) {
+    const std::uint32_t token = i / pieces, at = i % pieces;
+    const uint4 piece = given_piece_of_scales(a, k.slice.token(first + token), at);
+    if (is_blank(piece)) unit.looks_blank[token] = true;
+    for (std::uint32_t d = 0; d < unit.rows(token); ++d) store_piece(unit.row[token][d] + k.dispatch.scales_at + 16 * at, piece);
+  }
+}
+
+// A warp's part: the route of one row, a lane for each of its token's choices.
+template <bool kPlain>
+__device__ inline void write_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t rank,
+                                   const PlannedToken<kPlain>& t, char* row) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  if (lane >= k.c.top_k) return;
+  const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
+  store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,
+               __float_as_uint(t.weight), token_of<kPlain>(k, own));
+}
+
+// Where a token's rows are, for whoever publishes them. By one warp.
+template <bool kPlain>
+__device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t, std::uint32_t token, StoredUnit& unit) {
+  const std::uint32_t lane = threadIdx.x % 32;
+#pragma unroll
+  for (std::uint32_t i = 0; i < t.kRanksOfLane; ++i) {
+    const std::uint32_t rank = lane + 32 * i;
+    if (!t.wanted_by(rank)) continue;
+    const std::uint32_t nth = t.nth(rank);
+    unit.row[token][nth] = t.at[i];
+    unit.rank[token][nth] = rank;
+    unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
+    if (!kPlain) unit.next_row[rank] = t.row[i] + 1;
+  }
+  if (lane == 0) unit.ranks[token] = t.ranks;
+}
+
+// Every row of a token gets a thread's pieces of its payload, and from one of the warps its route.
+template <typename Mode, bool kPlain>
+__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
+                                   const Payload<Mode>& payload, const PlannedToken<kPlain>& t) {
+  const Common& k = a.common;
+  std::uint32_t nth = own;
+  visit_in_order<kPlain>(k, t.ranks, [&](std::uint32_t rank) {
+    linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
+    char* row = t.row_at(rank);
+    payload.store(k, row, k.payload_bytes, at);
+    if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
+  });
+}
+
+// The tokens [first, first + n) of a unit. `early`: what was prepared of the first one.
+template <typename Mode, bool kPlain>
+__device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
+                                   EarlyLoads<Mode, kPlain>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
+  const Common& k = a.common;
+  UnitPlan<kPlain> plan(s.plan);
+  Payload<Mode>& payload = early.payload;
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < n; ++i) {
+    PlannedToken<kPlain> t = early.token;
+    if (n > 1) {
+      const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
+      t.choose(k, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
+    }
+    plan.place(a, first, i, s.plan, experts, t);
+    t.find_rows(k, s.rows_at);
+#pragma unroll 1
+    for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
+      // The next piece of this token, or the next token, is loaded while this piece is stored.
+      const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
+      Payload<Mode> next;
+      if (!last)
+        next.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
+                  more ? at + Payload<Mode>::kBytes : 0);
+      if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
+      store_token<Mode, kPlain>(a, step, first + i, at, payload, t);
+      if (last) break;
+      next.prepare(k);
+      payload = next;
+    }
+    if (warp_of_block() != kSenderWarps - 1) continue;
+    tell_rows(k, t, i, unit);
+    if (kPlain || a.ids != nullptr) keep_in_plan(a, first + i, t);
+  }
+  note(k, Stage::Stored);
+}
+
+// A thread block's progress.
+struct Sending {
+  std::uint32_t counted = 0;  // tokens
+  std::uint32_t sent = 0;  // units of tokens
+  bool early = true;  // the early ids are of the tokens that are counted next
+  bool claimed = false;  // the publisher has said whose the first share is
+};
+
+__device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32_t* experts) {
+#pragma unroll 1
+  for (std::uint32_t e = threadIdx.x; e < k.c.num_experts; e += kSenders) experts[e] = 0;
+  if (threadIdx.x < kMaxPeers) s.plan.rows_before[threadIdx.x] = 0;
+}
+
+// Before the senders meet: what they count, and what they have loaded.
+template <typename Mode, bool kPlain>
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kPlain>& early,
+                                    SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
+  if (end < sending.counted) {  // all tokens were counted, for a peer, or for a later share
+    sync_senders();
+    forget_counts(k, s, experts);
+    sending.counted = 0;
+    sync_senders();
+  }
+  if (kPlain || a.ids != nullptr) count_tokens<kPlain>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  sending.counted = end;
+  sending.early = false;
+  if (unit < k.living) return;
+  if (sending.sent >= 2) await(kPublished + sending.sent % 2);  // the unit before the last: its place is used again
+  if (tid < kMostTokensOfUnit) {
+    s.units[sending.sent % 2].looks_blank[tid] = false;
+    s.units[sending.sent % 2].ranks[tid] = 0;
+  }
+  early.prepare(a, min(a.own - end, a.tokens_per_unit) * k.c.top_k, s);
+}
+
+// What the senders do once they have met.
+template <typename Mode, bool kPlain>
+__device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, Sending& sending,
+                                 EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  if (unit < k.living) {
+    const std::uint32_t peer = k.order[unit];
+    if (kPlain || !is_remote(k, peer))
+      send_counts<kPlain>(a, step, peer, s, experts);
+    else if constexpr (!kPlain)
+      if (s.may_send) DispatchExtras<kPlain>::write_header(a, step, peer, s, experts);
+    note(k, Stage::Counted);
+    return;
+  }
+  if (!kPlain && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
+  const std::uint32_t turn = sending.sent++ % 2, first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
+  send_tokens<Mode, kPlain>(a, step, first, n, early, s, experts, s.units[turn]);
+  if (std::is_same_v<Mode, AsIs> && a.scales != nullptr) {
+    sync_senders();
+    write_given_scales(a, first, n, s.units[turn]);
+  }
+  note(k, Stage::Routed);
+  signal(kStored + turn);
+}
+
+// The units of a share: what this thread block's senders do together.
+template <typename Mode, bool kPlain>
+__device__ inline void send_share(const DispatchArguments& a, std::uint32_t step, std::uint32_t share, Sending& sending,
+                                  EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  for (std::uint32_t unit = share; unit < a.units; unit += gridDim.x) {
+    prepare_unit(a, unit, sending, early, s, experts);
+    if (sending.claimed)
+      sync_senders();
+    else
+      await(kClaimed);
+    sending.claimed = true;
+    if (s.share != share || !s.taken) return;
+    if (unit == 0 && threadIdx.x == 0) {
+      *a.received.step = step;  // the step's other phases read it there
+      take_set(k, step);
+    }
+    note(k, Stage::RowsPlanned);
+    send_unit<Mode, kPlain>(a, step, unit, sending, early, s, experts);
+    if (unit + gridDim.x >= a.units) return;
+    early.load_unit(a, unit + gridDim.x);
+    sync_senders();
+  }
+}
+
+// The senders' part of a launch.
+template <typename Mode, bool kPlain>
+__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
+  if (threadIdx.x < k.c.world)
+    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+  Sending sending;
+  std::uint32_t share = blockIdx.x;
+  while (share != kNone) {
+    send_share<Mode, kPlain>(a, step, share, sending, early, s, experts);
+    if (!sending.claimed) await(kClaimed);
+    sending.claimed = true;
+    if (!s.taken) break;
+    sending.early = false;  // what was loaded early is of the own share alone
+    sync_senders();
+    if (warp_of_block() == 0) {
+      const std::uint32_t next = take_another_share(k, Op::Dispatch, step, shares);
+      if (threadIdx.x == 0) s.share = next;
+    }
+    sync_senders();
+    share = s.share;
+    if (share != kNone) early.load_unit(a, share);
+  }
+  const std::uint32_t turn = sending.sent % 2;
+  if (sending.sent >= 2) await(kPublished + turn);
+  if (threadIdx.x == 0) s.units[turn].ended = true;
+  signal(kStored + turn);
+}
+
+// The publisher's part. The senders have stored, and arrived at a barrier: one release covers what all of them wrote.
+template <bool kPlain>
+__device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  claim_own<kPlain>(a, s);
+  __syncwarp();
+  signal(kClaimed);
+  for (std::uint32_t n = 0;; ++n) {
+    const std::uint32_t turn = n % 2;
+    await(kStored + turn);
+    const StoredUnit& unit = s.units[turn];
+    if (unit.ended) return;
+    if constexpr (!kPlain)
+      if (k.remote != 0) DispatchExtras<kPlain>::count_remote_rows(a, s.step, unit);
+    bool any = false;
+    for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
+      const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;
+      if (nth >= unit.rows(token) || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;
+      if (!kPlain && is_remote(k, unit.rank[token][nth])) continue;
+      publish(k, unit.row[token][nth] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
+      any = true;
+    }
+    if (__any_sync(~0u, any)) note(k, Stage::Published);
+    signal(kPublished + turn);
+  }
+}
+
+}  // namespace pplx::cuda

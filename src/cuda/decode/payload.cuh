@@ -1,0 +1,135 @@
+// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has its
+// pieces of a token in registers, loaded while the token's rows are planned.
+#pragma once
+
+#include "../common/arrival.cuh"
+#include "warps.cuh"
+#include "../common/number.cuh"
+
+namespace pplx::cuda {
+
+struct AsIs {};
+template <std::uint32_t kElementBytes>  // of the caller's tokens
+struct Quantised {};
+
+template <typename Mode>
+struct Payload;
+
+template <>
+struct Payload<AsIs> {
+  static constexpr std::uint32_t kPieces = 2;
+  static constexpr std::uint32_t kBytes = kPieces * kSenders * 16;  // of a row, by all threads
+  uint4 raw[kPieces];
+
+  __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPieces; ++i) {
+      const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
+      if (from < bytes) raw[i] = load_input(x + from);
+    }
+  }
+  __device__ void prepare(const Common&) {}
+  // False: some piece looks blank.
+  __device__ bool shows(std::uint32_t bytes, std::uint32_t at) const {
+    bool all = true;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPieces; ++i)
+      if (at + (i * kSenders + threadIdx.x) * 16 < bytes) all = all && !is_blank(raw[i]);
+    return all;
+  }
+  __device__ void store(const Common&, char* row, std::uint32_t bytes, std::uint32_t at) const {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPieces; ++i) {
+      const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
+      if (from < bytes) store_piece(row + from, raw[i]);
+    }
+  }
+};
+
+// Sixteen elements a thread, eight threads a word of scales: one scale, or four of two threads each.
+template <std::uint32_t kElementBytes>
+struct Payload<Quantised<kElementBytes>> {
+  static constexpr std::uint32_t kBytes = kSenders * 16;  // of codes
+  static constexpr std::uint32_t kLoads = kElementBytes;  // of sixteen bytes each
+  union {
+    uint4 raw[kLoads];
+    struct {
+      uint4 codes, scales;
+    } row;
+  };
+
+  __device__ Payload() {}
+  __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
+    const std::uint32_t first = at + threadIdx.x * 16;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kLoads; ++i) {
+      raw[i] = make_uint4(0, 0, 0, 0);  // past the end: counts for no scale
+      const std::uint32_t element = first + i * 16 / kElementBytes;
+      if (element < bytes) raw[i] = load_input(x + std::uint64_t{element} * kElementBytes);
+    }
+  }
+
+  // What was loaded becomes codes and scales.
+  __device__ void prepare(const Common& k) {
+    float f[16];
+    unpack(k.c.dtype, f);
+    std::uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
+    largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+    if (k.c.wire != Wire::MXFP8) {
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 2));
+      largest = max(largest, __shfl_xor_sync(~0u, largest, 4));
+    }
+    const BlockScale s = block_scale(k.c.wire, float_of(largest));
+    uint4 codes = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);  // NaN, whatever its sign was
+    if (largest < 0x7f800000u)
+      codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier),
+                         four_e4m3(f + 12, s.multiplier));
+    const std::uint32_t word = scale_word(k.c.wire, s.scale);
+    row.codes = codes;
+    row.scales =
+        make_uint4(__shfl_sync(~0u, word, 0), __shfl_sync(~0u, word, 8), __shfl_sync(~0u, word, 16), __shfl_sync(~0u, word, 24));
+  }
+  // Codes never look blank; four NaNs among a block's byte scales do.
+  __device__ bool shows(std::uint32_t bytes, std::uint32_t at) const {
+    return at + threadIdx.x * 16 >= bytes || !is_blank(row.scales);
+  }
+  // A row's payload and scales are padded to 16 bytes each, so whole pieces fit.
+  __device__ void store(const Common& k, char* to, std::uint32_t bytes, std::uint32_t at) const {
+    const std::uint32_t from = at + threadIdx.x * 16;
+    if (from >= bytes) return;
+    store_piece(to + from, row.codes);
+    if (threadIdx.x % 32 == 0) store_piece(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
+  }
+
+ private:
+  __device__ void unpack(Dtype dtype, float* f) const {
+    constexpr int kPerLoad = 16 / kElementBytes;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kLoads; ++i) {
+      if (kElementBytes == 4)
+        Float32::unpack(raw[i], f + i * kPerLoad);
+      else if (dtype == Dtype::BFloat16)
+        BFloat16::unpack(raw[i], f + i * kPerLoad);
+      else
+        Float16::unpack(raw[i], f + i * kPerLoad);
+    }
+  }
+  // Eight threads share a word. If a scale is a byte, each of them has one of the word's four.
+  __device__ static std::uint32_t scale_word(Wire wire, float scale) {
+    if (wire != Wire::MXFP8) return bits_of(scale);
+    std::uint32_t word = std::uint32_t{to_e8m0(scale)} << threadIdx.x % 8 / 2 * 8;
+    word |= __shfl_xor_sync(~0u, word, 2);
+    return word | __shfl_xor_sync(~0u, word, 4);
+  }
+};
+
+// Returns what of(Mode) returns for the mode of a call. `call`: has given_scales.
+template <typename Call, typename Of>
+auto choose_mode(const Config& c, const Call& call, const Of& of) {
+  if (call.given_scales || c.wire == Wire::Native) return of(AsIs());
+  return c.dtype == Dtype::Float32 ? of(Quantised<4>()) : of(Quantised<2>());
+}
+
+}  // namespace pplx::cuda

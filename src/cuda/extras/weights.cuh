@@ -1,0 +1,92 @@
+// combine(weights=): a source sends its weights first, and rows that go back to it wait for them.
+#pragma once
+
+#include "../common/step.cuh"
+#include "../remote/proxy.cuh"
+
+namespace pplx::cuda {
+
+__device__ inline void send_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
+  if (is_remote(k, peer) && !may_write(k, step, Op::Weights, peer)) return;
+  write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
+  for (std::uint32_t own = lane; own < a.own; own += 32) {
+    const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
+    const float* weights = a.weights + std::uint64_t{k.slice.token(own)} * k.c.top_k;
+    std::uint32_t row = kNone;
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::uint32_t entry = a.plan.token_rows[at + i];
+      if (entry != kNone && entry >> 20 == peer) row = entry & 0xfffffu;
+    }
+    if (row == kNone) continue;
+    auto* to = reinterpret_cast<float*>(block + k.weights.row_at(row));
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::int32_t id = a.plan.ids[at + i];
+      if (id >= 0 && k.per_rank.divide(id) == peer) *to++ = weights[i];
+    }
+  }
+  __syncwarp();
+  if (lane != 0) return;
+  if (is_remote(k, peer))
+    hand_over(k, step, Op::Weights, peer, a.plan.rows[peer]);
+  else
+    raise_at_peer(k, step, Signal::Weights, peer);
+}
+
+// Whether the weights that have come from this source are those of its rows; fails otherwise.
+__device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
+  const Common& k = a.common;
+  bool good = true;
+  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Weights, source), Phase::Weights, step, source, good);
+  const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
+  if (!good || h.rows == rows) return good;
+  fail(k, {AbortReason::Protocol, Phase::Weights, k.c.rank, source, step}, rows, h.rows);
+  return false;
+}
+
+// A warp's part: a lane looks after a remote peer's word, and its header.
+__device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
+    if (wait_for_block(k, step, Op::Weights, Phase::Weights, peer) && are_weights_of_rows(a, step, peer))
+      pass_on(k, step, Signal::Weights, peer);
+  }
+  __syncwarp();
+}
+
+// The weights of this row's choices that its source gave to combine. False: they will not come.
+__device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
+                                   float& weight) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  bool good = true;
+  if (lane == 0)
+    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
+           (is_remote(k, source) || are_weights_of_rows(a, step, source));
+  if (!all_of_warp(good)) return false;
+  if (lane < k.c.top_k)
+    weight =
+        __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
+  return true;
+}
+
+// Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
+// By `warps` warps of the block, of which this is number `warp`.
+[[maybe_unused]] static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t warp, std::uint32_t warps) {
+  const Common& k = a.common;
+  const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
+  for (std::uint32_t i = warp; i < all; i += warps) {
+    bool mine = false;
+    if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
+    if (!__any_sync(~0u, mine)) continue;
+    if (i < k.living)
+      send_weights(a, step, k.order[i]);
+    else
+      pass_on_weights(a, step);
+  }
+}
+
+}  // namespace pplx::cuda

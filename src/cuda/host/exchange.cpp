@@ -1,0 +1,451 @@
+#include "exchange.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <iterator>
+#include <thread>
+
+#include "../../host/atomic.h"
+#include "../../protocol/deadlines.h"
+#include "on_device.h"
+
+namespace pplx::cuda {
+namespace {
+
+// Generations whose graphs are known to be old. A call that allocates may wait for the device, so all are there from the start.
+constexpr std::uint32_t kControls = 64;
+
+Control fresh_control(const Config& c) {
+  Control control{};
+  control.step = static_cast<unsigned long long>(c.first_step) << 32;
+  for (auto& shares : control.shares) std::fill(std::begin(shares), std::end(shares), c.first_step - 1);
+  for (std::uint32_t set = 0; set < c.in_flight; ++set) control.closed[set] = closed_word(first_step_of_set(c, set) - c.in_flight);
+  return control;
+}
+
+Control retired_control() {
+  Control control{};
+  control.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
+  return control;
+}
+
+// That are counted together: no more of a step than these.
+std::uint32_t most_chunks(const Config& c) {
+  const std::uint32_t least = most_rounds(c) == 0 ? kLeastTokensOfChunk : std::min(kLeastTokensOfChunk, tokens_of_round(c));
+  return ceil_div(c.max_tokens, least);
+}
+
+// How rows are cut, for kernels.
+void measure_rows(Common& k) {
+  const Config& c = k.c;
+  k.experts_per_rank = experts_per_rank(c);
+  k.expert_pieces = expert_pieces(c);
+  k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
+  while (1u << k.group_shift < c.top_k) ++k.group_shift;
+  k.payload_bytes = payload_bytes(c);
+  k.parts = ceil_div(k.payload_bytes, kPartBytes);
+  k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
+  k.by_parts = Divider(k.parts);
+  k.scale_pieces = ceil_div(scale_words(c), 4);
+  k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
+  k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
+  k.row_bytes = c.hidden * dtype_bytes(c.dtype);
+  // What is divided: a strip's number among those of all rows.
+  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
+  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
+}
+
+std::uint32_t sms_of_gpu(int device) {
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return static_cast<std::uint32_t>(sms);
+}
+
+// Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
+std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t num_sms) {
+  std::uint32_t sms = of_gpu;
+  if (c.in_flight > 1) sms = sms > kSmsLeft ? std::max(1u, (sms - kSmsLeft) / c.in_flight) : 1;
+  sms = std::min(sms, kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm));
+  return num_sms > 0 ? std::min(num_sms, sms) : sms;
+}
+
+}  // namespace
+
+std::uint32_t tuned_many_tokens(const Config& c, int device, std::uint32_t num_sms) {
+  if (in_pieces(c)) return kManyTokensElsewhere;
+  const std::uint32_t sms = sms_of_gpu(device);
+  return many_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+}
+
+void clear(const SharedMemory& heap, cudaStream_t stream) {
+  check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
+  const Heap h = heap_of(c);
+  const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];
+  check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
+  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.shared_bytes - h.slices, stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+                   std::uint32_t sending_share)
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens), sending_share_(sending_share) {
+  if (const char* what = invalid(config)) throw Misuse(what);
+  if (const char* what = invalid_pieces(config)) throw Misuse(what);
+  if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
+  if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
+  const OnDevice on(device_);
+  common_.c = config;
+  common_.heap = heap_of(config);
+  common_.dispatch = dispatch_block(config);
+  common_.combine = combine_block(config);
+  common_.weights = weights_block(config);
+  common_.dispatch_parts = part_sizes(config, Op::Dispatch);
+  common_.combine_parts = part_sizes(config, Op::Combine);
+  common_.per_rank = Divider(experts_per_rank(config));
+  common_.top_k = Divider(config.top_k);
+  common_.experts = local_experts(config, config.rank);
+  common_.most_rows = max_rows_of_block(config);
+  measure_rows(common_);
+  common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
+#ifdef PPLX_CUDA_FUZZ
+  if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);
+#endif
+  for (std::uint32_t peer = 0; peer < config.world; ++peer) {
+    if (peer != config.rank && !memory_.peers.at(peer)) continue;
+    const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
+    if (theirs.bytes() < common_.heap.shared_bytes)
+      throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
+    common_.peers[peer] = theirs.data();
+  }
+  if (memory_.proxied) {
+    auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes) : nullptr;
+    std::string why_not;
+    auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
+    host_ = std::make_shared<HostHeap>(config, memory_.remote, std::move(blocks), std::move(arrivals));
+    common_.host = host_->words_at();
+    common_.arrivals = host_->arrivals_at();
+    common_.blocks = host_->blocks_at();
+  }
+  common_.remote = memory_.remote;
+#ifdef PPLX_CARRIER
+  const Symmetric& symmetric = memory_.symmetric;
+  if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
+  common_.blocks = symmetric.base;
+  std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
+#endif
+  sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
+  common_.combine_blocks = sms_ * kCombineBlocksPerSm;
+  if (common_.heap.in_pieces) check_pieces();
+  check(load(config, false, false), "loading the kernels");
+  std::vector<bool> alive(config.world, true);
+  for (std::uint32_t peer = 0; peer < config.world; ++peer)
+    alive[peer] = common_.peers[peer] != nullptr || (memory_.remote >> peer & 1) != 0;
+  rebuild_order(alive);
+  check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
+  common_.control = controls_ + common_.generation % kControls;
+  write_control(common_.generation, fresh_control(config));
+  make_chunk_counts();
+  if (common_.heap.in_pieces) make_round_counts();
+  check(cudaHostAlloc(reinterpret_cast<void**>(&common_.report), sizeof(Report), cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
+  *common_.report = Report{};
+#ifdef PPLX_CARRIER
+  if (symmetric.base != nullptr) {  // else there is nobody to put anything to
+    check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
+    rebase();
+  }
+#endif
+  listen();
+}
+
+void Exchange::use_hooks() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  const Config& c = common_.c;
+  check(load_hooks(), "loading the kernels of hooks");
+  check(load(c, false, true), "loading the kernels of dispatches with hooks");
+  if (chunk_memory_ != nullptr) check(load(c, true, true), "loading the kernels of large dispatches with hooks");
+  has_hooks_ = true;
+  const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
+  sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
+  common_.combine_blocks = sms_ * kCombineBlocksPerSm;
+}
+
+void Exchange::listen() {
+  if (!host_) return;
+  host_->listen([this](const LostNetwork& loss) {
+    const std::uint32_t peer = loss.abort.peer;
+    const bool left = peer < kMaxPeers && (load_acquire(&common_.report->left) >> peer & 1) != 0;
+    const LostNetwork told = left ? loss.after_goodbye() : loss;
+    fail(told.abort, told.message);
+  });
+}
+
+Exchange::~Exchange() {
+  if (fork_.in_child()) return;   // the GPU is the parent's
+  if (host_) host_->listen(nullptr);
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  if (!ended(deadlines::kCloseKernels.seconds)) {
+    fail({AbortReason::Closed, Phase::None, config().rank, config().rank, 0}, "");
+    ended(deadlines::kCloseAborted.seconds);
+  }
+  memory_.peers.clear();
+  memory_.own.reset();
+  host_.reset();
+  cudaFree(controls_);
+  cudaFree(chunk_memory_);
+  cudaFree(round_counts_);
+#ifdef PPLX_CARRIER
+  cudaFree(common_.puts);
+#endif
+  cudaFreeHost(common_.report);
+  cudaStreamDestroy(own_stream_);
+  cudaGetLastError();
+  cudaSetDevice(before);
+}
+
+// Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
+bool Exchange::ended(double seconds) const {
+  std::vector<cudaStream_t> streams;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);  // not while waiting: fail() wants it
+    streams = launches_.eager().streams();
+  }
+  const auto until = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  for (const cudaStream_t stream : streams)
+    while (cudaStreamQuery(stream) == cudaErrorNotReady) {
+      if (std::chrono::steady_clock::now() > until) return false;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  cudaGetLastError();
+  return true;
+}
+
+void Exchange::fail(const Abort& abort, const std::string& message) {
+  const std::lock_guard<std::mutex> lock(mutex_);   // a reset ends what came before it
+  first_.tell(&common_.report->abort, abort, message);
+}
+
+void Exchange::peer_left(std::uint32_t peer) { __atomic_fetch_or(&common_.report->left, 1ull << peer, __ATOMIC_RELEASE); }
+
+void Exchange::peer_busy(std::uint32_t peer, bool busy) {
+  if (busy)
+    __atomic_fetch_or(&common_.report->busy, 1ull << peer, __ATOMIC_RELEASE);
+  else
+    __atomic_fetch_and(&common_.report->busy, ~(1ull << peer), __ATOMIC_RELEASE);
+}
+
+void Exchange::set_num_sms(std::uint32_t num_sms) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  wanted_sms_ = std::min(num_sms, most_sms_);
+}
+
+void Exchange::drain(cudaStream_t current, double seconds) {
+  const OnDevice on(device_);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Launches::Sequence& here = launches_.on(current);
+    if (here.eager()) here.follow(current, false);
+  }
+  store_if_zero(&common_.report->abort, abort_word({AbortReason::User, Phase::None, config().rank, config().rank, 0}));
+  if (!ended(seconds))
+    throw Misuse("reset: the streams that this AllToAll was used on are still at work; what they wait for must end first");
+}
+
+void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
+  if (host_) host_->listen(nullptr);  // before the lock: what is being told now wants it, too
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  write_control(common_.generation, retired_control());
+  write_control(generation, fresh_control(common_.c));
+  static constexpr std::uint64_t nothing = 0;
+  check(cudaMemcpyAsync(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing,
+                        cudaMemcpyHostToDevice, own_stream_),
+        "cudaMemcpyAsync");
+  leave_blank(common_.c, *memory_.own, own_stream_);
+  forget_chunk_counts();
+  forget_round_counts();
+  tokens_sent_.clear();
+  sums_sent_.clear();
+  if (host_) host_->reset(generation);
+  listen();
+  common_.generation = generation;
+  common_.control = controls_ + generation % kControls;
+  rebuild_order(alive);
+  Report fresh{};
+  fresh.left = load_acquire(&common_.report->left);
+  fresh.busy = load_acquire(&common_.report->busy);
+  *common_.report = fresh;
+  first_.forget();
+  launches_.forget_steps();
+  steps_.reset();
+}
+
+void Exchange::rebuild_order(const std::vector<bool>& alive) {
+  const Config& c = common_.c;
+  common_.living = 0;
+  common_.dead = 0;
+  const std::vector<std::uint32_t> order = peer_order(c, alive);
+  for (const bool remote : {true, false})
+    for (const std::uint32_t peer : order)
+      if (((common_.remote >> peer & 1) != 0) == remote) common_.order[common_.living++] = static_cast<std::uint8_t>(peer);
+  for (std::uint32_t peer = 0; peer < c.world; ++peer)
+    if (!alive[peer]) common_.dead |= 1ull << peer;
+  common_.slice = slice_of(c, c.rank, &alive);
+  common_.replicas = 0;
+  for (const std::uint32_t peer : other_replicas(c, order, [&](std::uint32_t r) { return (common_.remote >> r & 1) == 0; }))
+    common_.replicas |= 1ull << peer;
+}
+
+void Exchange::write_control(std::uint32_t generation, const Control& value) {
+  check(cudaMemcpyAsync(controls_ + generation % kControls, &value, sizeof value, cudaMemcpyHostToDevice, own_stream_),
+        "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
+// Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
+// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's. Rows of remote
+// peers are handed over by rounds: whole blocks for other nodes these kernels do not know.
+void Exchange::make_chunk_counts() {
+  const Config& c = common_.c;
+  if (memory_.across() && !common_.heap.in_pieces) return;
+  int shared = 0;
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
+  const auto bytes = static_cast<std::uint32_t>(shared);
+  if (common_.heap.in_pieces) {
+    common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
+  } else {
+    if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
+    common_.word_rows = many_tokens_;
+  }
+  check(load(c, true, false), "loading the kernels of large steps");
+  const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
+  const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
+  chunk_bytes_ = counts + 2 * columns * chunks;
+  check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
+  auto* const words = reinterpret_cast<std::uint32_t*>(chunk_memory_);
+  chunk_counts_.next = words;
+  chunk_counts_.counted = words + 1;
+  chunk_counts_.left = words + 2;
+  chunk_counts_.received = words + 3;
+  chunk_counts_.totals = reinterpret_cast<std::uint32_t*>(chunk_memory_ + totals);
+  chunk_counts_.taken = reinterpret_cast<std::uint32_t*>(chunk_memory_ + taken);
+  chunk_counts_.ready = reinterpret_cast<std::uint64_t*>(chunk_memory_ + ready);
+  chunk_counts_.counts = reinterpret_cast<std::uint16_t*>(chunk_memory_ + counts);
+  forget_chunk_counts();
+}
+
+void Exchange::forget_chunk_counts() {
+  if (chunk_memory_ == nullptr) return;
+  const Config& c = common_.c;
+  check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
+  // No step that is near has this number.
+  const std::vector<std::uint32_t> taken(most_chunks(c), c.first_step - 1);
+  check(cudaMemcpyAsync(chunk_counts_.taken, taken.data(), 4 * taken.size(), cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
+// What blocks in pieces need of the GPU and of the configuration.
+void Exchange::check_pieces() const {
+  const Config& c = common_.c;
+  const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
+  const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
+  if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
+  int shared = 0;
+  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
+  const auto bytes = static_cast<std::uint32_t>(shared);
+  if (!can_dispatch_many_pieces(c, bytes) || !can_combine_many_pieces(c, bytes))
+    refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
+}
+
+void Exchange::make_round_counts() {
+  const Config& c = common_.c;
+  const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
+  const bool across = common_.blocks != nullptr;
+  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words;
+  const std::uint64_t stored = 4 * kPlaces * words;
+  round_bytes_ = across ? told + stored : remote;
+  char* memory = nullptr;
+  check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
+  round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
+  ids_digest_ = reinterpret_cast<unsigned long long*>(memory + counts);
+  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + remote), reinterpret_cast<std::uint32_t*>(memory + told)};
+  forget_round_counts();
+}
+
+void Exchange::forget_round_counts() {
+  if (round_counts_ == nullptr) return;
+  check(cudaMemsetAsync(round_counts_, 0, round_bytes_, own_stream_), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+}
+
+void Exchange::raise_failure() {
+  // What a kernel saw says more than what others say.
+  std::uint64_t word = load_acquire(&common_.report->failure);
+  if (word == 0) word = load_acquire(&common_.report->abort);
+  if (word == 0) return;
+  const Abort a = read_abort(word, config().world);
+  std::string message = first_.text(word, config());
+  const std::uint64_t expected = common_.report->expected;
+  const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);
+  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & kFlags) != 0) {
+    constexpr std::uint32_t named = kFlagsAlike | kAccumulates;
+    message += ": " + difference_text(mine & named, theirs & named);
+  }
+  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
+    message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
+  if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
+  const bool of_round = a.origin == config().rank && (expected & kRound) != 0 && (expected & (kFlags | kTokens)) == 0 &&
+                        (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed);
+  if (of_round) message += ": it waited for " + round_text(a, mine, (expected & kToBeRead) != 0);
+  PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
+  if (of_round) {
+    failure.expected = "piece " + std::to_string(mine);
+    failure.seen = "not all of it";
+  } else if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
+    failure.expected = word_text(common_.report->expected);
+    failure.seen = word_text(common_.report->seen);
+  }
+  throw failure;
+}
+
+std::uint32_t Exchange::open_steps() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return static_cast<std::uint32_t>(launches_.eager().open_steps());
+}
+
+std::uint64_t Exchange::steps() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return steps_.closed();
+}
+
+std::uint64_t Exchange::bulk_dispatches() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_dispatches_;
+}
+std::uint64_t Exchange::bulk_combines() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bulk_combines_;
+}
+
+#ifdef PPLX_CUDA_STAGES
+void Exchange::note_stages(std::uint64_t* stages, std::uint32_t warps) {
+  common_.stages = stages;
+  common_.stage_warps = warps;
+}
+#endif
+
+void Exchange::stamp(std::uint64_t* stamps, std::uint32_t steps) {
+  common_.stamps = stamps;
+  common_.stamp_steps = std::max(1u, steps);
+}
+
+}  // namespace pplx::cuda

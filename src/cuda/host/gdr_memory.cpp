@@ -1,0 +1,98 @@
+#include "gdr_memory.h"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <cstdint>
+
+#include "../../protocol/config.h"
+
+namespace pplx::cuda {
+namespace {
+
+constexpr std::size_t kPage = 64 << 10;   // what GDRCopy pins
+
+// As gdrapi.h has them, of version 2.
+struct Handle {
+  unsigned long h;
+};
+struct Library {
+  void* (*open)() = nullptr;
+  int (*close)(void*) = nullptr;
+  int (*pin)(void*, unsigned long address, std::size_t bytes, std::uint64_t token, std::uint32_t space, Handle*) = nullptr;
+  int (*unpin)(void*, Handle) = nullptr;
+  int (*map)(void*, Handle, void** at, std::size_t bytes) = nullptr;
+  int (*unmap)(void*, Handle, void* at, std::size_t bytes) = nullptr;
+  bool found = false;
+};
+
+template <typename F>
+bool find(void* library, F& function, const char* name) {
+  function = reinterpret_cast<F>(dlsym(library, name));
+  return function != nullptr;
+}
+
+Library load() {
+  Library l;
+  void* const library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_LOCAL);
+  l.found = library != nullptr && find(library, l.open, "gdr_open") && find(library, l.close, "gdr_close") &&
+            find(library, l.pin, "gdr_pin_buffer") && find(library, l.unpin, "gdr_unpin_buffer") && find(library, l.map, "gdr_map") &&
+            find(library, l.unmap, "gdr_unmap");
+  return l;
+}
+
+const Library& library() {
+  static const Library loaded = load();
+  return loaded;
+}
+
+}  // namespace
+
+std::unique_ptr<GdrMemory> GdrMemory::make(int device, std::size_t bytes, std::string& why_not) {
+  if (!library().found) {
+    why_not = "there is no libgdrapi.so.2";
+    return nullptr;
+  }
+  std::unique_ptr<GdrMemory> memory(new GdrMemory);
+  int before = 0;
+  cudaGetDevice(&before);
+  cudaSetDevice(device);
+  const bool good = memory->open(bytes, why_not);
+  cudaGetLastError();
+  cudaSetDevice(before);
+  return good ? std::move(memory) : nullptr;
+}
+
+bool GdrMemory::open(std::size_t bytes, std::string& why_not) {
+  bytes_ = align_up(bytes, kPage);
+  if (cudaMalloc(&allocated_, bytes_ + kPage) != cudaSuccess || cudaMemset(allocated_, 0, bytes_ + kPage) != cudaSuccess ||
+      cudaDeviceSynchronize() != cudaSuccess) {
+    why_not = "the GPU has no memory for it";
+    return false;
+  }
+  gpu_ = reinterpret_cast<char*>(align_up(reinterpret_cast<std::uintptr_t>(allocated_), kPage));
+  session_ = library().open();
+  if (session_ == nullptr) {
+    why_not = "GDRCopy's kernel module, gdrdrv, is not loaded";
+    return false;
+  }
+  Handle handle{};
+  pinned_ = library().pin(session_, reinterpret_cast<unsigned long>(gpu_), bytes_, 0, 0, &handle) == 0;
+  handle_ = handle.h;
+  if (!pinned_ || library().map(session_, handle, &host_, bytes_) != 0) {
+    host_ = nullptr;
+    why_not = "GDRCopy cannot map this GPU's memory";
+    return false;
+  }
+  return true;
+}
+
+GdrMemory::~GdrMemory() {
+  if (host_ != nullptr) library().unmap(session_, {handle_}, host_, bytes_);
+  if (pinned_) library().unpin(session_, {handle_});
+  if (session_ != nullptr) library().close(session_);
+  cudaFree(allocated_);
+  cudaGetLastError();
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,98 @@
+#include "host_heap.h"
+
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "../../host/failure.h"
+#include "../../protocol/deadlines.h"
+#include "error.h"
+
+namespace pplx::cuda {
+
+// Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
+HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks,
+                   std::unique_ptr<GdrMemory> arrivals)
+    : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
+  void* const memory = mmap(nullptr, heap_.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) refuse(std::strerror(errno));
+  memory_ = static_cast<char*>(memory);
+  madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
+  try {
+    for (const Range& range : ranges_in_use()) pin(range);
+  } catch (...) {
+    release();
+    throw;
+  }
+  for (std::uint32_t set = 0; set < config.in_flight; ++set)
+    for (std::uint32_t op = 0; op < kOps; ++op)
+      for (std::uint32_t peer = 0, nth = 0; peer < config.world; ++peer)
+        if ((remote >> peer & 1) != 0)
+          set_outgoing(mailbox_entry(heap_, memory_, heap_.word_index(config, set, Op(op), peer)), heap_.spaced_send_at(config, set, Op(op), nth++));
+}
+
+HostHeap::~HostHeap() {
+  listen(nullptr);
+  if (!fork_.in_child()) release();
+}
+
+// Of a heap whose blocks lie elsewhere only the words: the rest has addresses, and no pages.
+std::vector<HostHeap::Range> HostHeap::ranges_in_use() const {
+  if (!blocks_) return {{0, heap_.bytes}};
+  const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+  const std::uint64_t arrived = align_up(heap_.slots[0], page), told = heap_.mailbox / page * page, end = align_up(heap_.send[0], page);
+  if (arrived >= told) return {{0, end}};
+  return {{0, arrived}, {told, end - told}};
+}
+
+void HostHeap::pin(const Range& range) {
+  char* const at = memory_ + range.at;
+  if (mprotect(at, range.bytes, PROT_READ | PROT_WRITE) != 0) refuse(std::strerror(errno));
+  madvise(at, range.bytes, MADV_HUGEPAGE);
+  cudaError_t error = cudaHostRegister(at, range.bytes, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess) pinned_.push_back(range);
+  void* there = nullptr;
+  if (error == cudaSuccess) error = cudaHostGetDevicePointer(&there, at, 0);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    refuse(cudaGetErrorString(error));
+  }
+  char* const mapped = static_cast<char*>(there) - range.at;
+  if (mapped_ != nullptr && mapped != mapped_) refuse("the GPU knows two parts of it by addresses that do not go together");
+  mapped_ = mapped;
+}
+
+void HostHeap::release() {
+  for (const Range& range : pinned_) cudaHostUnregister(memory_ + range.at);
+  cudaGetLastError();
+  munmap(memory_, heap_.bytes);
+}
+
+void HostHeap::refuse(const std::string& why) const {
+  std::uint64_t bytes = 0;
+  for (const Range& range : ranges_in_use()) bytes += range.bytes;
+  throw CudaError((blocks_ ? "the words about blocks of " : "the blocks of ") + std::to_string(config_.remote_peers) +
+                  " ranks of other nodes need " + std::to_string(bytes) + " bytes of pinned host memory: " + why +
+                  ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
+}
+
+std::uint64_t HostHeap::pinned_bytes() const {
+  std::uint64_t bytes = 0;
+  for (const Range& range : pinned_) bytes += range.bytes;
+  return bytes;
+}
+
+std::optional<DeviceMemory> HostHeap::blocks() const {
+  if (!blocks_) return {};
+  return blocks_->description();
+}
+
+void HostHeap::reset(std::uint32_t generation) {
+  generation_ = generation;
+  empty_mailbox(heap_, config_, memory_);
+}
+
+}  // namespace pplx::cuda

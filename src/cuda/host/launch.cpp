@@ -1,0 +1,329 @@
+// The calls of an Exchange that launch: from what Python gives to what a kernel takes.
+#include <algorithm>
+
+#include "exchange.h"
+#include "on_device.h"
+
+namespace pplx::cuda {
+namespace {
+
+template <typename T>
+void point(T*& to, char* buffer, std::uint64_t at) {
+  to = reinterpret_cast<T*>(buffer + at);
+}
+
+template <typename T>
+void point(T*& to, char* buffer, const OutputPart& part) {
+  to = part.exists() ? reinterpret_cast<T*>(buffer + part.at) : nullptr;
+}
+
+ReceivedView received_view(const BufferLayout& b, char* buffer) {
+  ReceivedView r;
+  point(r.step, buffer, b.step);
+  point(r.overflowed, buffer, b.overflowed);
+  point(r.rows_begin, buffer, b.rows_begin);
+  point(r.many, buffer, b.many);
+  point(r.choices, buffer, b.choices);
+  point(r.place, buffer, b.place);
+  if (b.weight != 0) point(r.weight, buffer, b.weight);
+  return r;
+}
+
+PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
+  PlanView p;
+  const std::uint64_t choices = 4 * align_up(tokens * c.top_k, 4);
+  p.counts = reinterpret_cast<std::uint32_t*>(plan);
+  p.rows = reinterpret_cast<std::uint32_t*>(plan + plan_rows_at(c));
+  p.ids_digest = reinterpret_cast<std::uint64_t*>(plan + plan_digest_at(c));
+  p.weights = reinterpret_cast<float*>(plan + plan_weights_at(c));
+  char* at = plan + plan_weights_at(c) + choices;
+  p.ids = reinterpret_cast<std::int32_t*>(at);
+  p.index = reinterpret_cast<std::uint32_t*>(at + choices);
+  p.token_rows = reinterpret_cast<std::uint32_t*>(at + 2 * choices);
+  return p;
+}
+
+DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
+  const std::uint32_t bulk_parts = dispatch_many_parts(k.c);
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * bulk_parts, bulk_parts, k.parts};
+}
+
+}  // namespace
+
+// By bulk copies, whose rows begin at multiples of sixteen bytes.
+bool Exchange::sends_by_bulk(const Launch& launch, const DispatchArguments& a) const {
+  if (a.own < common_.word_rows) return false;  // as in its combine
+  const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
+  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
+  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors of many tokens must begin at multiples of 16 bytes");
+  return false;
+}
+
+// A receive half waits for the same one of all ranks, so they come to them in the same order.
+void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
+  if (!early) return;
+  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
+               ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
+}
+
+Tokens Exchange::inputs_of(const Launch& launch, const Tokens& tokens) {
+  if (launch.halves == kSend) tokens_sent_[launch.buffer] = tokens;
+  if (launch.halves != kRecv) return tokens;
+  const auto sent = tokens_sent_.find(launch.buffer);
+  if (sent == tokens_sent_.end()) throw Misuse("dispatch_recv: no dispatch_send of this handle is open");
+  const Tokens inputs = sent->second;
+  tokens_sent_.erase(sent);
+  return inputs;
+}
+
+ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& outputs) {
+  if (launch.halves == kSend) sums_sent_[launch.buffer] = outputs;
+  if (launch.halves != kRecv) return outputs;
+  const auto sent = sums_sent_.find(launch.buffer);
+  if (sent == sums_sent_.end()) throw Misuse("combine_recv: no combine_send of this handle is open");
+  const ExpertOutputs inputs = sent->second;
+  sums_sent_.erase(sent);
+  return inputs;
+}
+
+// The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
+std::uint64_t Exchange::made_in_heap(const char* where) const {
+  const auto at = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(where) - reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]));
+  return common_.heap.has_made(common_.c, at, 0) ? at : 0;
+}
+
+PieceArguments Exchange::pieces_of(const Launch& launch) const {
+  PieceArguments p;
+  p.tokens = tokens_of_round(common_.c);
+  p.most = most_rounds(common_.c);
+  p.counts = round_counts_;
+  p.remote = remote_rounds_;
+  p.digest = ids_digest_;
+  point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
+  point(p.kept, launch.buffer, layout_.rounds);
+  return p;
+}
+
+// Small steps have narrower strips, where the smaller kernels send them.
+SentStrips Exchange::sent_strips(const CombineArguments& a) const {
+  const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
+  const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
+  if (is_plain(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
+  return SentStrips(common_.row_bytes, kSentVectors);
+}
+
+// True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
+bool Exchange::fetches(const CombineArguments& a) const {
+  return common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !common_.heap.in_pieces;
+}
+
+// A send half may wait for nobody, so it sends the rounds that have room from the start.
+void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
+  PieceArguments& p = a.pieces;
+  p = pieces_of(launch);
+  if (!by_bulk) return;
+  while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
+  a.chunks = ceil_div(a.own, a.tokens_per_chunk);
+  p.chunks = p.tokens / a.tokens_per_chunk;
+  p.begins = a.send;
+  p.begin = a.send ? 0 : kPlaces;
+  p.end_chunk = a.recv ? a.chunks : std::min(a.chunks, kPlaces * p.chunks);
+  if (a.send) return;
+  a.ids = nullptr;  // the plan is there
+  a.send = p.begin * p.chunks < a.chunks;
+}
+
+void Exchange::cut(CombineArguments& a, const Launch& launch) const {
+  PieceArguments& p = a.pieces;
+  p = pieces_of(launch);
+  p.begins = a.send;
+  p.begin = a.send ? 0 : kPlaces;
+  if (!a.recv) p.end = kPlaces;
+}
+
+DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const {
+  const Config& c = common_.c;
+  const BufferLayout& b = layout_;
+  DispatchArguments a;
+  a.common = common_;
+  a.x = tokens.x;
+  a.x_stride = tokens.stride;
+  a.scales = tokens.scales;
+  a.scale = tokens.scale;
+  a.ids = tokens.ids;
+  a.wide_ids = tokens.wide_ids;
+  a.send = (launch.halves & kSend) != 0;
+  a.recv = (launch.halves & kRecv) != 0;
+  a.tokens = tokens.count;
+  a.own = common_.slice.tokens(a.tokens);
+  a.weights = tokens.weights;
+  a.plan = plan_view(c, tokens.count, launch.plan);
+  a.received = received_view(b, launch.buffer);
+  point(a.out.x, launch.buffer, b.x);
+  point(a.out.scales, launch.buffer, b.scale);
+  a.out.scale = scale_strides(c);
+  point(a.out.counts, launch.buffer, b.counts);
+  point(a.out.offsets, launch.buffer, b.offsets);
+  point(a.out.weights, launch.buffer, b.weights);
+  point(a.out.src_rank, launch.buffer, b.src_rank);
+  point(a.out.src_token, launch.buffer, b.src_token);
+  point(a.out.topk_ids, launch.buffer, b.topk_ids);
+  point(a.out.topk_weights, launch.buffer, b.topk_weights);
+  point(a.out.num_rows, launch.buffer, b.num_rows);
+  if (outputs.x != nullptr) {
+    a.out.x = outputs.x;
+    a.out.scales = outputs.scales;
+    (c.layout == LayoutKind::Compact ? a.out.topk_weights : a.out.weights) = outputs.weights;
+  }
+  return a;
+}
+
+std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, const Outputs& outputs) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Config& c = common_.c;
+  const OnDevice on(device_);
+  const cudaStream_t stream = launch.stream;
+  Launches::Sequence& here = launches_.on(stream);
+  if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
+    throw Misuse(too_many_open_text("a step", c.in_flight));
+  const bool pieces = common_.heap.in_pieces;
+  if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
+  if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
+  const Tokens tokens = pieces ? inputs_of(launch, given) : given;
+  // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
+  if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
+    sms_ = wanted_sms_;
+    common_.combine_blocks = sms_ * kCombineBlocksPerSm;
+  }
+  const Slice& slice = common_.slice;
+  if ((launch.halves & kSend) != 0 && slice.tokens(tokens.count) > common_.most_rows)
+    throw Misuse(too_many_tokens_text(tokens.count, slice.of, common_.most_rows));
+  DispatchArguments a = arguments_of(launch, tokens, outputs);
+  const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
+  a.tokens_per_unit = tokens_per_unit(a.own, blocks);
+  a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
+  const bool by_bulk = sends_by_bulk(launch, a);
+  if (by_bulk) {
+    ++bulk_dispatches_;
+    a.stretches = a.send && a.recv && !pieces && common_.living > 1 ? sending_blocks(blocks, sending_share_) : blocks;
+    a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
+    a.chunks = ceil_div(a.own, a.tokens_per_chunk);
+    a.chunk_counts = chunk_counts_;
+  }
+  if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
+  if (pieces) cut(a, launch, by_bulk);
+  here.follow(stream, a.send);
+  if ((launch.halves & kSend) != 0) here.after_received(stream);
+  check(cuda::launch(choose(c, DispatchCall(a, by_bulk)), a, blocks, stream), "launching dispatch");
+  if (!a.recv) here.note_send(stream);
+  if ((launch.halves & kSend) == 0) {
+    if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
+    return 0;
+  }
+  const auto before = static_cast<std::uint32_t>(here.open_steps());
+  const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
+  here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
+  return step;
+}
+
+std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Config& c = common_.c;
+  const std::uint32_t own = common_.slice.tokens(tokens);
+  if (own > common_.most_rows) throw Misuse(too_many_tokens_text(tokens, common_.slice.of, common_.most_rows));
+  const bool large = own >= common_.word_rows;
+  DispatchArguments d;
+  d.common = common_;
+  d.ids = &common_;  // a plan is made
+  DispatchCall dispatch(d, large);
+  dispatch.hooks = has_hooks_;
+  CombineArguments a;
+  a.common = common_;
+  a.tokens = tokens;
+  a.sent = sent_strips(a);
+  a.fetches = large && fetches(a);
+  if (a.fetches && common_.combine_blocks <= kOfferingBlocks) a.made_at = common_.heap.made_at(0);
+  const CombineCall combine(a, large);
+  const std::string size = common_.word_rows == kNone ? "no step of this AllToAll is large"
+                           : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
+  const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
+  const std::string rounds = common_.heap.in_pieces ? "; blocks go in pieces" : "";
+  const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
+  const auto sending = choose(c, dispatch);
+  const auto summing = choose(c, combine);
+  return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
+           size + rounds + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+          {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
+           size + rounds + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
+}
+
+void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
+  const OnDevice on(device_);
+  check(launch_clear_hooks(words, hook_words_in_all(common_.c), stream), "launching the clearing of hooks");
+}
+
+void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uint32_t count) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  AwaitedExperts a;
+  a.common = common_;
+  a.hooks = dispatch_hooks(common_, launch.hooks);
+  point(a.step, launch.buffer, layout_.step);
+  point(a.counts, launch.buffer, layout_.counts);
+  point(a.offsets, launch.buffer, layout_.offsets);
+  a.first = first;
+  a.count = count;
+  check(launch_await_experts(a, launch.stream), "launching the wait for experts");
+}
+
+void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const Result& result) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  const cudaStream_t stream = launch.stream;
+  Launches::Sequence& here = launches_.on(stream);
+  Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
+  const bool pieces = common_.heap.in_pieces;
+  if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
+  const ExpertOutputs outputs = pieces ? inputs_of(launch, given) : given;
+  CombineArguments a;
+  a.common = common_;
+  a.expert_out = outputs.expert_out;
+  a.expert_stride = outputs.stride;
+  a.expert_rows = outputs.rows;
+  a.weighted = outputs.weighted;
+  a.uses_weights = outputs.uses_weights;
+  a.release = outputs.release;
+  a.weights = outputs.weights;
+  a.has_tail = result.has_tail;
+  a.tail = outputs.tail;
+  a.tail_rows = outputs.tail_rows;
+  a.tail_out = result.tail;
+  a.accumulate = result.accumulate;
+  a.send = (launch.halves & kSend) != 0;
+  a.recv = (launch.halves & kRecv) != 0;
+  a.tokens = result.tokens;
+  a.own = common_.slice.tokens(a.tokens);
+  a.plan = plan_view(common_.c, result.tokens, launch.plan);
+  a.received = received_view(layout_, launch.buffer);
+  a.y = result.y;
+  a.y_stride = result.stride;
+  a.sent = sent_strips(a);
+  const bool by_bulk = !a.release && a.own >= common_.word_rows;
+  a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  if (by_bulk) ++bulk_combines_;
+  a.fetches = by_bulk && fetches(a);
+  if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
+  a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
+  if (pieces) cut(a, launch);
+  here.follow(stream, a.send);
+  check(cuda::launch(choose(common_.c, CombineCall(a, by_bulk)), a, common_.combine_blocks, stream), "launching combine");
+  if (!a.recv) {
+    here.note_send(stream);
+    return;
+  }
+  if (!a.send) here.note_received(stream);
+  opened.close(launch.buffer);
+  if (here.eager()) steps_.close();
+}
+
+}  // namespace pplx::cuda

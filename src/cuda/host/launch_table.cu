@@ -1,0 +1,52 @@
+#include "launch_table.h"
+
+namespace pplx::cuda {
+namespace {
+
+template <typename Arguments>
+cudaError_t load(const Choice<Arguments>& choice) {
+  const void* const function = reinterpret_cast<const void*>(choice.kernel);
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, function);
+  if (error != cudaSuccess || choice.smem == 0) return error;
+  return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(choice.smem));
+}
+
+template <typename Arguments>
+cudaError_t launch_by(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<Arguments*>(&arguments)};
+  return cudaLaunchKernel(choice.kernel, dim3(blocks), dim3(choice.block), parameters, choice.smem, stream);
+}
+
+}  // namespace
+
+cudaError_t load(const Config& c, bool large, bool hooks) {
+  cudaError_t error = cudaSuccess;
+  for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
+    DispatchCall call;
+    call.large = large;
+    call.hooks = hooks;
+    call.mapped_only = (bits & 1) != 0;
+    call.given_scales = (bits & 2) != 0;
+    error = load(choose(c, call));
+  }
+  for (std::uint32_t bits = 0; !hooks && bits < 16 && error == cudaSuccess; ++bits) {
+    CombineCall call;
+    call.large = large;
+    call.mapped_only = (bits & 1) != 0;
+    call.few = (bits & 2) != 0;
+    call.fetches = (bits & 4) != 0;
+    call.offers = (bits & 8) != 0;
+    if (!call.fetches || c.lent != 0) error = load(choose(c, call));
+  }
+  return error;
+}
+
+cudaError_t launch(const Choice<DispatchArguments>& choice, const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  return launch_by(choice, arguments, blocks, stream);
+}
+cudaError_t launch(const Choice<CombineArguments>& choice, const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  return launch_by(choice, arguments, blocks, stream);
+}
+
+}  // namespace pplx::cuda

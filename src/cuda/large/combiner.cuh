@@ -1,0 +1,522 @@
+// combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
+// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; in a plain combine large/receive_sums.cuh
+// does, and this rank's own row of a token is summed then, and never stored. Rows for a rank with many tokens have arrival words, those of
+// a run behind one fence; rows for one with few show by themselves, as in a combine of few.
+#pragma once
+
+#include "fetch.cuh"
+#include "../plan/chunk_plan.cuh"
+#include "../rounds/decode_combine.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kSumTileBytes = strip_bytes(kVectorsOfTile);
+inline constexpr std::uint32_t kCombinerBytes = (kSumTiles + kSumTilesOut) * kSumTileBytes;
+static_assert(kCopies * kCopyBytes <= kCombinerBytes, "copies have the memory of tiles");
+
+// The barriers of a warp, for tiles and for copies on their way to its memory.
+struct CombinerTurns {
+  std::uint64_t loaded[kSumTiles], copied[kCopies];
+
+  // By one thread, before the block meets for the first time.
+  __device__ void init() {
+    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
+    for (std::uint64_t& turns : copied) turns_init(&turns, 1);
+  }
+};
+
+// Tiles on their way to shared memory, in the order in which they were asked for. For a warp.
+class ArrivingTiles {
+ public:
+  __device__ ArrivingTiles(char* memory, std::uint64_t* loaded) : memory_(memory), loaded_(loaded) {}
+
+  __device__ bool full() const { return asked_ - used_ == kSumTiles; }
+  // Any lane may know where from; all call.
+  __device__ void ask(const char* from, std::uint32_t bytes) {
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = loaded_ + asked_ % kSumTiles;
+      turns_expect(turns, bytes);
+      bulk_load(memory_ + asked_ % kSumTiles * kSumTileBytes, from, bytes, turns);
+    }
+    ++asked_;
+  }
+  // The next one, which has so many bytes.
+  __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
+    await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
+    const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
+#pragma unroll
+    for (int j = 0; j < kVectorsOfTile; ++j) {
+      const std::uint32_t at = j * 512 + threadIdx.x % 32 * 16;
+      v[j] = at < bytes ? *reinterpret_cast<const uint4*>(from + at) : make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();  // its place is asked for next
+    ++used_;
+  }
+
+ private:
+  char* const memory_;
+  std::uint64_t* const loaded_;
+  std::uint32_t asked_ = 0, used_ = 0;
+};
+
+// What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
+struct Inputs {
+  const char* from = nullptr;  // of this lane's
+  float weight = 1.0f;
+  std::uint32_t n = 0;  // the first lanes
+};
+
+// Asks for tile after tile of the inputs, in order.
+class InputCursor {
+ public:
+  __device__ InputCursor(const Inputs& inputs, std::uint32_t bytes) : inputs_(inputs), bytes_(bytes) {}
+  __device__ void ask(ArrivingTiles& tiles) {
+    while (inputs_.n != 0 && at_ < bytes_ && !tiles.full()) {
+      const char* const from = of_lane(inputs_.from, static_cast<int>(next_));
+      tiles.ask(from + at_, min(kSumTileBytes, bytes_ - at_));
+      if (++next_ < inputs_.n) continue;
+      next_ = 0;
+      at_ += kSumTileBytes;
+    }
+  }
+
+ private:
+  const Inputs& inputs_;
+  const std::uint32_t bytes_;
+  std::uint32_t next_ = 0, at_ = 0;
+};
+
+// Which bit is the nth of those that are set. Any, if there are not so many.
+__device__ inline int nth_bit(std::uint32_t bits, std::uint32_t nth) {
+  std::uint32_t at = 0;
+#pragma unroll
+  for (std::uint32_t half = 16; half != 0; half /= 2) {
+    const std::uint32_t below = __popc(bits >> at & ((1u << half) - 1));
+    if (nth < below) continue;
+    nth -= below;
+    at += half;
+  }
+  return static_cast<int>(at);
+}
+
+// Rows of memory in place of a row's choices: those that it has, choices ascending. By a warp. places: checked.
+__device__ inline Inputs inputs_of(const CombineArguments& a, const Places& places) {
+  const std::uint32_t there = __ballot_sync(~0u, places.place != kNone);
+  const int of = nth_bit(there, threadIdx.x % 32);
+  Inputs inputs;
+  inputs.n = __popc(there);
+  inputs.from = a.expert_out + __shfl_sync(~0u, places.place, of) * a.expert_stride;
+  inputs.weight = __shfl_sync(~0u, places.weight, of);
+  return inputs;
+}
+
+// The rows of these lanes, of which each lane has read what it makes blank: a later step of few tokens has rows there that show by themselves. By a warp.
+__device__ inline void make_blank_again(const Common& k, char* row, std::uint32_t lanes) {
+  for (; lanes != 0; lanes &= lanes - 1) {
+    char* const to = of_lane(row, __ffs(static_cast<int>(lanes)) - 1);
+    for (std::uint32_t at = threadIdx.x % 32 * 16; at < k.row_bytes; at += 512) make_blank(to + at);
+  }
+}
+
+// kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
+template <typename T, bool kPlain, bool kPieces = false>
+class ManyCombiner {
+  static constexpr int kVectors = kVectorsOfTile;
+  using TileSums = Sums<T, kVectors>;
+
+ public:
+  // memory: of this warp, kCombinerBytes.
+  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
+      : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
+
+  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  __device__ void send(std::uint32_t senders) {
+    const Spends all(k_, Span::SendingSums);
+    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
+    std::uint32_t nth = 0;
+    s_.claimed.wait();
+    while (s_.mine) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.sent, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      if (nth * gridDim.x + blockIdx.x >= runs.all()) break;
+      send_run(runs.at(nth * gridDim.x + blockIdx.x));
+    }
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
+      for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
+    tell();
+  }
+
+  // By one warp of a thread block: rows that their sources are not offered.
+  __device__ void send_rest() {
+    const std::uint32_t sources = k_.living - (a_.sums_own ? 1 : 0);
+    bool any = false;
+    for (std::uint32_t n = threadIdx.x % 32; n < sources; n += 32)
+      any = any || (s_.rows_begin[k_.order[n] + 1] != s_.rows_begin[k_.order[n]] && !is_offered(a_, s_, k_.order[n]));
+    if (!__any_sync(~0u, any)) return;
+    const RowRuns runs(k_, s_.rows_begin, sources, told_together(s_.rows_begin[k_.c.world], gridDim.x));
+    const auto send_share = [&](std::uint32_t share) {
+      for (std::uint32_t n = share; n < runs.all(); n += gridDim.x)
+        if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);
+    };
+    if (s_.mine) send_share(blockIdx.x);
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) send_share(share);
+    tell();
+  }
+
+  __device__ void send_run(const RowRun& run) {
+    send_rows(run, run.first, has_many(s_, run.source));
+  }
+  // Behind the last run.
+  __device__ void end() { tell(); }
+
+  // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
+  __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
+    const Spends all(k_, Span::SendingSums);
+    const PieceArguments& p = a_.pieces;
+    if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
+    bool good = rounds.open(p.begin, p.end);
+    for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
+      const bool header = !kPlain && run.is_header;
+      if (header ? !has_header(p, run) : run.rows == 0) continue;
+      good = make_room(run);
+      if (!good) continue;
+      if (header)
+        send_header_of_round(a_, step_, run, s_);
+      else
+        send_run_of_round(run);
+    }
+    tell();
+  }
+
+  // False: something failed.
+  __device__ bool receive_rounds() {
+    const Spends all(k_, Span::ReceivingSums);
+    const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
+    for (;;) {
+      const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
+      if (token >= a_.own) return true;
+      if (!receive_token_of_round(token, round)) return false;
+      finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
+    }
+  }
+
+  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
+  // should blame first.
+  __device__ void take_from_replicas() {
+    const Spends all(k_, Span::ReceivingSums);
+    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
+    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+      return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
+    };
+    for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
+      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
+  }
+
+  __device__ void receive() {
+    const Spends all(k_, Span::ReceivingSums);
+    for (std::uint32_t nth = 0;;) {
+      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
+      nth = __shfl_sync(~0u, nth, 0);
+      const std::uint32_t token = nth * gridDim.x + blockIdx.x;
+      if (token >= a_.own || !receive_token(token)) return;
+    }
+  }
+
+ private:
+  __device__ bool compact() const { return k_.c.layout == LayoutKind::Compact; }
+
+  // ---- send ----
+
+  // Peers read what has been told of alone, so nothing is left untold while this waits for them.
+  __device__ bool make_room(const RoundRun& run) {
+    const PieceArguments& p = a_.pieces;
+    if (run.round < kPlaces) return kPlain || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
+    const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
+    if (!all_of_warp(good)) {
+      tell();
+      if (!await_room_for_sums(k_, p, step_, run.source, run.round)) return false;
+    }
+    fence_copies();
+    return true;
+  }
+
+  __device__ void send_run_of_round(const RoundRun& run) {
+    word_ = word_of_round(k_, step_, run.round);
+    const bool remote = !kPlain && is_remote(k_, run.source);
+    piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
+    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
+  }
+
+  // first: of the slot's rows.
+  __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
+    char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
+    if constexpr (kPieces && !kPlain) rows += piece_at_;
+    if (by_word && compact() && (kPlain || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
+      tell_of_last_run(0);
+      remember(run, rows);
+      return;
+    }
+    use_memory_for(false);
+    Places places;
+    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      places.check(a_);
+      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
+      const Inputs inputs = inputs_of(a_, places);
+      char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
+      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      send_row(inputs, row, by_word);
+      if (kPlain || !a_.has_tail || by_word) continue;
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
+    }
+    if (!by_word) return;
+    tell_of_last_run(run.rows * ((k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes));
+    remember(run, rows);
+  }
+
+  __device__ void remember(const RowRun& run, char* rows) {
+    told_ = rows;
+    to_tell_ = run.rows;
+    if (kPieces) told_word_ = word_;
+    if (kPieces && !kPlain) told_source_ = run.source;
+  }
+
+  // Tiles and copies share the memory: who changes from one to the other waits until all stores from it are done.
+  __device__ void use_memory_for(bool copies) {
+    if (copies_ == copies) return;
+    copies_ = copies;
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    __syncwarp();
+  }
+
+  // Rows that nothing is added to go on as they are. False: some have no place, and nothing was done.
+  __device__ bool copy_run(const RowRun& run, char* rows) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    std::uint32_t place = 0;
+    if (lane < run.rows) place = a_.received.place[s_.rows_begin[run.source] + run.first + lane];
+    if (__any_sync(~0u, lane < run.rows && place >= a_.expert_rows)) return false;
+    use_memory_for(true);
+    const char* const of_lane_row = a_.expert_out + place * a_.expert_stride;
+    const std::uint32_t parts = (k_.row_bytes + kCopyBytes - 1) / kCopyBytes, all = run.rows * parts;
+    const auto bytes_of = [&](std::uint32_t part) { return min(kCopyBytes, k_.row_bytes - part * kCopyBytes); };
+    std::uint32_t asked = 0, row_asked = 0, part_asked = 0;
+    const auto ask = [&] {
+      const std::uint32_t at = (copied_ + asked) % kCopies;
+      const char* const from = of_lane(of_lane_row, static_cast<int>(row_asked)) + part_asked * kCopyBytes;
+      if (lane == 0) {
+        turns_expect(turns_.copied + at, bytes_of(part_asked));
+        bulk_load(memory_ + at * kCopyBytes, from, bytes_of(part_asked), turns_.copied + at);
+      }
+      ++asked;
+      if (++part_asked == parts) part_asked = 0, ++row_asked;
+    };
+    for (std::uint32_t i = 0; i < min(kCopies - 1, all); ++i) ask();
+    for (std::uint32_t row = 0, done = 0; row < run.rows; ++row) {
+      for (std::uint32_t part = 0; part < parts; ++part, ++done) {
+        const std::uint32_t at = (copied_ + done) % kCopies;
+        {
+          const Spends waits(k_, Span::AwaitingInputs);
+          await_turn(turns_.copied + at, (copied_ + done) / kCopies);
+        }
+        linger(k_, std::uint64_t{step_} << 32 | part);
+        const Spends stores(k_, Span::StoringSums);
+        if (lane == 0) {
+          bulk_store(rows + std::uint64_t{row} * k_.combine.row_bytes + part * kCopyBytes, memory_ + at * kCopyBytes, bytes_of(part));
+          bulk_end_group();
+          bulk_await_stored<1>();  // the place that is asked for next is free
+        }
+        __syncwarp();
+        if (asked < all) ask();
+      }
+    }
+    copied_ += all;
+    return true;
+  }
+
+  __device__ void send_row(const Inputs& inputs, char* row, bool by_word) {
+    InputCursor cursor(inputs, k_.row_bytes);
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at);
+      TileSums sums;
+      if (compact() && inputs.n != 0) sums.start(-0.0f);  // only copied: keeps its sign of zero
+      for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
+      linger(k_, std::uint64_t{step_} << 32 | at);
+      if (by_word)
+        store_by_bulk(sums, row + at, bytes);
+      else
+        sums.send(row, at + threadIdx.x % 32 * 16, at + bytes);
+    }
+  }
+
+  __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
+    cursor.ask(tiles_);
+    const Spends waits(k_, Span::AwaitingInputs);
+    tiles_.take(bytes, v);
+  }
+  // One whose weight is 1.
+  __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v);
+  }
+  __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
+    uint4 v[kVectors];
+    take(cursor, bytes, v);
+    const Spends adds(k_, Span::AddingUp);
+    sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
+  }
+
+  // The first lane stores, so it alone waits.
+  __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
+    char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOfSum);
+      if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
+      __syncwarp();
+    }
+    const Spends stores(k_, Span::StoringSums);
+    sums.store(from, threadIdx.x % 32 * 16, bytes);
+    fence_shared_copies();
+    __syncwarp();
+    if (threadIdx.x % 32 != 0) return;
+    bulk_store(to, from, bytes);
+    bulk_end_group();
+  }
+
+  // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
+  __device__ void tell_of_last_run(std::uint32_t tiles) {
+    if (to_tell_ == 0) return;
+    const Spends tells(k_, Span::TellingOfSums);
+    if (threadIdx.x % 32 == 0) {
+      if (tiles >= kSumTilesOut)
+        bulk_await_stored<kSumTilesOut>();
+      else
+        bulk_await_stored<1>();
+    }
+    raise_words();
+  }
+  __device__ void tell() {
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    if (to_tell_ != 0) raise_words();
+    to_tell_ = 0;
+    __syncwarp();
+  }
+  __device__ void raise_words() {
+    if constexpr (kPieces && !kPlain)
+      if (is_remote(k_, told_source_)) {
+        const std::uint32_t round = static_cast<std::uint32_t>(told_word_ >> 32 & 0xffffu) - 1;
+        fence_system();
+        count_sums_of_round(k_, a_.pieces, step_, told_source_, round, s_.rows_begin[told_source_ + 1] - s_.rows_begin[told_source_], to_tell_);
+        return;
+      }
+    __syncwarp();
+    if (threadIdx.x % 32 >= to_tell_) return;
+    fence_system();
+    linger(k_, step_);
+    store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at,
+                  kPieces ? told_word_ : arrival_word(k_.generation, step_));
+  }
+
+  // ---- receive ----
+
+  // Of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
+  __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
+    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    std::uint32_t slot_row = 0;
+    char* row = nullptr;
+    if (entry != kNone) {
+      const std::uint32_t before = a_.pieces.begin_rows[round * k_.c.world + rank];
+      const std::uint32_t nth = (entry & 0xfffffu) - before;
+      slot_row = round % kPlaces * a_.pieces.tokens + nth;
+      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
+      if (!kPlain && is_remote(k_, rank)) {
+        row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
+        slot_row = kNone;  // nor is it made blank again
+      } else {
+        row += k_.combine.row_at(slot_row);
+      }
+    }
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      bool good = true;
+      if (!kPlain && entry != kNone && is_remote(k_, rank))
+        good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
+      else if (entry != kNone)
+        good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
+      if (!all_of_warp(good)) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
+      if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
+    };
+    add_up(kPlain ? token : k_.slice.token(token), n, row, give);
+    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
+    note(k_, Stage::Added);
+    if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
+    return true;
+  }
+
+  // False: something failed.
+  __device__ bool receive_token(std::uint32_t token) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
+    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    char* row = nullptr;
+    if (entry != kNone) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      if (!all_of_warp(entry == kNone || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
+    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
+    note(k_, Stage::Added);
+    return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
+  }
+
+  // Adds a token's n rows, which the first n lanes have. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
+  template <typename Give>
+  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row, const Give& give) {
+    const Inputs inputs{row, 1.0f, n};
+    InputCursor cursor(inputs, k_.row_bytes);
+    char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
+    for (std::uint32_t at = 0; at < k_.row_bytes; at += kSumTileBytes) {
+      const std::uint32_t bytes = min(kSumTileBytes, k_.row_bytes - at), begin = at + threadIdx.x % 32 * 16, end = at + bytes;
+      TileSums sums;
+      if (a_.accumulate) sums.load(y, begin, end);
+      for (std::uint32_t i = 0; i < n; ++i) add(cursor, bytes, sums);
+      sums.store(y, begin, end);
+      give(sums, begin, end);
+    }
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  CombineShared& s_;
+  char* const memory_;
+  CombinerTurns& turns_;
+  ArrivingTiles tiles_;
+  std::uint32_t stored_ = 0;  // tiles
+  std::uint32_t copied_ = 0;  // parts of rows
+  bool copies_ = false;  // they have the memory, and not the tiles
+  char* told_ = nullptr;  // rows of a run whose source has yet to be told
+  std::uint32_t to_tell_ = 0;
+  std::uint64_t word_ = 0, told_word_ = 0;  // kPieces: of the rows of a run, and of those
+  std::uint32_t told_source_ = 0;
+  std::uint64_t piece_at_ = 0;  // in what the proxy sends
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,247 @@
+// The send half of a plain combine of many tokens whose rows are only copied: warps with roles, and a ring in shared memory between them. The
+// loader looks rows up, a run of them at a time, and asks for them far ahead; the storer copies each to its source, as much at a time as the
+// link takes; the teller raises the arrival words of a run once its rows are there, behind one fence. So neither looking up nor fences stand
+// between two stores. Nobody here waits for a peer.
+#pragma once
+
+#include "combiner.cuh"
+#include "../plan/runs.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kCopiesBytes = kCopyPlaces * kCopyBytes;
+
+// A part of a row on its way through shared memory.
+struct CopiedPart {
+  char* to = nullptr;  // null: there are no more
+  char* run = nullptr;  // the rows of a run that ends with this part, and how many
+  std::uint32_t rows = 0;
+  std::uint32_t bytes = 0;
+};
+
+struct CopiedRun {
+  char* rows = nullptr;  // null: there are no more
+  std::uint32_t n = 0;
+  std::uint32_t parts = 0;  // of all runs up to here
+};
+
+struct CopyRings {
+  std::uint64_t loaded[kCopyPlaces], read[kCopyPlaces];  // turns: by the loader; by the storer
+  std::uint64_t there[kCopiedRuns], told[kCopiedRuns];  // by the storer; by the teller
+  CopiedPart parts[kCopyPlaces];
+  CopiedRun runs[kCopiedRuns];
+
+  // By one thread, before the block meets for the first time.
+  __device__ void init() {
+    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
+    for (std::uint64_t& turns : read) turns_init(&turns, 1);
+    for (std::uint64_t& turns : there) turns_init(&turns, 1);
+    for (std::uint64_t& turns : told) turns_init(&turns, 1);
+  }
+};
+
+// A part's place, which the loader and the storer go through by themselves.
+struct CopyPlace {
+  std::uint32_t at = 0, turn = 0;
+
+  __device__ void next() {
+    if (++at != kCopyPlaces) return;
+    at = 0;
+    ++turn;
+  }
+};
+
+template <typename T>
+class CopyLoader {
+ public:
+  // memory: kCombinerBytes, for rows that show by themselves that they have come; ring: kCopiesBytes.
+  __device__ CopyLoader(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns, CopyRings& rings, char* ring)
+      : a_(a), k_(a.common), step_(step), s_(s), rings_(rings), ring_(ring), others_(a, step, s, memory, turns) {}
+
+  // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
+  __device__ void load() {
+    const Spends all(k_, Span::SendingSums);
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), told_together(s_.rows_begin[k_.c.world], gridDim.x));
+    s_.claimed.wait();
+    if (s_.mine) load_share(runs, blockIdx.x);
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) load_share(runs, share);
+    others_.end();
+    if (threadIdx.x % 32 != 0) return;
+    await_place();
+    rings_.parts[place_.at] = {};
+    turns_arrive(rings_.loaded + place_.at);
+  }
+
+ private:
+  // Each lane's row of a run: its place among those of the experts.
+  __device__ std::uint32_t look_up(const RowRuns& runs, std::uint32_t n) const {
+    if (n >= runs.all()) return 0;
+    const RowRun run = runs.at(n);
+    return threadIdx.x % 32 < run.rows ? a_.received.place[s_.rows_begin[run.source] + run.first + threadIdx.x % 32] : 0;
+  }
+
+  __device__ void load_share(const RowRuns& runs, std::uint32_t share) {
+    std::uint32_t next = look_up(runs, share);
+    for (std::uint32_t n = share; n < runs.all(); n += gridDim.x) {
+      const std::uint32_t place = next;
+      next = look_up(runs, n + gridDim.x);
+      load_run(runs.at(n), place);
+    }
+  }
+
+  __device__ void load_run(const RowRun& run, std::uint32_t place) {
+    const bool by_word = has_many(s_, run.source);
+    if (!by_word || __any_sync(~0u, threadIdx.x % 32 < run.rows && place >= a_.expert_rows)) {
+      others_.send_run(run);
+      return;
+    }
+    const char* const from = a_.expert_out + place * a_.expert_stride;
+    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      const char* const row = of_lane(from, static_cast<int>(i));
+      for (std::uint32_t at = 0; at < k_.row_bytes; at += kCopyBytes) {
+        CopiedPart part;
+        part.to = rows + std::uint64_t{i} * k_.combine.row_bytes + at;
+        part.bytes = min(kCopyBytes, k_.row_bytes - at);
+        if (i + 1 == run.rows && at + part.bytes == k_.row_bytes) {
+          part.run = rows;
+          part.rows = run.rows;
+        }
+        ask(row + at, part);
+      }
+    }
+  }
+
+  __device__ void ask(const char* from, const CopiedPart& part) {
+    linger(k_, std::uint64_t{step_} << 32 | place_.at);
+    if (threadIdx.x % 32 == 0) {
+      await_place();
+      rings_.parts[place_.at] = part;
+      turns_expect(rings_.loaded + place_.at, part.bytes);
+      bulk_load(ring_ + place_.at * kCopyBytes, from, part.bytes, rings_.loaded + place_.at);
+    }
+    __syncwarp();
+    place_.next();
+  }
+  __device__ void await_place() const {
+    const Spends waits(k_, Span::AwaitingPlaceOfSum);
+    if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
+  }
+
+  const CombineArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  CombineShared& s_;
+  CopyRings& rings_;
+  char* const ring_;
+  ManyCombiner<T, true, false> others_;
+  CopyPlace place_;
+};
+
+// By one warp, of which the first lane stores and waits for its stores.
+class CopyStorer {
+ public:
+  __device__ CopyStorer(const CombineArguments& a, CopyRings& rings, const char* ring)
+      : k_(a.common), rings_(rings), ring_(ring), under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
+
+  __device__ void store() {
+    const Spends all(k_, Span::SendingSums);
+    for (;; place_.next()) {
+      {
+        const Spends waits(k_, Span::AwaitingInputs);
+        await_turn(rings_.loaded + place_.at, place_.turn);
+      }
+      const CopiedPart part = rings_.parts[place_.at];
+      if (part.to == nullptr) break;
+      const Spends stores(k_, Span::StoringSums);
+      tell_of(await_all_but(under_way_ - 1));
+      linger(k_, sent_);
+      if (threadIdx.x % 32 == 0) {
+        bulk_store(part.to, ring_ + place_.at * kCopyBytes, part.bytes);
+        bulk_end_group();
+        bulk_await_read<1>();
+        if (sent_ != 0) turns_arrive(rings_.read + last_);
+      }
+      __syncwarp();
+      last_ = place_.at;
+      ++sent_;
+      if (part.run != nullptr) end_run(part.run, part.rows);
+      note(k_, Stage::Sent);
+    }
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    tell_of(sent_);
+    end_run(nullptr, 0);
+    tell_of(sent_);
+  }
+
+ private:
+  static constexpr std::uint32_t kMostUnderWay = 8;  // parts
+  static_assert(kMostUnderWay <= kCopiedRuns, "a run's place is told of before it is wanted again");
+
+  // Each part is a group of stores. Returns how many are where they belong.
+  __device__ std::uint32_t await_all_but(std::uint32_t most) const {
+    const std::uint32_t but = most >= 7 ? 7 : most >= 5 ? 5 : most >= 3 ? 3 : most;
+    if (threadIdx.x % 32 == 0) {
+      if (but == 7)
+        bulk_await_stored<7>();
+      else if (but == 5)
+        bulk_await_stored<5>();
+      else if (but == 3)
+        bulk_await_stored<3>();
+      else if (but == 2)
+        bulk_await_stored<2>();
+      else if (but == 1)
+        bulk_await_stored<1>();
+      else
+        bulk_await_stored<0>();
+    }
+    __syncwarp();
+    return sent_ - min(but, sent_);
+  }
+
+  // The run ends with the part that was stored last.
+  __device__ void end_run(char* rows, std::uint32_t n) {
+    const std::uint32_t at = runs_ % kCopiedRuns;
+    if (runs_ >= kCopiedRuns) await_turn(rings_.told + at, runs_ / kCopiedRuns - 1);
+    if (threadIdx.x % 32 == 0) rings_.runs[at] = {rows, n, sent_};
+    __syncwarp();
+    ++runs_;
+  }
+
+  // The teller hears of runs whose parts are all among the first so many.
+  __device__ void tell_of(std::uint32_t parts) {
+    for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kCopiedRuns);
+    }
+  }
+
+  const Common& k_;
+  CopyRings& rings_;
+  const char* const ring_;
+  const std::uint32_t under_way_;
+  CopyPlace place_;
+  std::uint32_t sent_ = 0, last_ = 0;  // parts; the last one's place
+  std::uint32_t runs_ = 0, told_ = 0;
+};
+
+// By one warp.
+__device__ inline void tell_of_copies(const Common& k, std::uint32_t step, CopyRings& rings) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t n = 0;; ++n) {
+    await_turn(rings.there + n % kCopiedRuns, n / kCopiedRuns);
+    const CopiedRun run = rings.runs[n % kCopiedRuns];
+    if (run.rows == nullptr) return;
+    const Spends tells(k, Span::TellingOfSums);
+    if (lane < run.n) {
+      fence_system();
+      linger(k, std::uint64_t{step} << 32 | n);
+      store_relaxed(run.rows + std::uint64_t{lane} * k.combine.row_bytes + k.combine.arrival_at, arrival_word(k.generation, step));
+    }
+    __syncwarp();
+    if (lane == 0) turns_arrive(rings.told + n % kCopiedRuns);
+  }
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,209 @@
+// dispatch() of many tokens inside a node: one launch, or one per half.
+#include "receive.cuh"
+#include "../host/launch_table.h"
+#include "dispatch_kernel.cuh"
+#include "../plan/rank_plan.cuh"
+#include "store.cuh"
+#include "route.cuh"
+
+namespace pplx::cuda {
+namespace {
+
+// The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
+struct FirstChunk {
+  const std::uint32_t number;
+  ChunkIds ids;
+
+  __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
+    if (is_there(a) && !numbers_rows(a)) ids.load(a, ChunkChoices(a, number));
+  }
+  __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
+  __device__ void keep(const DispatchArguments& a, char* memory) const {
+    if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
+  }
+};
+
+// A worker's part of counting, and of adding up what comes before the block's first chunk.
+__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
+  {
+    const Spends spends(a.common, Span::Counting);
+    for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
+      if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
+  }
+  if (s.first_chunk >= a.chunks) return;
+  const Spends spends(a.common, Span::Summing);
+  sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
+}
+
+// Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
+inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
+static_assert(kQuantisers <= kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp");
+
+__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
+
+struct DispatchShared {
+  ManyPlan plan;
+  ReceiveShared receive;
+  CarriedRuns runs;
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  Gate sent;  // all that this thread block sends
+  bool last;  // thread block to leave
+  SendRings rings;
+};
+
+struct DispatchMemory {
+  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; sums come first
+
+  constexpr explicit DispatchMemory(const Config& c)
+      : counts(ManyMemory(c).counts),
+        places(ManyMemory(c).places),
+        rings(ManyMemory(c).others),
+        placer(rings + kRingBytes),
+        bytes(placer + counting_bytes(c)) {}
+};
+
+// Until there is nothing more to send, or nothing may be sent.
+template <typename Mode, bool kHooks>
+__device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+  const Common& k = a.common;
+  const DispatchMemory at(k.c);
+  char *const in = launched + at.rings, *const out = in + kTokensInBytes;
+  const std::uint32_t warp = threadIdx.x / 32;
+  if (is_planner()) {
+    claim_set(a, s.plan);
+    if (!s.plan.taken) return;
+    LoadedChunk loaded;
+    if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
+    barrier_sync<kAmongPlanners, kPlanners>();
+    const Spends plans(k, Span::Planning);
+    if (numbers_rows(a))
+      number_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    else
+      plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+  } else if (is_worker()) {
+    TokenLoader<Mode> loader(a, s.plan, s.rings, in);
+    // Tokens come while chunks are counted, where there is room for both.
+    const bool room = kWorkers * counting_bytes(k.c) <= kRowsOutBytes;
+    char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
+    const FirstChunk first(a);
+    if (room && warp == kLoader) loader.ask_early();
+    if (numbers_rows(a))
+      count_rows_before(a, s.plan, sums);
+    else
+      first.keep(a, counting);
+    {
+      const Spends waits(k, Span::AwaitingClaims);
+      s.plan.claimed.wait();
+    }
+    if (!s.plan.taken) {
+      if (warp == kLoader) loader.drop();
+      return;
+    }
+    if (a.ids != nullptr && !numbers_rows(a)) count_chunks(a, s.plan, first.number, sums, counting);
+    if (threadIdx.x < k.c.world)
+      s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+    fence_shared_copies();  // where chunks were counted, tokens come
+    barrier_sync<kAmongPlanners, kPlanners>();
+    if constexpr (SendShape<Mode>::kQuantises)
+      if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
+    if (warp == kLoader) loader.load();
+    if (is_storer(warp)) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
+    if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
+  } else if (warp == kTeller) {
+    s.plan.claimed.wait();
+  } else if (warp == kPlacer && numbers_rows(a)) {
+    s.plan.claimed.wait();
+    if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
+  }
+  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  if (warp == kTeller) s.sent.open();
+}
+
+// Whether some thread blocks send, and the others receive from the start.
+__device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
+
+template <bool kHooks>
+__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
+  const std::uint32_t warp = threadIdx.x / 32;
+  RowCarrier<kHooks> carrier(a, step, s.receive, s.runs, experts);
+  if (warp == kCounter) {
+    count_rows(a, step, s.receive);
+    carrier.find_runs();
+  }
+  if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
+  if (a.send) s.plan.claimed.wait();
+  if (is_apart(a) && s.plan.first_chunk < a.chunks) s.sent.wait();
+  carrier.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
+}
+
+template <typename Mode, bool kHooks>
+__device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(DispatchShared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::DispatchBegins);
+  Spends::begin();
+  char* const launched = reinterpret_cast<char*>(words);
+  prepare(s, 2);  // the loader and the dealer
+  if (threadIdx.x == 0) {
+    s.sent.close();
+    s.runs.known.close();
+  }
+  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};
+  std::uint32_t step = 0;
+  if (a.send) {
+    {
+      const Spends begins(k, Span::Beginning);
+      if (is_planner()) begin_plan(a, s.plan);
+      __syncthreads();
+    }
+    step = s.plan.step;
+    send_dealt<Mode, kHooks>(a, s, experts, launched, words);
+  } else if (!find_open_step(a, step)) {
+    if (kHooks) raise_after_failure(a);
+    return;
+  }
+  if (a.recv) {
+    receive_dealt<kHooks>(a, step, s, experts);
+    if (kHooks) raise_after_failure(a);
+  }
+  if (a.send) leave_plan(a, s.last);
+  note(k, Stage::DispatchEnds);
+  Spends::end(k);
+  stamp(k, Op::Dispatch, step, begun);
+}
+
+}  // namespace
+
+namespace large {
+namespace {
+
+template <typename Mode, bool kHooks>
+__global__ void __launch_bounds__(kDealtThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_dealt<Mode, kHooks>(a);
+}
+
+}  // namespace
+
+Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
+    using Mode = decltype(mode);
+    return {"large::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kDealtThreads, DispatchMemory(c).bytes};
+  });
+}
+
+}  // namespace large
+
+bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
+  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
+         DispatchMemory(c).bytes + kBytesOfObject<DispatchShared> <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
+}
+
+std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
+
+}  // namespace pplx::cuda

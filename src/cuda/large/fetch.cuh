@@ -1,0 +1,66 @@
+// A combine of many tokens whose experts wrote into one of the heap's buffers (Config::lent). A rank offers each peer the place of its first row there, and
+// stores none: who receives a token fetches its rows. Rows of a source that has few, and those of one of whom some have no place, go as ever.
+//
+// Nobody says that it has fetched. A buffer is lent to a dispatch that is at least `in_flight` later (pplx_comm/device/lent.py), and written behind that one's
+// receive half. All peers have sent theirs by then, so they have closed the step in which they fetched from it.
+#pragma once
+
+#include "../decode/combine_recv.cuh"
+
+namespace pplx::cuda {
+
+// Whether this source is offered its rows: it has many tokens then, and receives by a kernel that fetches. So many of a source's rows lie side by side.
+__device__ inline bool is_offered(const CombineArguments& a, const CombineShared& s, std::uint32_t source) {
+  const std::uint32_t end = s.rows_begin[source + 1];
+  return a.made_at != 0 && has_many(s, source) && end <= a.expert_rows;
+}
+
+// By one warp: this thread block's share, and headers and offers that nobody has sent yet.
+__device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
+  s.claimed.open();
+  for (std::uint32_t n = lane; n < k.living; n += 32) {
+    if (!take_share(k, Op::Weights, kMaxPeers + n, step)) continue;
+    const std::uint32_t peer = k.order[n];
+    std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+    if (is_offered(a, s, peer)) {
+      flags |= kOffered;
+      const std::uint64_t at = a.made_at + std::uint64_t{s.rows_begin[peer]} * k.row_bytes;
+      fence_system();  // experts' kernels have written
+      linger(k, at);
+      store_tagged(k, k.peers[peer] + k.heap.offer_at(k.c, set, k.c.rank), step, static_cast<std::uint32_t>(at),
+                   static_cast<std::uint32_t>(at >> 32), 0);
+    }
+    store_tagged(k, block_for(k, set, Op::Combine, peer), step, s.rows_begin[peer + 1] - s.rows_begin[peer], flags, k.c.rank);
+  }
+  __syncwarp();
+}
+
+// By a dealer: where each peer's rows are fetched from, null where they come by themselves. False: something failed.
+__device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t step, char** rows_at) {
+  const Common& k = a.common;
+  const Spends waits(k, Span::AwaitingSums);
+  bool good = true;
+  for (std::uint32_t n = threadIdx.x % 32; n < k.living; n += 32) {
+    const std::uint32_t peer = k.order[n], set = set_of(k.c, step);
+    rows_at[peer] = nullptr;
+    uint4 piece;
+    good = good && await_tagged(k, own_slot(k, set, Op::Combine, peer), Phase::CombineRecv, step, peer, piece);
+    if (!good || (piece.y & kOffered) == 0) continue;
+    const std::uint64_t bytes = std::uint64_t{a.plan.rows[peer]} * k.row_bytes;
+    good = await_tagged(k, k.peers[k.c.rank] + k.heap.offer_at(k.c, set, peer), Phase::CombineRecv, step, peer, piece);
+    if (!good) continue;
+    const std::uint64_t at = piece.x | std::uint64_t{piece.y} << 32;
+    good = k.heap.has_made(k.c, at, bytes);
+    if (good)
+      rows_at[peer] = k.peers[peer] + at;
+    else
+      fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, k.heap.made, at);
+  }
+  fence_system();
+  return all_of_warp(good);
+}
+
+}  // namespace pplx::cuda

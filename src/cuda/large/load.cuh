@@ -1,0 +1,267 @@
+// How a dispatch of many tokens sends, inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
+// ahead, by bulk copies; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer
+// (large/route.cuh) looks tokens up, some at a time, a choice in each lane, and says where their rows go; storers (large/store.cuh) take them
+// there, by ordinary stores of all lanes, which wait for nothing; the teller, and at last storers, raise the arrival words of all that has been
+// stored, behind one fence. The dealer is ahead of that by as much as keeps the link busy. So the fence, the looking up and the way of tokens
+// through memory stand behind nobody else's work, and the first rows are there before anything is planned. Where this launch receives, too, rows of
+// this rank go to their places at once, as soon as these are known; before, they go the way of all others.
+//
+// None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
+#pragma once
+
+#include "receive.cuh"
+#include "../plan/chunk_plan.cuh"
+#include "../decode/payload.cuh"
+#include "quantise.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kMostTokensIn = 12, kMostRowsOut = 12;
+inline constexpr std::uint32_t kPartInBytes = kOfTeam * kQuantiserBytes, kTokensInBytes = kTokensIn * kPartInBytes;
+inline constexpr std::uint32_t kRowOutBytes = 7424, kRowsOutBytes = kRowsOut * kRowOutBytes;  // 7168 codes and their scales
+inline constexpr std::uint32_t kRingBytes = kTokensInBytes + kRowsOutBytes;
+
+// Where a lane's part of a token goes.
+struct SentRow {
+  char* row = nullptr;  // at the peer, scales and all
+  char *place = nullptr, *scales = nullptr;  // of the output, for a copy of this rank's own row
+};
+
+// What was dealt together: the lanes of a token are as many as a power of two.
+struct Batch {
+  std::uint32_t first, tokens;  // of this rank's; no tokens: there are no more
+  SentRow rows[32];
+};
+
+struct SendRings {
+  std::uint64_t loaded[kMostTokensIn], used[kMostTokensIn];  // turns: by the loader; by the team, or a storer
+  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by a storer
+  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, all storers, the teller
+  std::uint32_t parts;  // of tokens; known when there are no more
+  std::uint32_t next_told;  // batch that nobody tells of yet; kNone: there is none any more
+  KeptRows kept;
+  Batch batches[kBatches];
+};
+
+// A place of a ring, which each warp goes through by itself.
+class SendPlace {
+ public:
+  __device__ explicit SendPlace(std::uint32_t places) : places_(places) {}
+  __device__ void next() {
+    if (++at != places_) return;
+    at = 0;
+    ++turn;
+  }
+  // Waits until it is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
+  __device__ void await_free(std::uint64_t* turns) const {
+    if (turn != 0) await_turn(turns + at, turn - 1);
+    __syncwarp();
+  }
+
+  std::uint32_t at = 0, turn = 0;
+
+ private:
+  const std::uint32_t places_;
+};
+
+// How tokens of this launch are cut: into parts, which quantisers take to rows, or storers to where they go.
+template <typename Mode>
+struct SendShape {
+  using Quantiser = TileQuantiser<kElementBytes<Mode>, kQuantiserBytes>;
+  static constexpr bool kQuantises = true;
+  static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements
+
+  __device__ explicit SendShape(const Common& k)
+      : parts((k.c.hidden + kOfPart - 1) / kOfPart),
+        of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
+        part_bytes(min(k.c.hidden, kOfPart) * kElementBytes<Mode>),
+        row_bytes(k.dispatch.scales_at + 16 * k.scale_pieces),
+        room_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
+        teams(room_out >= kTeams * kStorers ? kTeams : 1),
+        storers(teams == 1 ? 1 : kStorers),
+        places_out(room_out / (teams * storers) * (teams * storers)),
+        places_in(min(kTokensInBytes / part_bytes, kMostTokensIn) / teams * teams),
+        early(places_in) {}
+  __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
+  __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return elements(k, part) * kElementBytes<Mode>; }
+
+  const std::uint32_t parts;  // of a token
+  const std::uint32_t of_quantiser;  // elements of a part, of each of the team
+  const std::uint32_t part_bytes, row_bytes;  // the most that a place has
+  const std::uint32_t room_out;
+  const std::uint32_t teams, storers;  // that there is room for
+  // Each of a ring's places has the same team, and the same storer, in every turn: who has not seen one turn of a place would take it for the
+  // next one.
+  const std::uint32_t places_out, places_in;
+  const std::uint32_t early;  // places that are free while chunks are counted
+};
+// Rows are tokens as they are, and stay where they came to.
+template <>
+struct SendShape<AsIs> {
+  static constexpr bool kQuantises = false;
+  static constexpr std::uint32_t storers = kStorers;
+
+  __device__ explicit SendShape(const Common& k)
+      : parts((k.payload_bytes + kPartInBytes - 1) / kPartInBytes),
+        part_bytes(min(k.payload_bytes, kPartInBytes)),
+        places_in(min(kRingBytes / part_bytes, kMostTokensIn) / storers * storers),
+        early(min(kTokensInBytes / part_bytes, places_in)) {}
+  __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return min(k.payload_bytes - part * part_bytes, part_bytes); }
+
+  const std::uint32_t parts, part_bytes, places_in, early;
+};
+static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams && kRowsOut >= kTeams * kStorers && kRingBytes >= kStorers * kPartInBytes);
+// While a row leaves, another is made.
+constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
+
+// By one warp, before the block meets for the first time.
+template <typename Mode>
+__device__ inline void init_rings(const Common& k, SendRings& s) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const SendShape<Mode> shape(k);
+  if (lane < kMostTokensIn) {
+    turns_init(s.loaded + lane, 1);
+    turns_init(s.used + lane, shape.kQuantises ? kOfTeam : 1);
+  }
+  if (shape.kQuantises && lane < kMostRowsOut) {
+    turns_init(s.quantised + lane, kOfTeam * shape.parts);
+    turns_init(s.stored + lane, 1);
+  }
+  if (lane < kBatches) {
+    turns_init(s.dealt + lane, 1);
+    turns_init(s.there + lane, shape.storers);
+    turns_init(s.told + lane, 1);
+  }
+  if (lane != 0) return;
+  s.kept.known.close();
+  s.kept.rows = s.kept.next = 0;
+  s.parts = kNone;
+  s.next_told = 0;
+}
+
+// ---- the loader ----
+
+template <typename Mode>
+class TokenLoader {
+ public:
+  __device__ TokenLoader(const DispatchArguments& a, ManyPlan& plan, SendRings& rings, char* in)
+      : a_(a), plan_(plan), rings_(rings), in_(in), shape_(a.common), place_(shape_.places_in) {}
+
+  // What finds room of the first chunk, before anything is planned.
+  __device__ void ask_early() {
+    begin_chunk();
+    while (asked_ < shape_.early && token_ < tokens_) ask();
+  }
+  // In place of load(): nobody wants what was asked for.
+  __device__ void drop() {
+    for (std::uint32_t i = 0; i < asked_; ++i) await_turn(rings_.loaded + i, 0);
+  }
+  __device__ void load() {
+    if (chunk_ == 0) begin_chunk();
+    for (; tokens_ != 0; begin_chunk())
+      while (token_ < tokens_) ask();
+    if constexpr (SendShape<Mode>::kQuantises) {
+      if (threadIdx.x % 32 == 0) rings_.parts = asked_;
+      for (std::uint32_t team = 0; team < shape_.teams; ++team) {
+        place_.await_free(rings_.used);
+        if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
+        place_.next();
+      }
+    }
+  }
+
+ private:
+  __device__ void begin_chunk() {
+    const std::uint32_t turn = chunk_ % 2;
+    {
+      const Spends waits(a_.common, Span::AwaitingPlan);
+      await_turn(plan_.known + turn, chunk_ / 2);
+    }
+    first_ = plan_.bounds[turn].first;
+    tokens_ = plan_.bounds[turn].tokens;
+    token_ = 0;
+    ++chunk_;
+    __syncwarp();
+    if (tokens_ != 0 && threadIdx.x % 32 == 0) turns_arrive(plan_.used + turn);
+  }
+  // For the next part.
+  __device__ void ask() {
+    {
+      const Spends waits(a_.common, Span::AwaitingPlaceIn);
+      place_.await_free(rings_.used);
+    }
+    if (threadIdx.x % 32 == 0) {
+      std::uint64_t* const turns = rings_.loaded + place_.at;
+      const std::uint32_t bytes = shape_.bytes(a_.common, part_);
+      turns_expect(turns, bytes);
+      const std::uint64_t token = first_ + token_;
+      bulk_load(in_ + place_.at * shape_.part_bytes, a_.x + token * a_.x_stride + part_ * shape_.part_bytes, bytes, turns);
+    }
+    ++asked_;
+    place_.next();
+    if (++part_ < shape_.parts) return;
+    part_ = 0;
+    ++token_;
+  }
+
+  const DispatchArguments& a_;
+  ManyPlan& plan_;
+  SendRings& rings_;
+  char* const in_;
+  const SendShape<Mode> shape_;
+  SendPlace place_;
+  std::uint32_t chunk_ = 0, first_ = 0, tokens_ = 0;  // chunks so far; tokens of the last one
+  std::uint32_t token_ = 0, part_ = 0, asked_ = 0;  // the next one; all parts
+};
+
+// ---- quantisers ----
+
+// By one of the block's: those of a team have neighbouring numbers.
+template <typename Mode>
+__device__ inline void quantise_tokens(const Common& k, SendRings& rings, const char* in, char* out, std::uint32_t number) {
+  using Shape = SendShape<Mode>;
+  const Spends all(k, Span::Sending);
+  const Shape shape(k);
+  const std::uint32_t team = number / kOfTeam;
+  if (team >= shape.teams) return;
+  SendPlace from(shape.places_in), to(shape.places_out);
+  std::uint32_t part = 0;
+  const auto go_on = [&](std::uint32_t parts) {
+    for (std::uint32_t i = 0; i < parts; ++i) {
+      from.next();
+      if (++part < shape.parts) continue;
+      part = 0;
+      to.next();
+    }
+  };
+  go_on(team);
+  for (std::uint32_t n = team;; n += shape.teams) {
+    {
+      const Spends waits(k, Span::AwaitingTile);
+      await_turn(rings.loaded + from.at, from.turn);
+    }
+    if (n >= rings.parts) return;
+    {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      to.await_free(rings.stored);
+    }
+    const std::uint32_t elements = shape.elements(k, part), first = number % kOfTeam * shape.of_quantiser;
+    const auto arrive = [](std::uint64_t* turns) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(turns);
+    };
+    if (first < elements) {
+      const Spends quantises(k, Span::Quantising);
+      const std::uint32_t at = part * Shape::kOfPart + first;
+      char* const row = out + to.at * shape.row_bytes;
+      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes<Mode>, min(elements - first, shape.of_quantiser), row + at,
+                                 row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
+    } else {
+      arrive(rings.used + from.at);
+    }
+    arrive(rings.quantised + to.at);
+    go_on(shape.teams);
+  }
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,214 @@
+// The receivers of a dispatch of many tokens inside a node. A warp takes a run of rows of one source, and carries each through registers, by
+// ordinary loads and stores: bulk copies are one queue of their multiprocessor, in which a store that the link does not take stands before all loads. Rows
+// of a source that has few are received as by a dispatch of few tokens.
+#pragma once
+
+#include "../decode/dispatch_recv.cuh"
+#include "../plan/runs.cuh"
+
+namespace pplx::cuda {
+
+// This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
+struct KeptRows {
+  Gate known;  // all of them
+  std::uint32_t rows, next;
+  std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
+};
+
+// What a warp must know to find the runs of peers' rows. It lies in shared memory, since a warp that kept it in registers would spill them.
+struct CarriedRuns {
+  Gate known;
+  std::uint32_t most;  // rows of a run
+  RunCounts counts;
+};
+
+// For any warp that has nothing to send.
+template <bool kHooks>
+class RowCarrier {
+ public:
+  __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns& runs, const Experts& e)
+      : a_(a), k_(a.common), step_(step), s_(s), runs_(runs), e_(e) {}
+
+  // By the warp that has counted rows.
+  __device__ void find_runs() {
+    if (s_.good) {
+      const std::uint32_t own = sources() == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
+      const std::uint32_t most = rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x);
+      const RowRuns runs(k_, s_.rows_begin, sources(), most, a_.stretches);
+      runs_.most = most;
+      runs_.counts = runs.counts();
+    }
+    runs_.known.open();
+  }
+
+  // kept: what else there is to receive, if anything.
+  __device__ void receive(KeptRows* kept = nullptr) {
+    runs_.known.wait();
+    if (!s_.good) return;
+    const Spends all(k_, Span::Receiving);
+    const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
+    for (;;) {
+      std::uint32_t unit = 0;
+      if (threadIdx.x % 32 == 0) unit = a_.send ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
+      unit = __shfl_sync(~0u, unit, 0);
+      const RunCounts counts = runs_.counts;
+      if (unit >= counts.all && unit < counts.all + padding) {
+        s_.placed.wait();
+        if (!s_.placed_all) break;
+        zero_padding<kHooks>(a_, e_, unit - counts.all, s_.ragged_rows);
+        continue;
+      }
+      RowRun run;
+      // Peers' thread blocks send side by side, as many as this rank's, or so.
+      if (unit < counts.all)
+        run = RowRuns(k_, s_.rows_begin, sources(), runs_.most, a_.stretches, counts).at(unit);
+      else if (kept == nullptr || !find_kept(*kept, run))
+        break;
+      const bool shows = s_.showing[run.source] != 0;
+      if (!(shows ? receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows) : carry_run(run))) break;
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kVectors = kPartBytes / 512;  // sixteen bytes each, of a lane
+
+  // A lane's part of what lies behind a row's payload.
+  struct RowEnd {
+    uint4 route, scales;
+  };
+
+  // Senders have placed this rank's own rows.
+  __device__ std::uint32_t sources() const { return k_.living - (a_.send && !kHooks ? 1 : 0); }
+
+  __device__ bool find_kept(KeptRows& kept, RowRun& run) const {
+    kept.known.wait();
+    std::uint32_t nth = 0;
+    if (threadIdx.x % 32 == 0) nth = atomicAdd(&kept.next, 1u);
+    nth = __shfl_sync(~0u, nth, 0);
+    if (nth >= kept.rows) return false;
+    run = {k_.c.rank, kept.row[nth], 1};
+    return true;
+  }
+
+  __device__ RowEnd load_end(const char* row) const {
+    const std::uint32_t lane = lane_anew();
+    RowEnd end;
+    end.route = make_uint4(kNowhere, 0, 0, 0);
+    end.scales = make_uint4(0, 0, 0, 0);
+    if (lane < k_.c.top_k) end.route = load_arrived(row + k_.dispatch.route_at + 16 * lane);
+    if (lane < k_.scale_pieces) end.scales = load_arrived(row + k_.dispatch.scales_at + 16 * lane);
+    return end;
+  }
+
+  // The next row is asked for before this one's place is looked up.
+  __device__ bool carry_run(const RowRun& run) const {
+    const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
+    char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(run.first);
+    {
+      const Spends waits(k_, Span::AwaitingRow);
+      const char* const word = row + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at;
+      const bool good = lane >= run.rows || wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, run.source);
+      if (!all_of_warp(good)) return false;
+    }
+    note(k_, Stage::RowThere);
+    RowEnd end = load_end(row);
+    uint4 v[kVectors];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if (16 * lane + 512 * j < k_.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
+    if (!await_places(k_, s_)) return false;
+    for (std::uint32_t i = 0; i < run.rows; ++i, row += row_bytes) {
+      const RowEnd its_end = end;
+      char* const next = i + 1 < run.rows ? row + row_bytes : nullptr;
+      if (next != nullptr) end = load_end(next);
+      if (!carry_row(run.source, run.first + i, its_end, row, next, v)) return false;
+    }
+    note(k_, Stage::RowPlaced);
+    return true;
+  }
+
+  // v: the first of the row's vectors; then those of the next one, unless that is null.
+  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, char* row, const char* next, uint4 (&v)[kVectors]) const {
+    const Spends places(k_, Span::Placing);
+    ArrivedRow r;
+    r.source = source;
+    r.at = s_.rows_begin[source] + number;
+    if (!read_route(a_, step_, end.route, e_, r)) return false;
+    const std::uint32_t copies = copies_of(k_, r);
+    const bool blank = number < k_.showing_rows;  // a later step of few tokens has rows here that show by themselves
+    char* const mine = r.place != kNone ? a_.out.x + std::uint64_t{r.place} * k_.payload_bytes : nullptr;
+#pragma unroll 1
+    for (std::uint32_t begin = 0; begin < k_.payload_bytes; begin += kPartBytes) {
+      const bool ends = k_.payload_bytes - begin <= kPartBytes;
+      const char* const from = ends ? next : row;
+      if (k_.payload_bytes % kPartBytes == 0)
+        carry_part<true>(mine, copies, begin, from, ends ? 0 : begin + kPartBytes, v);
+      else
+        carry_part<false>(mine, copies, begin, from, ends ? 0 : begin + kPartBytes, v);
+      if (blank) make_part_blank(row, begin);
+    }
+    if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
+    place_words(a_, r);
+    if (kHooks) count_placed(a_, r.place, a_.hooks.row_units);
+    return true;
+  }
+
+  // To each place. Each vector is asked for that comes after one, of the row `from` from `next` on, as that is stored for the last time. kWhole:
+  // every lane has all vectors, of every part.
+  template <bool kWhole>
+  __device__ void carry_part(char* mine, std::uint32_t copies, std::uint32_t begin, const char* from, std::uint32_t next, uint4 (&v)[kVectors]) const {
+    const std::uint32_t lane_at = lane_anew() * 16, bytes = k_.payload_bytes;
+    const auto is_in = [&](std::uint32_t at, std::uint32_t j) { return kWhole || at + lane_at + 512 * j < bytes; };
+#pragma unroll 1
+    for (; (copies & (copies - 1)) != 0; copies &= copies - 1) {
+      char* const to = known_global(of_lane(mine, __ffs(static_cast<int>(copies)) - 1)) + begin + lane_at;
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if (is_in(begin, j)) store16(to + 512 * j, v[j]);
+    }
+    char* const to = known_global(of_lane(mine, copies != 0 ? __ffs(static_cast<int>(copies)) - 1 : 0)) + begin + lane_at;
+    const auto carry = [&](bool asks) {
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j) {
+        if (copies != 0 && is_in(begin, j)) store16(to + 512 * j, v[j]);
+        if (asks && is_in(next, j)) v[j] = load_arrived(from + next + lane_at + 512 * j);
+      }
+    };
+    if (from != nullptr)
+      carry(true);
+    else
+      carry(false);
+  }
+
+  // This lane has read all of it.
+  __device__ void make_part_blank(char* row, std::uint32_t begin) const {
+    const std::uint32_t at = begin + lane_anew() * 16;
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if (at + 512 * j < k_.payload_bytes) make_blank(row + at + 512 * j);
+  }
+
+  // piece: this lane's. Few rows have more than a warp has lanes.
+  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& piece, char* row, bool blank) const {
+    const std::uint32_t lane = lane_anew();
+    char *const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
+#pragma unroll 1
+    for (; copies != 0; copies &= copies - 1) {
+      char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
+      place_scale(a_, to, piece, lane);
+#pragma unroll 1
+      for (std::uint32_t nth = 32 + lane; nth < k_.scale_pieces; nth += 32) place_scale(a_, to, load_arrived(scales + 16 * nth), nth);
+    }
+#pragma unroll 1
+    for (std::uint32_t nth = lane; blank && nth < k_.scale_pieces; nth += 32) make_blank(scales + 16 * nth);
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  ReceiveShared& s_;
+  CarriedRuns& runs_;
+  const Experts& e_;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,213 @@
+// The receive half of a plain combine of many tokens. The dealer looks tokens up, some at a time, waits for their rows, and asks for row after
+// row of what is to be added up: of a token's part first this rank's own ones, whose sum a peer would have rounded, then what peers have
+// sent, ranks ascending. A sum of few rows is few instructions, so what a token costs is the looking up and the asking, and what that waits
+// for.
+#pragma once
+
+#include "ring.cuh"
+#include "fetch.cuh"
+
+namespace pplx::cuda {
+
+// By one warp of each team. kFetches: some peers' rows.
+template <bool kFetches>
+class SumDealer : RowDealer {
+ public:
+  // next: of this thread block's tokens, the first that no team has begun. rows_at: of the team, kMaxPeers places.
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t& next,
+                       char** rows_at = nullptr)
+      : RowDealer(a, step, s, ring, memory), next_(next), rows_at_(rows_at) {}
+
+  // Until no token is left, or one fails.
+  __device__ void deal() {
+    const Spends all(k_, Span::ReceivingSums);
+    if (kFetches && !hear_of_rows(a_, step_, rows_at_)) {
+      tell(0, kNoMore);
+      return;
+    }
+    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x;
+    std::uint32_t first = take(), second = take();
+    Looked next = look_up(load_entry(first));
+    std::uint32_t later = load_entry(second);
+    while (first < of_block) {
+      const Looked now = next;
+      const std::uint32_t begin = first;
+      first = second;
+      second = take();
+      next = look_up(later);
+      later = load_entry(second);
+      if (!deal_tokens(now, begin, min(together(), of_block - begin))) break;
+    }
+    tell(0, kNoMore);
+  }
+
+ private:
+  // A lane's choice of a token.
+  struct Looked {
+    std::uint32_t entry = kNone;  // its row of a peer's block
+    std::uint32_t places = 0;  // of this rank's own row, so many
+    std::uint32_t place = kNone;  // one of them
+    float weight = 1.0f;
+  };
+
+  // The next tokens that are looked up together.
+  __device__ std::uint32_t take() {
+    std::uint32_t first = 0;
+    if (lane() == 0) first = atomicAdd(&next_, together());
+    return __shfl_sync(~0u, first, 0);
+  }
+  __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
+
+  __device__ std::uint32_t load_entry(std::uint32_t first) const {
+    const std::uint32_t of = token(first + (lane() >> shift_));
+    return choice() < k_.c.top_k && of < a_.own ? a_.plan.token_rows[std::uint64_t{of} * k_.c.top_k + choice()] : kNone;
+  }
+
+  __device__ bool is_own(std::uint32_t entry) const { return a_.sums_own && entry != kNone && entry >> 20 == k_.c.rank; }
+
+  __device__ Looked look_up(std::uint32_t entry) const {
+    const bool compact = k_.c.layout == LayoutKind::Compact;
+    const std::uint32_t own = __ballot_sync(~0u, is_own(entry)) & lanes_of(lane() >> shift_);
+    const std::uint32_t number = __shfl_sync(~0u, entry, own == 0 ? 0 : __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
+    Looked looked;
+    looked.entry = entry;
+    if (own == 0 || choice() >= (compact ? 1 : k_.c.top_k)) return looked;
+    const std::uint32_t at = s_.rows_begin[k_.c.rank] + number;
+    looked.places = compact ? 1 : a_.received.choices[at];
+    looked.place = a_.received.place[compact ? at : std::uint64_t{at} * k_.c.top_k + choice()];
+    if (!compact && a_.weighted) looked.weight = a_.received.weight[std::uint64_t{at} * k_.c.top_k + choice()];
+    return looked;
+  }
+
+  // False: something failed.
+  __device__ bool deal_tokens(Looked looked, std::uint32_t first, std::uint32_t tokens) {
+    const std::uint32_t entry = looked.entry, rank = entry >> 20;
+    const bool comes = entry != kNone && !is_own(entry);
+    char* const rows = kFetches && comes ? rows_at_[rank] : nullptr;  // where they are fetched from, if not from this rank's slot
+    const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
+    const std::uint32_t number = entry & 0xfffffu;
+    char* row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
+    {
+      const Spends waits(k_, Span::AwaitingSums);
+      if (!all_of_warp(!comes || rows != nullptr || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+    }
+    note(k_, Stage::Came);
+    fence_copies();
+    if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
+    looked.place = checked(looked.place);
+    const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
+    const char* const own_row = expert_row(looked.place);
+    for (std::uint32_t i = 0; i < tokens; ++i) {
+      const std::uint32_t lanes = lanes_of(i);
+      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, rows == nullptr && number < k_.word_rows);
+    }
+    return true;
+  }
+
+  // placed, own, peers: lanes with a place of an own row, the one with that row, and those with peers' rows.
+  __device__ void deal_token(std::uint32_t token, std::uint32_t placed, std::uint32_t own, std::uint32_t peers, const char* own_row,
+                             float weight, char* row, bool blank) {
+    DealtRow dealt;
+    dealt.token = token;
+    dealt.own = static_cast<std::uint8_t>(__popc(placed));
+    dealt.peers = static_cast<std::uint8_t>(__popc(peers));
+    dealt.before = static_cast<std::uint8_t>(__popc(peers & (own - 1)));
+    dealt.what = own != 0 ? kHasOwn : 0;
+    const bool is_peer = (peers >> lane() & 1) != 0;
+    const std::uint8_t of_peer = dealt.what | (blank ? kMakeBlank : 0);
+    for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
+      if ((placed | peers) == 0) add(0, dealt, nullptr, 0);
+      const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
+      dealt.row = const_cast<char*>(own_row) + dealt.at;
+      dealt.weight = weight;
+      for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
+      if (is_peer) dealt.row = row + dealt.at;
+      dealt.what = of_peer;
+      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
+      dealt.what = own != 0 ? kHasOwn : 0;
+    }
+  }
+
+  std::uint32_t& next_;
+  char** const rows_at_;
+};
+
+// By one of several warps.
+template <typename T, typename Adders>
+class SumAdder : RowAdder<Adders> {
+  using Base = RowAdder<Adders>;
+  using Base::a_, Base::k_, Base::place_, Base::kVectors;
+  using Base::at, Base::leave, Base::look, Base::take;
+
+ public:
+  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
+      : Base(a, step, ring, memory, number) {}
+
+  __device__ void add_up() {
+    const Spends all(k_, Span::ReceivingSums);
+    for (;;) {
+      const DealtRow first = look();
+      if ((first.what & kNoMore) != 0) return;
+      add_part(first);
+    }
+  }
+
+ private:
+  __device__ void add_part(const DealtRow& first) {
+    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at), rows = first.peers + (first.what & kHasOwn);
+    char* const y = a_.y + std::uint64_t{first.token} * a_.y_stride + first.at;
+    const bool as_it_is = first.own <= 1 && first.own == (first.what & kHasOwn) && first.weight == 1.0f;
+    if (first.own + first.peers == 0) leave();
+    if (rows == 2 && as_it_is && !a_.accumulate)
+      add_two(bytes, y);
+    else
+      add_all(first, bytes, y);
+    note(k_, Stage::Added);
+  }
+
+  __device__ void add_two(std::uint32_t bytes, char* y) {
+    uint4 v[kVectors], w[kVectors];
+    take(bytes, v);
+    take(bytes, w);
+    const Spends adds(k_, Span::AddingUp);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) store16(y + at(j), T::sum_of_two(v[j], w[j]));
+  }
+
+  __device__ void add_all(const DealtRow& first, std::uint32_t bytes, char* y) {
+    uint4 own[kVectors], v[kVectors];
+    const bool has_own = (first.what & kHasOwn) != 0;
+    if (has_own) add_own(first.own, bytes, own);
+    Sums<T, kVectors> sums;
+    if (a_.accumulate) load(y, bytes, sums);
+    for (std::uint32_t i = 0; i < first.peers; ++i) {
+      if (has_own && i == first.before) sums.add_row(own);
+      take(bytes, v);
+      const Spends adds(k_, Span::AddingUp);
+      sums.add_row(v);
+    }
+    if (has_own && first.before == first.peers) sums.add_row(own);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
+  }
+
+  // The sum of own rows, rounded as the sum of a peer is before it is sent.
+  __device__ void add_own(std::uint32_t rows, std::uint32_t bytes, uint4 (&own)[kVectors]) {
+    Sums<T, kVectors> sums;
+    if (rows != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero
+    Base::add_rows(rows, bytes, sums);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) own[j] = T::pack(sums.sum[j]);
+  }
+
+  __device__ void load(const char* y, std::uint32_t bytes, Sums<T, kVectors>& sums) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) T::unpack(*reinterpret_cast<const uint4*>(y + at(j)), sums.sum[j]);
+  }
+};
+
+}  // namespace pplx::cuda

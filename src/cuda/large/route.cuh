@@ -1,0 +1,185 @@
+// The dealer of a dispatch of many tokens inside a node (large/load.cuh): the warp that knows where rows go, and writes what lies behind their
+// payload but for scales.
+#pragma once
+
+#include "../plan/token_plan.cuh"
+#include "../plan/output_rows.cuh"
+#include "load.cuh"
+
+namespace pplx::cuda {
+
+// kHooks: this rank's own rows go the way of all others, since who receives counts them.
+template <bool kHooks>
+class TokenDealer {
+ public:
+  __device__ TokenDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+                       SendRings& rings)
+      : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
+    while (1u << shift_ < k_.c.top_k) ++shift_;
+    together_ = min(32u >> shift_, kDealtTogether);
+    if (k_.living == 1) return;
+    const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
+    const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
+    while (together_ > 1 && 2 * together_ > most) together_ /= 2;
+    under_way_ = min(most / together_, kBatches);
+  }
+
+  __device__ void deal() {
+    const Spends all(k_, Span::Sending);
+    for (std::uint32_t n = 0;; ++n) {
+      const std::uint32_t turn = n % 2;
+      {
+        const Spends waits(k_, Span::AwaitingPlan);
+        await_turn(plan_.planned + turn, n / 2);
+      }
+      const auto [first, tokens] = plan_.bounds[turn];
+      if (tokens == 0) break;
+      for (std::uint32_t at = 0; at < tokens; at += together_) deal_tokens(plan_.chunks[turn], first, at, min(together_, tokens - at));
+      __syncwarp();
+      if (lane() == 0) turns_arrive(plan_.used + turn);
+    }
+    if (!places_known_) end_kept();
+    tell_storers(0, 0, {});
+  }
+
+ private:
+  // A lane's choice of a token.
+  struct Choice {
+    PlannedToken<true> of;
+    std::uint32_t entry = kNone;  // token_rows, as in PlanView
+    char* row = nullptr;  // that the entry says, if it goes to a slot
+  };
+
+  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
+  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
+  __device__ std::uint32_t nth() const { return lane() >> shift_; }
+  // All of this lane's token, in the lowest bits.
+  __device__ std::uint32_t of_token(std::uint32_t lanes) const { return lanes >> (nth() << shift_) & (~0u >> (32 - (1u << shift_))); }
+
+  // Tokens [at, at + tokens) of the chunk that begins with token `first` of this rank's.
+  __device__ void deal_tokens(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t at, std::uint32_t tokens) {
+    const std::uint32_t own = first + at + nth();
+    const bool there = nth() < tokens && choice() < k_.c.top_k;
+    Choice c;
+    if (there) {
+      const std::uint32_t i = (at + nth()) * k_.c.top_k + choice();
+      c.of.id = chunk.id[i];
+      c.of.index = chunk.index[i];
+      c.of.weight = chunk.weight[i];
+      c.entry = chunk.row[i];
+    }
+    c.of.rank = c.of.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(c.of.id));
+    const bool is_own = !kHooks && a_.recv && c.entry != kNone && c.entry >> 20 == k_.c.rank;
+    const std::uint32_t owners = __ballot_sync(~0u, is_own);
+    const bool placed = owners != 0 && places_own(is_own, owners, c.entry);
+    if (c.entry != kNone && !(is_own && placed)) c.row = rows_at_[c.entry >> 20] + std::uint64_t{c.entry & 0xfffffu} * k_.dispatch.row_bytes;
+    SentRow sent;
+    sent.row = c.row;
+    ArrivedRow mine;
+    const bool has_own = placed && find_own(c, own, of_token(owners), mine);
+    if (has_own && mine.place != kNone && (k_.c.layout == LayoutKind::Compact ? choice() == 0 : (mine.choices >> choice() & 1) != 0)) {
+      sent.place = a_.out.x + std::uint64_t{mine.place} * k_.payload_bytes;
+      if (quantised(k_.c.wire)) sent.scales = scale_place(a_, mine.place, mine.expert);
+    }
+    write_routes(c, own, there);
+    tell_storers(first + at, tokens, sent);
+    if (a_.ids != nullptr && there) keep(c, own);
+    if (has_own) place_words(a_, mine, choice());
+  }
+
+  // Whether places of own rows are known. If not, those are kept for later.
+  __device__ bool places_own(bool is_own, std::uint32_t owners, std::uint32_t entry) {
+    if (places_known_) return true;
+    const std::uint32_t n = __popc(owners);
+    if (kept_ + n > kMostKeptRows) {
+      const Spends waits(k_, Span::AwaitingPlacesOfOwn);
+      receive_.rows_known.wait();
+      await_places(k_, receive_);
+      places_known_ = true;
+    } else {
+      places_known_ = __all_sync(~0u, receive_.rows_known.is_open() && (k_.c.layout == LayoutKind::Compact || receive_.placed.is_open()));
+    }
+    if (places_known_) {
+      end_kept();
+      return true;
+    }
+    if (is_own) rings_.kept.row[kept_ + __popc(owners & ((1u << lane()) - 1))] = entry & 0xfffffu;
+    kept_ += n;
+    return false;
+  }
+  __device__ void end_kept() {
+    if (lane() == 0) rings_.kept.rows = kept_;
+    rings_.kept.known.open();
+  }
+
+  // This lane's choice of its token's own row, if there is one. owners: the token's lane that has its number.
+  __device__ bool find_own(const Choice& c, std::uint32_t own, std::uint32_t owners, ArrivedRow& r) const {
+    const std::uint32_t owner = owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1;
+    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + owner));
+    if (!receive_.good || !await_places(k_, receive_)) return false;
+    const bool here = owners != 0 && c.of.id >= 0 && c.of.rank == k_.c.rank;
+    r.source = k_.c.rank;
+    r.at = receive_.rows_begin[k_.c.rank] + (number & 0xfffffu);
+    r.token = own;
+    r.weight = c.of.weight;
+    r.choices = of_token(__ballot_sync(~0u, here));
+    const std::uint32_t place = here ? route_place(static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, k_.c.rank), c.of.index) : kNowhere;
+    const bool good = owners == 0 || find_place(a_, here, place, experts_, r);
+    if (!good) fail(k_, {AbortReason::Protocol, Phase::DispatchRecv, k_.c.rank, r.source, plan_.step}, r.at, r.choices);
+    return all_of_warp(good) && owners != 0;
+  }
+
+  __device__ void write_routes(const Choice& c, std::uint32_t own, bool there) const {
+    const Spends routes(k_, Span::WritingRoutes);
+    for (std::uint32_t i = 0; __any_sync(~0u, c.entry != kNone && choice() >= i); ++i) {
+      const int of = static_cast<int>((nth() << shift_) + i);
+      char* const row = of_lane(c.row, of);
+      const std::uint32_t rank = __shfl_sync(~0u, c.entry, of) >> 20;
+      if (!there || row == nullptr) continue;
+      const std::uint32_t expert = static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, rank);
+      linger(k_, std::uint64_t{own} << 32 | i);
+      store_tagged(k_, row + k_.dispatch.route_at + 16 * choice(), plan_.step, c.of.rank == rank ? route_place(expert, c.of.index) : kNowhere,
+                   __float_as_uint(c.of.weight), own);
+    }
+  }
+
+  // Ids, indices, rows and weights go to the plan, for further dispatches and for this one's combine.
+  __device__ void keep(const Choice& c, std::uint32_t own) const {
+    const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + choice();
+    a_.plan.ids[at] = c.of.id;
+    a_.plan.index[at] = c.of.index;
+    a_.plan.token_rows[at] = c.entry;
+    if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
+  }
+
+  __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent) {
+    {
+      const Spends waits(k_, Span::AwaitingPlaceOut);
+      const std::uint32_t oldest = dealt_ - under_way_;
+      if (dealt_ >= under_way_) await_turn(rings_.told + oldest % kBatches, oldest / kBatches);
+    }
+    const std::uint32_t at = dealt_++ % kBatches;
+    Batch& batch = rings_.batches[at];
+    batch.rows[lane()] = sent;
+    if (lane() == 0) {
+      batch.first = first;
+      batch.tokens = tokens;
+    }
+    __syncwarp();
+    if (lane() == 0) turns_arrive(rings_.dealt + at);
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  ManyPlan& plan_;
+  ReceiveShared& receive_;
+  const Experts& experts_;
+  char* const* const rows_at_;  // where this rank's rows begin at each peer
+  SendRings& rings_;
+  std::uint32_t shift_ = 0, together_ = 1;  // tokens
+  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; at most so many that peers have not been told of
+  std::uint32_t kept_ = 0;  // own rows
+  bool places_known_ = false;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,241 @@
+// The send half of a plain combine of many tokens whose rows are sums of several rows of experts. The dealer looks up the rows of a run, and asks
+// for row after row of what is to be added up; the adders leave a part of the sum in shared memory, from where a bulk copy takes it to the
+// row's source; the teller begins that copy, and raises the words of a run's rows once they have arrived, behind one fence. Nobody here
+// waits for a peer, so a thread block sends all that nobody else sends, whatever its other half waits for.
+#pragma once
+
+#include "../decode/combine_send.cuh"
+#include "ring.cuh"
+#include "../plan/runs.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kOutBytes = kPartsOut * kDealtPart;
+
+// A part of a sum, on its way out.
+struct PartOut {
+  char* to = nullptr;  // null: there are no more
+  std::uint32_t at = 0;  // where in the row
+  std::uint32_t ends = 0;  // the last part of a run of so many rows, whose source is told
+};
+
+struct PartsOut {
+  std::uint64_t filled[kPartsOut], sent[kPartsOut];  // turns
+  PartOut parts[kPartsOut];
+
+  // By one thread, before the block meets for the first time. For so many adders.
+  __device__ void init(std::uint32_t adders) {
+    for (std::uint64_t& turns : filled) turns_init(&turns, adders);
+    for (std::uint64_t& turns : sent) turns_init(&turns, 1);
+  }
+};
+
+// By one warp.
+class SendDealer : RowDealer {
+ public:
+  using RowDealer::RowDealer;
+
+  // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
+  __device__ void deal() {
+    const Spends all(k_, Span::SendingSums);
+    const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
+    const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
+    if (s_.mine) deal_share(runs, blockIdx.x);
+    const std::uint32_t shares = min(gridDim.x, runs.all());
+    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) deal_share(runs, share);
+    tell(0, kNoMore);
+  }
+
+ private:
+  // A run, and a lane's choice of one of its rows.
+  struct Looked {
+    RowRun run;
+    std::uint32_t choices = 0;  // of the row, a bit each
+    std::uint32_t place = kNone;
+    float weight = 1.0f;
+  };
+
+  __device__ Looked look_up(const RowRuns& runs, std::uint32_t n) const {
+    Looked looked;
+    looked.run = n < runs.all() ? runs.at(n) : RowRun{0, 0, 0};
+    const std::uint32_t nth = lane() >> shift_;
+    if (nth >= looked.run.rows || choice() >= k_.c.top_k) return looked;
+    const std::uint32_t row = s_.rows_begin[looked.run.source] + looked.run.first + nth;
+    looked.choices = a_.received.choices[row];
+    looked.place = a_.received.place[std::uint64_t{row} * k_.c.top_k + choice()];
+    if (a_.weighted) looked.weight = a_.received.weight[std::uint64_t{row} * k_.c.top_k + choice()];
+    return looked;
+  }
+
+  __device__ void deal_share(const RowRuns& runs, std::uint32_t share) {
+    Looked next = look_up(runs, share);
+    for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) {
+      const Looked now = next;
+      next = look_up(runs, run + gridDim.x);
+      deal_run(now);
+    }
+  }
+
+  __device__ void deal_run(const Looked& looked) {
+    const RowRun& run = looked.run;
+    const std::uint32_t place = checked(choice() < __popc(looked.choices) ? looked.place : kNone);
+    const std::uint32_t placed = __ballot_sync(~0u, place != kNone);
+    const char* const from = expert_row(place);
+    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
+    const bool by_word = has_many(s_, run.source);
+    note(k_, Stage::Found);
+    DealtRow dealt;
+    dealt.token = run.rows;
+    dealt.weight = looked.weight;
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      const std::uint32_t inputs = placed & lanes_of(i);
+      dealt.own = static_cast<std::uint8_t>(__popc(inputs));
+      for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
+        const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
+        const bool ends = i + 1 == run.rows && dealt.at + place_.part >= k_.row_bytes;
+        dealt.row = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
+        dealt.what = by_word ? (ends ? kEndsRun : 0) : kRowsShow;
+        if (inputs == 0) add(0, dealt, nullptr, 0);
+        for (std::uint32_t bits = inputs; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, from + dealt.at, bytes);
+      }
+    }
+  }
+};
+
+// By one of several warps.
+template <typename T, typename Adders>
+class SendAdder : RowAdder<Adders> {
+  using Base = RowAdder<Adders>;
+  using Base::k_, Base::step_, Base::number_, Base::place_, Base::kVectors;
+  using Base::at, Base::lane, Base::leave, Base::look;
+
+ public:
+  // out: kOutBytes.
+  __device__ SendAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number, PartsOut& parts,
+                       char* out)
+      : Base(a, step, ring, memory, number), parts_(parts), out_(out) {}
+
+  __device__ void add_up() {
+    const Spends all(k_, Span::SendingSums);
+    for (;;) {
+      const DealtRow first = look();
+      if ((first.what & kNoMore) != 0) break;
+      add_part(first);
+    }
+    await_place();
+    fill({});
+  }
+
+ private:
+  __device__ void add_part(const DealtRow& first) {
+    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at);
+    if (first.own == 0) leave();
+    Sums<T, kVectors> sums;
+    Base::add_rows(first.own, bytes, sums);
+    linger(k_, std::uint64_t{step_} << 32 | first.at);
+    const bool shows = (first.what & kRowsShow) != 0;
+    if (!shows) await_place();
+    char* const to = shows ? first.row : out_ + place_out() * place_.part;
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (at(j) >= bytes) continue;
+      const uint4 v = T::pack(sums.sum[j]);
+      if (shows)
+        store_piece(to + at(j), v);
+      else
+        store16(to + at(j), v);
+    }
+    if (!shows) fill({first.row, first.at, (first.what & kEndsRun) != 0 ? first.token : 0});
+    note(k_, Stage::Sent);
+  }
+
+  __device__ std::uint32_t place_out() const { return filled_ % kPartsOut; }
+
+  __device__ void await_place() {
+    const Spends waits(k_, Span::AwaitingPlaceOfSum);
+    if (filled_ >= kPartsOut) await_turn(parts_.sent + place_out(), filled_ / kPartsOut - 1);
+  }
+
+  // The next place has this warp's part of it.
+  __device__ void fill(const PartOut& part) {
+    fence_shared_copies();
+    if (number_ == 0 && lane() == 0) parts_.parts[place_out()] = part;
+    __syncwarp();
+    if (lane() == 0) turns_arrive(parts_.filled + place_out());
+    ++filled_;
+  }
+
+  PartsOut& parts_;
+  char* const out_;
+  std::uint32_t filled_ = 0;
+};
+
+// By one warp.
+class SendTeller {
+ public:
+  __device__ SendTeller(const CombineArguments& a, std::uint32_t step, PartsOut& parts, const char* out)
+      : k_(a.common), step_(step), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
+
+  __device__ void tell_all() {
+    const Spends all(k_, Span::SendingSums);
+    const std::uint32_t on_their_way = senders_of(gridDim.x, part_, kPartsOut - 1);
+    for (;; ++begun_) {
+      std::uint64_t* const filled = parts_.filled + begun_ % kPartsOut;
+      const std::uint32_t turn = begun_ / kPartsOut;
+      // Nothing to do meanwhile, so what is on its way may as well be told of.
+      if (!__all_sync(~0u, turn_is_over_now(filled, turn & 1))) arrive<0>();
+      {
+        const Spends waits(k_, Span::AwaitingInputs);
+        await_turn(filled, turn);
+      }
+      const PartOut& part = parts_.parts[begun_ % kPartsOut];
+      if (part.to == nullptr) break;
+      const Spends stores(k_, Span::StoringSums);
+      linger(k_, std::uint64_t{step_} << 32 | part.at);
+      if (threadIdx.x % 32 == 0) {
+        bulk_store(part.to, out_ + begun_ % kPartsOut * part_, min(part_, k_.row_bytes - part.at));
+        bulk_end_group();
+      }
+      if (on_their_way == 1)
+        arrive<0>(1);
+      else
+        arrive<kPartsOut - 2>(1);
+    }
+    arrive<0>();
+  }
+
+ private:
+  // All that was begun, of which `more` were not counted yet, but the last kBut of them.
+  template <std::uint32_t kBut>
+  __device__ void arrive(std::uint32_t more = 0) {
+    if (begun_ + more < arrived_ + kBut + 1) return;
+    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();
+    __syncwarp();
+    for (; arrived_ + kBut < begun_ + more; ++arrived_) {
+      const PartOut part = parts_.parts[arrived_ % kPartsOut];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(parts_.sent + arrived_ % kPartsOut);
+      if (part.ends != 0) tell(part);
+    }
+  }
+
+  __device__ void tell(const PartOut& part) {
+    const Spends tells(k_, Span::TellingOfSums);
+    const std::uint32_t lane = threadIdx.x % 32;
+    if (lane < part.ends) {
+      fence_system();
+      linger(k_, step_);
+      store_relaxed(part.to - part.at - std::uint64_t{lane} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
+    }
+    __syncwarp();
+  }
+
+  const Common& k_;
+  const std::uint32_t step_;
+  PartsOut& parts_;
+  const char* const out_;
+  const std::uint32_t part_;
+  std::uint32_t begun_ = 0, arrived_ = 0;  // parts
+};
+
+}  // namespace pplx::cuda

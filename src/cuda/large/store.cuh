@@ -1,0 +1,182 @@
+// Storers and the teller of a dispatch of many tokens inside a node (large/load.cuh): how rows leave a thread block, and who hears of it.
+#pragma once
+
+#include "../decode/dispatch_send.cuh"
+#include "../plan/output_rows.cuh"
+#include "../common/rows.cuh"
+#include "load.cuh"
+
+namespace pplx::cuda {
+
+// By one of the block's, who take places of the ring that rows leave from by turns: of rows, or of parts of tokens as they are.
+template <typename Mode>
+class RowStorer {
+  using Shape = SendShape<Mode>;
+
+ public:
+  // ring: of rows, or of tokens.
+  __device__ RowStorer(const DispatchArguments& a, SendRings& rings, const char* ring, std::uint32_t number)
+      : a_(a), k_(a.common), rings_(rings), ring_(ring), number_(number), shape_(k_), place_(places(shape_)) {
+    while (1u << shift_ < k_.c.top_k) ++shift_;
+  }
+
+  __device__ void store() {
+    const Spends all(k_, Span::Sending);
+    if (number_ >= shape_.storers) return;
+    for (SendPlace at(kBatches);; at.next()) {
+      {
+        const Spends waits(k_, Span::AwaitingPlan);
+        await_turn(rings_.dealt + at.at, at.turn);
+      }
+      const Batch& batch = rings_.batches[at.at];
+      const std::uint32_t tokens = batch.tokens;
+      for (std::uint32_t i = 0; i < tokens; ++i)
+        if constexpr (Shape::kQuantises)
+          store_next(batch, i, 0, shape_.row_bytes);
+        else
+          for (std::uint32_t part = 0; part < shape_.parts; ++part) store_next(batch, i, part * shape_.part_bytes, shape_.bytes(k_, part));
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + at.at);
+      if (tokens == 0) return;
+    }
+  }
+
+ private:
+  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales goes twice as many
+
+  __device__ static std::uint32_t places(const Shape& shape) {
+    if constexpr (Shape::kQuantises)
+      return shape.places_out;
+    else
+      return shape.places_in;
+  }
+  __device__ std::uint32_t place_bytes() const {
+    if constexpr (Shape::kQuantises)
+      return shape_.row_bytes;
+    else
+      return shape_.part_bytes;
+  }
+  __device__ std::uint64_t* filled() const { return (Shape::kQuantises ? rings_.quantised : rings_.loaded) + place_.at; }
+  __device__ std::uint64_t* emptied() const { return (Shape::kQuantises ? rings_.stored : rings_.used) + place_.at; }
+
+  // The next place, if it is this storer's: `bytes` of the batch's nth token's row, from `first` on.
+  __device__ void store_next(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) {
+    if (place_.at % shape_.storers == number_) store_place(batch, nth, first, bytes);
+    place_.next();
+  }
+
+  __device__ void store_place(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) const {
+    const std::uint32_t lane = threadIdx.x % 32;
+    SentRow sent;
+    if (lane >> shift_ == 0) sent = batch.rows[(nth << shift_) + lane];
+    const std::uint32_t rows = __ballot_sync(~0u, sent.row != nullptr), copies = __ballot_sync(~0u, sent.place != nullptr);
+    const char* const from = ring_ + place_.at * place_bytes();
+    if constexpr (!Shape::kQuantises)
+      if (a_.scales != nullptr && first == 0) store_given_scales(sent, rows, copies, batch.first + nth);
+    {
+      const Spends waits(k_, Span::AwaitingTile);
+      await_turn(filled(), place_.turn);
+    }
+    linger(k_, place_.at);
+    const Spends stores(k_, Span::StoringTiles);
+    if (sent.row != nullptr) sent.row += first;
+    if (sent.place != nullptr) sent.place += first;
+#pragma unroll 1
+    for (std::uint32_t begin = 0; begin < bytes; begin += kVectors * 512) {
+      const std::uint32_t at = begin + 16 * lane;
+      uint4 v[kVectors];
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if (at + 512 * j < bytes) v[j] = *reinterpret_cast<const uint4*>(from + at + 512 * j);
+      store_part(sent.row, rows, at, bytes, v);
+      store_part(sent.place, copies, at, Shape::kQuantises ? k_.payload_bytes : bytes, v);
+    }
+    if constexpr (Shape::kQuantises)
+      for (std::uint32_t nth_piece = lane; copies != 0 && nth_piece - lane < k_.scale_pieces; nth_piece += 32) {
+        uint4 piece = make_uint4(0, 0, 0, 0);
+        if (nth_piece < k_.scale_pieces) piece = *reinterpret_cast<const uint4*>(from + k_.dispatch.scales_at + 16 * nth_piece);
+        place_scales(sent.scales, copies, piece, nth_piece);
+      }
+    __syncwarp();
+    if (lane == 0) turns_arrive(emptied());
+  }
+
+  // To the place that each of `lanes` has, as far as there is room.
+  __device__ static void store_part(char* mine, std::uint32_t lanes, std::uint32_t at, std::uint32_t room, const uint4 (&v)[kVectors]) {
+#pragma unroll 1
+    for (; lanes != 0; lanes &= lanes - 1) {
+      char* const to = known_global(of_lane(mine, __ffs(static_cast<int>(lanes)) - 1)) + at;
+#pragma unroll
+      for (std::uint32_t j = 0; j < kVectors; ++j)
+        if (at + 512 * j < room) store16(to + 512 * j, v[j]);
+    }
+  }
+
+  // This lane's piece, the nth of a row's if there are as many, to each copy of the own row.
+  __device__ void place_scales(char* mine, std::uint32_t copies, const uint4& piece, std::uint32_t nth) const {
+#pragma unroll 1
+    for (; copies != 0; copies &= copies - 1) place_scale(a_, of_lane(mine, __ffs(static_cast<int>(copies)) - 1), piece, nth);
+  }
+
+  // Those that the caller gave for a token.
+  __device__ void store_given_scales(const SentRow& sent, std::uint32_t rows, std::uint32_t copies, std::uint32_t token) const {
+#pragma unroll 1
+    for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
+      const std::uint32_t at = begin + threadIdx.x % 32;
+      const uint4 piece = given_piece_of_scales(a_, token, at);
+#pragma unroll 1
+      for (std::uint32_t bits = rows; bits != 0; bits &= bits - 1) {
+        char* const to = known_global(of_lane(sent.row, __ffs(static_cast<int>(bits)) - 1)) + k_.dispatch.scales_at + 16 * at;
+        if (at < k_.scale_pieces) store16(to, piece);
+      }
+      place_scales(sent.scales, copies, piece, at);
+    }
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  SendRings& rings_;
+  const char* const ring_;
+  const std::uint32_t number_;
+  const Shape shape_;
+  SendPlace place_;
+  std::uint32_t shift_ = 0;
+};
+
+// One fence for all that is there: what other warps have stored, this one has seen them tell of. By the teller, and by storers who have nothing
+// more to store: a fence takes as long as the link needs for all that stands before it, and the last one would begin behind another.
+__device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (;;) {
+    std::uint32_t told = lane == 0 ? *const_cast<volatile std::uint32_t*>(&rings.next_told) : 0;
+    told = __shfl_sync(~0u, told, 0);
+    if (told == kNone) return;
+    const auto is_there = [&](std::uint32_t n) { return turn_is_over_now(rings.there + n % kBatches, n / kBatches & 1); };
+    {
+      const Spends waits(k, Span::AwaitingTile);
+      await_turn(rings.there + told % kBatches, told / kBatches);
+    }
+    std::uint32_t end = told;
+    bool ends = false;
+    do
+      ends = rings.batches[end++ % kBatches].tokens == 0;
+    while (!ends && end - told < kBatches && __all_sync(~0u, is_there(end)));
+    std::uint32_t claimed = 0;
+    if (lane == 0) claimed = atomicCAS(&rings.next_told, told, ends ? kNone : end);
+    if (__shfl_sync(~0u, claimed, 0) != told) continue;
+    const Spends tells(k, Span::Telling);
+    fence_system();
+    for (; told != end; ++told) {
+      char* const row = rings.batches[told % kBatches].rows[lane].row;
+      if (row != nullptr) {
+        linger(k, std::uint64_t{step} << 32 | told);
+        store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
+      }
+      __syncwarp();
+      if (lane == 0) turns_arrive(rings.told + told % kBatches);
+    }
+    note(k, Stage::Published);
+  }
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,551 @@
+// The plan of a dispatch of many tokens. Counting all earlier tokens for each, as plan/token_plan.cuh does, would take tens of microseconds, so thread
+// blocks share the work: a chunk's choices are counted by expert, and its rows by rank, by one warp for all, and what comes before a chunk
+// is a sum over chunks.
+//
+// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
+// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, as many as
+// thread blocks are to send: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
+// stretch taken, and only receives.
+#pragma once
+
+#include "../common/step.cuh"
+#include "../common/gate.cuh"
+#include "../extras/replicas_of_chunks.cuh"
+#include "token_plan.cuh"
+#include "../rounds/remote.cuh"
+
+namespace pplx::cuda {
+
+// A chunk whose tokens have their places, for the workers that send them.
+struct PlannedChunk {
+  std::int32_t id[kMostChoicesOfChunk];
+  std::uint32_t index[kMostChoicesOfChunk];  // as in PlanView
+  std::uint32_t row[kMostChoicesOfChunk];  // token_rows, as there
+  float weight[kMostChoicesOfChunk];
+};
+
+// Whose tokens they are is known before their places: they are asked for at once.
+struct ChunkBounds {
+  std::uint32_t first, tokens;  // no tokens: there is no other chunk
+};
+
+struct ManyPlan {
+  ClosedWords closed;
+  std::uint32_t step;
+  std::uint32_t first_stretch, first_chunk;  // that this thread block sends
+  bool taken;  // the set's memory is this step's
+  Gate claimed;  // taken
+  std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
+  ChunkBounds bounds[2];
+  PlannedChunk chunks[2];
+};
+
+// Named barriers of the block: its workers and its planner.
+inline constexpr std::uint32_t kAmongPlanners = 1, kPlanners = 32 * (kWorkers + 1);
+
+__device__ inline bool is_worker() { return threadIdx.x < 32 * kWorkers; }
+__device__ inline bool is_planner() { return threadIdx.x / 32 == kWorkers; }
+
+// The choices of a chunk, in the order in which the caller gave them: lane i of a warp has choices i, i + 32 ...
+struct ChunkChoices {
+  static constexpr std::uint32_t kOfLane = kMostChoicesOfChunk / 32;
+  std::uint32_t first, tokens, all;  // tokens; all choices
+
+  __device__ ChunkChoices(const DispatchArguments& a, std::uint32_t chunk)
+      : first(chunk * a.tokens_per_chunk),
+        tokens(first < a.own ? min(a.own - first, a.tokens_per_chunk) : 0),
+        all(tokens * a.common.c.top_k) {}
+  __device__ static std::uint32_t at(std::uint32_t i) { return 32 * i + threadIdx.x % 32; }
+  __device__ std::uint64_t of_step(const DispatchArguments& a, std::uint32_t i) const {
+    return std::uint64_t{first} * a.common.c.top_k + at(i);
+  }
+  // Among the choices that the caller gave, of which replicas send a part each.
+  template <bool kPieces>
+  __device__ std::uint64_t given(const DispatchArguments& a, std::uint32_t i) const {
+    if constexpr (kPieces)
+      return choice_at<false>(a.common, first * a.common.c.top_k + at(i));
+    else
+      return of_step(a, i);
+  }
+};
+
+// What a warp needs to count or to place a chunk, in shared memory: for each column, which tokens are in it, a bit each; the ranks of each token;
+// valid ids.
+struct ChunkMarks {
+  std::uint32_t *tokens, *ranks;  // [columns]; [tokens][2]
+  std::int32_t* ids;
+
+  __device__ ChunkMarks(const Common& k, char* memory)
+      : tokens(reinterpret_cast<std::uint32_t*>(memory)),
+        ranks(tokens + chunk_columns(k.c)),
+        ids(reinterpret_cast<std::int32_t*>(ranks + 2 * kMostTokensOfChunk)) {}
+  __device__ void clear(const Common& k) const {
+    for (std::uint32_t i = threadIdx.x % 32; i < chunk_columns(k.c) + 2 * kMostTokensOfChunk; i += 32) tokens[i] = 0;
+    __syncwarp();
+  }
+};
+constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
+
+// Which tokens go to each rank, from the ranks of each token: were each choice to mark its rank's word, many lanes would wait for one word.
+__device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
+  static_assert(kMostTokensOfChunk == 32, "a lane has a token");
+  const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
+  for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+    const std::uint32_t tokens = __ballot_sync(~0u, ((rank < 32 ? low : high) >> rank % 32 & 1) != 0);
+    if (lane == rank % 32) marks.tokens[k.c.num_experts + rank] = tokens;
+  }
+  __syncwarp();
+}
+
+// Ids on their way from the caller's memory.
+struct ChunkIds {
+  RawId ids[ChunkChoices::kOfLane];
+
+  template <bool kPieces = false>
+  __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
+    if (a.wide_ids) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+        if (chunk.at(i) >= chunk.all) continue;
+        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.given<kPieces>(a, i)];
+        ids[i].low = both.x;
+        ids[i].high = both.y;
+      }
+    } else {
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.given<kPieces>(a, i)];
+    }
+  }
+  __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, bool report, std::int32_t* kept) const {
+#pragma unroll
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+      if (chunk.at(i) >= chunk.all) continue;
+      if (report && is_bad(a, ids[i])) a.common.report->notices.bad_ids = 1;
+      kept[chunk.at(i)] = valid_id<false>(a, ids[i]);
+    }
+  }
+};
+
+// Whether rows have their numbers without what others count (plan/rank_plan.cuh).
+inline constexpr std::uint32_t kMostNumberedRanks = 8;
+__device__ inline bool numbers_rows(const DispatchArguments& a) {
+  return a.ids != nullptr && a.common.c.layout == LayoutKind::Compact && a.common.c.world <= kMostNumberedRanks;
+}
+
+// ---- counts of chunks ----
+
+// By one warp: peers hear how many rows they get, which are none that show by themselves, of a rank with many tokens.
+template <bool kPieces = false>
+__device__ inline void send_rows(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
+  for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
+    const std::uint32_t n = rows[peer];
+    if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
+    linger(k, n);
+    store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 1);
+  }
+}
+
+// By one warp, when all is counted: peers hear how many choices they get, and how many rows if they have not.
+// kPieces: some peers may be of other nodes, and some may be replicas.
+template <bool kPieces = false>
+static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const bool planned = a.ids == nullptr;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  if (!planned) {
+    // Neighbouring lanes have neighbouring columns, and many of them are asked for at once: peers wait for this.
+#pragma unroll 3
+    for (std::uint32_t i = lane; i < k.c.num_experts + k.c.world; i += 32) {
+      const std::uint32_t total = total_of(a, i);
+      *(i < k.c.num_experts ? a.plan.counts + i : a.plan.rows + (i - k.c.num_experts)) = total;
+    }
+    __syncwarp();
+  }
+  for (std::uint32_t i = lane; i < k.living * k.expert_pieces; i += 32) {
+    const std::uint32_t peer = k.order[i / k.expert_pieces], nth = i % k.expert_pieces;
+    if (kPieces && is_remote(k, peer)) continue;
+    const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
+    std::uint32_t numbers[kNumbersOfPiece] = {};
+#pragma unroll
+    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+      const std::uint32_t e = nth * kNumbersOfPiece + j;
+      if (e < experts) numbers[j] = a.plan.counts[first + e];
+    }
+    const PackedNumbers p = pack_numbers(numbers);
+    linger(k, p.words[0]);
+    store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
+  }
+  if (kPieces || !numbers_rows(a)) send_rows<kPieces>(k, step, a.plan.rows);
+  if constexpr (kPieces)
+    if (k.slice.of > 1) tell_replicas(a, step);
+  if constexpr (kPieces) begin_remote_blocks(a, step);
+  note(k, Stage::Counted);
+}
+
+// Counts choice `at` of a chunk by expert, and says which rank its token goes to.
+__device__ inline void count_choice(const ChunkMarks& marks, const Divider& per_rank, const Divider& top_k, std::uint32_t at, std::int32_t id) {
+  if (id < 0) return;
+  const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+  atomicAdd(marks.tokens + id, 1u);
+  atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
+}
+
+// By one warp: adds what has been counted to one of the sums of all chunks.
+__device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMarks& marks, std::uint32_t sum) {
+  const std::uint32_t columns = chunk_columns(a.common.c);
+  std::uint32_t* const totals = a.chunk_counts.totals + sum % kTotals * columns;
+  for (std::uint32_t i = threadIdx.x % 32; i < columns; i += 32)
+    if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
+}
+
+// By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
+template <bool kPieces = false>
+static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
+  const ChunkChoices chunk(a, number);
+  ChunkMarks marks(k, known_shared(memory));
+  if (!with_ids) {
+    ChunkIds ids;
+    ids.load<kPieces>(a, chunk);
+    ids.keep(a, chunk, true, marks.ids);
+  }
+  marks.clear(k);
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  // No step waits for the one before.
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    count_choice(marks, per_rank, top_k, at, at < chunk.all ? marks.ids[at] : -1);
+  }
+  __syncwarp();
+  mark_ranks(k, marks);
+  for (std::uint32_t i = k.c.num_experts + lane; i < columns; i += 32) marks.tokens[i] = __popc(marks.tokens[i]);
+  __syncwarp();
+  auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{number} * columns);
+  for (std::uint32_t i = lane; i < columns / 8; i += 32) {
+    std::uint32_t pair[4];
+#pragma unroll
+    for (std::uint32_t j = 0; j < 4; ++j) pair[j] = marks.tokens[8 * i + 2 * j] | marks.tokens[8 * i + 2 * j + 1] << 16;
+    out[i] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+  }
+  __syncwarp();
+  linger(k, number);
+  if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
+  add_to_totals(a, marks, number);
+  if constexpr (kPieces)
+    if (k.slice.of > 1) digest_chunk(a, number);
+  __syncwarp();
+  std::uint32_t before = 0;
+  if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
+  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kPieces>(a, step);
+}
+
+// Whether this warp is to count it.
+__device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t chunk) {
+  bool mine = false;
+  if (threadIdx.x % 32 == 0) mine = atomicExch(a.chunk_counts.taken + chunk, step) != step;
+  return __any_sync(~0u, mine);
+}
+
+// By one warp: until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few lines, so a
+// word that has been seen is not looked at again, and what was stored before it is asked for once, behind the last look.
+template <bool kPieces = false>
+__device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end, char* memory) {
+  constexpr std::uint32_t kLooksAtOnce = 64;
+  const std::uint32_t mine = first + threadIdx.x % 32;
+  const std::uint64_t word = arrival_word(a.common.generation, step);
+  bool there = mine >= end;
+  for (std::uint32_t looks = 0;; ++looks) {
+    if (!there) there = load_relaxed(a.chunk_counts.ready + mine) == word;
+    const std::uint32_t missing = __ballot_sync(~0u, !there);
+    if (missing == 0) break;
+    if (looks < kLooksAtOnce) continue;
+    if (looks < kLooksAtOnce + kPatientLooks) {
+      __nanosleep(kBetweenLooksNs);
+      continue;
+    }
+    const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1);
+    if (take_chunk(a, step, chunk)) count_chunk<kPieces>(a, step, chunk, memory, false);
+  }
+  fence_here();
+  __syncwarp();
+}
+
+// By one warp: adds two pieces a lane of n chunks' counts.
+__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns, std::uint32_t piece,
+                                  std::uint32_t* sums) {
+  constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
+  piece += threadIdx.x % 32;
+  std::uint32_t sum[kPieces][8] = {};
+#pragma unroll 1
+  for (std::uint32_t begin = 0; begin < n; begin += kAtOnce) {
+    uint4 v[kPieces][kAtOnce];
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+        v[p][i] = make_uint4(0, 0, 0, 0);
+        const std::uint64_t chunk = first + begin + i;
+        if (begin + i < n && piece + 32 * p < columns / 8) v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + piece + 32 * p);
+      }
+#pragma unroll
+    for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+      for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+        const std::uint32_t pairs[4] = {v[p][i].x, v[p][i].y, v[p][i].z, v[p][i].w};
+#pragma unroll
+        for (std::uint32_t j = 0; j < 4; ++j) {
+          sum[p][2 * j] += pairs[j] & 0xffffu;
+          sum[p][2 * j + 1] += pairs[j] >> 16;
+        }
+      }
+  }
+#pragma unroll
+  for (std::uint32_t p = 0; p < kPieces; ++p)
+#pragma unroll
+    for (std::uint32_t j = 0; j < 8; ++j)
+      if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
+}
+
+// By one warp: adds the counts of chunks [first, end) to the block's sums.
+template <bool kPieces = false>
+static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
+                                               std::uint32_t* sums, char* memory) {
+  sums = known_shared(sums);
+  const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
+  for (; first < end; first += 32) {
+    {
+      const Spends spends(a.common, Span::AwaitingChunks);
+      await_chunks<kPieces>(a, step, first, end, memory);
+    }
+    const std::uint32_t n = min(32u, end - first);
+    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
+  }
+  __syncwarp();
+}
+
+// By each of a block's workers: what comes before its first chunk. Those of a worker lie together, so that it looks at few lines.
+template <bool kPieces = false>
+__device__ inline void sum_chunks_before(const DispatchArguments& a, std::uint32_t step, std::uint32_t begin, std::uint32_t end,
+                                         std::uint32_t* sums, char* memory) {
+  const std::uint32_t worker = threadIdx.x / 32, all = end - begin;
+  sum_chunks<kPieces>(a, step, begin + all * worker / kWorkers, begin + all * (worker + 1) / kWorkers, sums, memory);
+}
+
+// ---- the planner ----
+
+// A chunk as its planner has it in registers, asked for before anything else is known.
+struct LoadedChunk {
+  ChunkIds ids;
+  float weights[ChunkChoices::kOfLane];
+
+  template <bool kPieces = false>
+  __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
+    ids.load<kPieces>(a, chunk);
+#pragma unroll
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+      weights[i] = 1.0f;
+      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.given<kPieces>(a, i)];
+    }
+  }
+};
+
+// A chunk of a given plan.
+template <bool kPieces = false>
+static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
+  PlannedChunk& to = *known_shared(planned);
+  const ChunkChoices chunk(a, number);
+#pragma unroll 4
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    if (at >= chunk.all) break;
+    const std::uint64_t from = chunk.of_step(a, i);
+    to.id[at] = a.plan.ids[from];
+    to.index[at] = a.plan.index[from];
+    to.row[at] = a.plan.token_rows[from];
+    to.weight[at] = a.weights != nullptr ? a.weights[kPieces ? chunk.given<true>(a, i) : from] : 1.0f;
+  }
+}
+
+// Says which tokens want which column and rank. False: some token has an expert twice.
+__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, const ChunkMarks& marks) {
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  std::uint32_t twice = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
+    if (id < 0) continue;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), token = top_k.divide(at), bit = 1u << token;
+    twice |= atomicOr(marks.tokens + id, bit) & bit;
+    atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
+  }
+  __syncwarp();
+  mark_ranks(k, marks);
+  return !__any_sync(~0u, twice != 0);
+}
+
+// memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
+static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices chunk, char* memory, std::uint32_t* sums, PlannedChunk* planned) {
+  const ChunkMarks marks(k, known_shared(memory));
+  PlannedChunk& to = *known_shared(planned);
+  sums = known_shared(sums);
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts, choices = k.c.top_k, columns = chunk_columns(k.c);
+  marks.clear(k);
+  const bool once = mark_choices(k, chunk, marks);
+  const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
+#pragma unroll 4
+  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
+    const std::int32_t id = marks.ids[at];
+    const std::uint32_t token = top_k.divide(at), of_token = token * choices, before = (1u << token) - 1;
+    const std::uint32_t low = marks.ranks[2 * token], high = marks.ranks[2 * token + 1];
+    to.id[at] = id;
+    if (at - of_token >= __popc(low) + __popc(high)) to.row[at] = kNone;
+    if (once) to.index[at] = id < 0 ? 0 : sums[id] + __popc(marks.tokens[id] & before);
+    if (id < 0) continue;
+    // Choices of one token and rank say the same.
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
+    const std::uint32_t nth = rank < 32 ? __popc(low & lower) : __popc(low) + __popc(high & lower);
+    to.row[of_token + nth] = rank << 20 | (rows[rank] + __popc(of_rank[rank] & before));
+  }
+  __syncwarp();
+  if (!once && lane == 0)
+    for (std::uint32_t at = 0; at < chunk.all; ++at) to.index[at] = marks.ids[at] < 0 ? 0 : sums[marks.ids[at]]++;
+  for (std::uint32_t i = (once ? 0 : experts) + lane; i < columns; i += 32) sums[i] += __popc(marks.tokens[i]);
+  __syncwarp();
+}
+
+// Waits for the nth turn. A lane that looks only after the next one is over waits for ever, so no lane of a warp may fill a place
+// again that another one still waits for: the one that fills it waits alone, or the lanes meet.
+__device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
+  while (!turn_is_over(turns, nth & 1)) {
+  }
+}
+
+// Workers of this block may wait for peers, and they for the counts of all chunks.
+template <bool kPieces = false>
+__device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), memory);
+}
+
+// Neighbouring chunks that one thread block sends.
+struct Stretch {
+  std::uint32_t next, end;
+
+  __device__ Stretch(const DispatchArguments& a, std::uint32_t number) {
+    const std::uint32_t all = min(a.stretches, a.chunks);
+    next = number < all ? number * a.chunks / all : a.chunks;
+    end = number < all ? (number + 1) * a.chunks / all : a.chunks;
+  }
+};
+// By one warp.
+__device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
+  if (stretch.next == stretch.end && stretch.next < a.chunks) {
+    std::uint32_t number = 0;
+    if (threadIdx.x % 32 == 0) number = atomicAdd(a.chunk_counts.next, 1u);
+    stretch = Stretch(a, __shfl_sync(~0u, number, 0));
+  }
+  return stretch.next < a.chunks ? stretch.next++ : a.chunks;
+}
+
+// By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
+__device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
+  const std::uint32_t first = chunk * a.tokens_per_chunk;
+  s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
+  turns_arrive(s.known + n % 2);
+}
+
+// For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
+__device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, step = s.step;
+  const bool given = a.ids == nullptr;
+  Stretch stretch(a, s.first_stretch);
+  std::uint32_t number = next_chunk(a, stretch), summed = number;
+  for (std::uint32_t n = 0;; ++n) {
+    const bool ends = number >= a.chunks;
+    const ChunkChoices chunk(a, number);
+    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
+    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);  // none, within a stretch
+    if (n >= 2) {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      await_turn(s.used + n % 2, n / 2 - 1);
+    }
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
+    PlannedChunk& planned = s.chunks[n % 2];
+    if (!ends && given) copy_chunk(a, number, &planned);
+    if (!ends && !given) {
+      const Spends spends(k, Span::PlacingChunks);
+      loaded.ids.keep(a, chunk, false, ChunkMarks(k, memory).ids);
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+        if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
+      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      place_choices(k, chunk, memory, sums, &planned);
+    }
+    if (n == 0 && s.first_stretch == 0) {
+      if (lane == 0) {
+        *a.received.step = step;  // the step's other phases read it there
+        take_set(k, step);
+      }
+      if (given) send_all_counts(a, step);
+    }
+    __syncwarp();
+    if (lane == 0) turns_arrive(s.planned + n % 2);
+    if (n == 0 && !given) count_all(a, step, memory);
+    if (ends) return;
+    summed = number + 1;
+    number = next;
+  }
+}
+
+// The planner's first part: the step, the block's first chunk, and whether this launch may write.
+__device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  EarlyClosed closed;
+  std::uint32_t first = 0;
+  const unsigned long long word = load_relaxed(&k.control->step);
+  closed.load(k, lane);
+  if (lane == 0) first = atomicAdd(a.chunk_counts.next, 1u);
+  closed.keep(k, lane, s.closed);
+  if (lane != 0) return;
+  s.step = step_of(word);
+  s.first_stretch = first;
+  s.first_chunk = Stretch(a, first).next;
+  tell_bounds(a, s, 0, s.first_chunk);
+  pass_step(k);
+}
+
+template <bool kPieces = false>
+__device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  bool taken = may_take_at_once(k, s.step, s.closed);
+  if (!taken) {
+    if (lane == 0) taken = may_take_later(k, s.step);
+    taken = __shfl_sync(~0u, taken, 0);
+  }
+  if constexpr (kPieces) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
+  if (lane == 0) s.taken = taken;
+  s.claimed.open();
+}
+
+// By the last thread block to leave: the next launch that sends finds everything as this one did.
+template <bool kPieces = false>
+__device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
+  __syncthreads();
+  if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
+  __syncthreads();
+  if (!last) return;
+  for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
+  if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = *a.chunk_counts.received = 0;
+  if constexpr (kPieces)
+    if (threadIdx.x == 0) *a.pieces.digest = 0;
+}
+
+}  // namespace pplx::cuda

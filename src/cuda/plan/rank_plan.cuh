@@ -1,0 +1,263 @@
+// The plan of a dispatch of many tokens whose outputs are Compact, of few ranks. A row's place there is its number among all rows of its source,
+// so of earlier tokens nothing counts but how many of them go to each rank. Each thread block finds that out by itself, from the ids, and no
+// row waits for what others count. How many choices each expert has is for the callers alone: it is counted beside all that.
+#pragma once
+
+#include "chunk_plan.cuh"
+
+namespace pplx::cuda {
+
+// A lane's part of how many tokens go to each rank: a byte for each, that the next tokens are added to, and half a word.
+class RowsOfRanks {
+ public:
+  // A token's ranks, a bit each.
+  __device__ void add(std::uint32_t ranks) {
+    constexpr std::uint32_t kBitsToBytes = 0x204081u;  // of four bits
+    low_ += (ranks & 15) * kBitsToBytes & 0x01010101u;
+    high_ += (ranks >> 4) * kBitsToBytes & 0x01010101u;
+  }
+  // After 255 tokens at most.
+  __device__ void fold() {
+    sums_[0] += low_ & 0xff00ffu;
+    sums_[1] += low_ >> 8 & 0xff00ffu;
+    sums_[2] += high_ & 0xff00ffu;
+    sums_[3] += high_ >> 8 & 0xff00ffu;
+    low_ = high_ = 0;
+  }
+  // By a warp. counts: whether this lane's tokens are no other lane's.
+  __device__ void add_to(const Common& k, bool counts, std::uint32_t* rows) const {
+#pragma unroll
+    for (std::uint32_t j = 0; j < kMostNumberedRanks; ++j) {
+      const std::uint32_t mine = sums_[j / 4 * 2 + j % 2] >> 16 * (j / 2 % 2) & 0xffffu, n = __reduce_add_sync(~0u, counts ? mine : 0);
+      if (threadIdx.x % 32 == 0 && n != 0 && (k.dead >> j & 1) == 0) atomicAdd(rows + j, n);
+    }
+  }
+
+ private:
+  static_assert(kMostNumberedRanks == 8);
+  std::uint32_t low_ = 0, high_ = 0, sums_[kMostNumberedRanks / 2] = {};
+};
+
+// The rank that has an expert, as a bit; none, if there is no such expert.
+__device__ inline std::uint32_t rank_bit(const Common& k, std::uint32_t id, std::uint32_t high) {
+  return id < k.c.num_experts && high == 0 ? 1u << k.per_rank.divide(id) : 0;
+}
+
+// By one of `warps` warps: adds to rows[r] how many of the tokens [begin, end) go to rank r. A lane has a choice, kAtOnce are asked for at once.
+// kShift: a token has so many bits of the lane; 0: as many as top_k needs. Bad ids, and those of dead ranks, count for nothing.
+template <std::uint32_t kAtOnce, std::uint32_t kShift = 0>
+__device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
+                                           std::uint32_t* rows) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  std::uint32_t shift = kShift;
+  while (kShift == 0 && 1u << shift < k.c.top_k) ++shift;
+  const std::uint32_t choice = lane & ((1u << shift) - 1), together = 32 >> shift, width = a.wide_ids ? 8 : 4, step = together * k.c.top_k * width;
+  const bool has_choice = choice < k.c.top_k;
+  RowsOfRanks counted;
+#pragma unroll 1
+  for (std::uint32_t first = begin + warp * kAtOnce * together; first < end; first += warps * kAtOnce * together) {
+    const std::uint32_t token = first + (lane >> shift);
+    const char* from = static_cast<const char*>(a.ids) + (std::uint64_t{token} * k.c.top_k + choice) * width;
+    RawId ids[kAtOnce];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i, from += step) {
+      if (!has_choice || token + i * together >= end) continue;
+      if (a.wide_ids) {
+        const uint2 both = *reinterpret_cast<const uint2*>(from);
+        ids[i].low = both.x;
+        ids[i].high = both.y;
+      } else {
+        ids[i].low = *reinterpret_cast<const std::uint32_t*>(from);
+      }
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      std::uint32_t ranks = rank_bit(k, ids[i].low, a.wide_ids ? ids[i].high : 0);
+#pragma unroll
+      for (std::uint32_t s = 1; s < 1u << kShift; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+#pragma unroll 1
+      for (std::uint32_t s = 1; kShift == 0 && s >> shift == 0; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      counted.add(ranks);
+    }
+    counted.fold();
+  }
+  counted.add_to(k, choice == 0, rows);
+}
+
+// Eight choices of a token, int64, of which a lane loads two at once: one a lane, as above, takes all thread blocks of a GPU 10 us for 4,096 tokens.
+template <std::uint32_t kAtOnce>
+__device__ inline void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
+  constexpr std::uint32_t kLanes = 4, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  RowsOfRanks counted;
+#pragma unroll 1
+  for (std::uint32_t first = warp * kAtOnce * kTogether; first < end; first += kWorkers * kAtOnce * kTogether) {
+    const std::uint32_t token = first + lane / kLanes;
+    const char* const from = static_cast<const char*>(a.ids) + std::uint64_t{token} * kTokenBytes + lane % kLanes * 16;
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      v[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+      if (token + i * kTogether < end) v[i] = *reinterpret_cast<const uint4*>(from + i * kTogether * kTokenBytes);
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
+      std::uint32_t ranks = rank_bit(k, v[i].x, v[i].y) | rank_bit(k, v[i].z, v[i].w);
+#pragma unroll
+      for (std::uint32_t s = 1; s < kLanes; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
+      counted.add(ranks);
+    }
+    counted.fold();
+  }
+  counted.add_to(k, lane % kLanes == 0, rows);
+}
+
+// Five to eight choices of a token. Not inlined: the roles that follow would spill what this has in registers.
+static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* its_rows) {
+  std::uint32_t* const rows = known_shared(its_rows);
+  if (a.common.c.top_k == 8 && a.wide_ids && reinterpret_cast<std::uint64_t>(a.ids) % 16 == 0)
+    count_rows_of_eight<12>(a, end, rows);
+  else
+    count_rows_of_ranks<12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+}
+
+// By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
+__device__ inline void count_rows_before(const DispatchArguments& a, const ManyPlan& s, std::uint32_t* sums) {
+  if (s.first_chunk >= a.chunks) return;
+  const Spends spends(a.common, Span::Counting);
+  const std::uint32_t end = s.first_chunk == 0 ? a.own : s.first_chunk * a.tokens_per_chunk;
+  std::uint32_t* const rows = sums + a.common.c.num_experts;
+  if (a.common.c.top_k > 4 && a.common.c.top_k <= 8)
+    count_rows_of_five_to_eight(a, end, rows);
+  else
+    count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+}
+
+// By one warp of each thread block: counts the chunks that nobody else has begun, up to 32 of them together, and tells of them together, since a
+// fence that rows on their way to peers stand before takes ten microseconds. memory: counting_bytes().
+static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const ChunkMarks marks(k, known_shared(memory));
+  const Divider per_rank = k.per_rank, top_k = k.top_k;
+  for (std::uint32_t first = blockIdx.x; first < a.chunks; first += 32 * gridDim.x) {
+    const std::uint32_t mine = first + lane * gridDim.x;
+    const bool taken = mine < a.chunks && atomicExch(a.chunk_counts.taken + mine, step) != step;
+    const std::uint32_t all = __ballot_sync(~0u, taken);
+    if (all == 0) continue;
+    marks.clear(k);
+    ChunkIds ids;
+    const auto first_of = [&](std::uint32_t chunks) { return ChunkChoices(a, first + (__ffs(static_cast<int>(chunks)) - 1) * gridDim.x); };
+    ids.load(a, first_of(all));
+    for (std::uint32_t left = all; left != 0; left &= left - 1) {
+      const ChunkChoices chunk = first_of(left);
+      ids.keep(a, chunk, true, marks.ids);
+      const std::uint32_t others = left & (left - 1);
+      if (others != 0) ids.load(a, first_of(others));
+      marks.ranks[2 * lane] = 0;
+      __syncwarp();
+      for (std::uint32_t at = lane; at < chunk.all; at += 32) count_choice(marks, per_rank, top_k, at, marks.ids[at]);
+      __syncwarp();
+      const std::uint32_t ranks = marks.ranks[2 * lane];
+      for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+        const std::uint32_t rows = __popc(__ballot_sync(~0u, (ranks >> rank & 1) != 0));
+        if (lane == rank) marks.tokens[k.c.num_experts + rank] += rows;
+      }
+      __syncwarp();
+    }
+    linger(k, first);
+    add_to_totals(a, marks, blockIdx.x);
+    __syncwarp();
+    std::uint32_t before = 0;
+    if (lane == 0) before = count_in_order(a.chunk_counts.counted, __popc(all));
+    before = __shfl_sync(~0u, before, 0);
+    if (taken) store_relaxed(a.chunk_counts.ready + mine, arrival_word(k.generation, step));  // for who would count it, were it not begun
+    if (before + __popc(all) == a.chunks) send_all_counts(a, step);
+  }
+}
+
+// A chunk whose ids are in shared memory: `rows` has what comes before it, and then what comes after it. A lane has a token.
+static __device__ __noinline__ void number_choices(const Common& k, const ChunkChoices chunk, std::int32_t* its_ids, std::uint32_t* rows,
+                                                   PlannedChunk* planned) {
+  static_assert(kMostTokensOfChunk == 32, "a lane has a token");
+  const std::int32_t* const ids = known_shared(its_ids);
+  PlannedChunk& to = *known_shared(planned);
+  rows = known_shared(rows);
+  const Divider per_rank = k.per_rank;
+  const std::uint32_t lane = threadIdx.x % 32, choices = k.c.top_k, of_token = lane * choices;
+  const bool there = lane < chunk.tokens;
+  std::uint32_t ranks = 0, nth = 0;
+#pragma unroll 4
+  for (std::uint32_t i = 0; i < choices; ++i) {
+    const std::int32_t id = there ? ids[of_token + i] : -1;
+    if (id >= 0) ranks |= 1u << per_rank.divide(static_cast<std::uint32_t>(id));
+  }
+  for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
+    const bool wants = (ranks >> rank & 1) != 0;
+    const std::uint32_t tokens = __ballot_sync(~0u, wants), begin = rows[rank];
+    if (wants) to.row[of_token + nth++] = rank << 20 | (begin + __popc(tokens & ((1u << lane) - 1)));
+    __syncwarp();
+    if (lane == 0) rows[rank] = begin + __popc(tokens);
+  }
+  for (; there && nth < choices; ++nth) to.row[of_token + nth] = kNone;
+  for (std::uint32_t at = lane; at < chunk.all; at += 32) {
+    to.id[at] = ids[at];
+    to.index[at] = 0;  // nobody asks for it
+  }
+  __syncwarp();
+}
+
+// In place of plan_chunks(). `sums` has what count_rows_before() found.
+__device__ inline void number_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, step = s.step;
+  std::uint32_t* const rows = sums + k.c.num_experts;
+  std::int32_t* const ids = ChunkMarks(k, memory).ids;
+  Stretch stretch(a, s.first_stretch);
+  std::uint32_t number = next_chunk(a, stretch), counted = number;
+  if (s.first_stretch == 0) {
+    if (lane == 0) {
+      *a.received.step = step;  // the step's other phases read it there
+      take_set(k, step);
+    }
+    send_rows(k, step, rows);
+    __syncwarp();
+    if (lane < k.c.world) rows[lane] = 0;
+    __syncwarp();
+  }
+  for (std::uint32_t n = 0;; ++n) {
+    const bool ends = number >= a.chunks;
+    const ChunkChoices chunk(a, number);
+    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
+    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    if (!ends && counted != number)  // none, within a stretch
+      count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
+    __syncwarp();
+    if (n >= 2) {
+      const Spends waits(k, Span::AwaitingPlaceOut);
+      await_turn(s.used + n % 2, n / 2 - 1);
+    }
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
+    PlannedChunk& planned = s.chunks[n % 2];
+    if (!ends) {
+      const Spends spends(k, Span::PlacingChunks);
+      loaded.ids.keep(a, chunk, false, ids);
+#pragma unroll
+      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+        if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
+      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      __syncwarp();
+      number_choices(k, chunk, ids, rows, &planned);
+    }
+    __syncwarp();
+    if (lane == 0) turns_arrive(s.planned + n % 2);
+    if (ends) break;
+    counted = number + 1;
+    number = next;
+  }
+  count_all(a, step, memory);
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,82 @@
+// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What some
+// have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first of all stretches
+// first.
+#pragma once
+
+#include "../common/arguments.h"
+
+namespace pplx::cuda {
+
+struct RowRun {
+  std::uint32_t source, first, rows;
+};
+
+// How many runs all sources have together, and how many every source has.
+struct RunCounts {
+  std::uint32_t all, common;
+};
+
+class RowRuns {
+ public:
+  // By any thread, where they have been counted before.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
+                     const RunCounts& counts)
+      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
+  // By a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more or less.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
+      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
+    std::uint32_t all = 0, least = kNone;
+    for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
+      const std::uint32_t n = runs_of(k.order[i]);
+      least = min(least, n);
+      all += n;
+    }
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      least = min(least, __shfl_xor_sync(~0u, least, i));
+      all += __shfl_xor_sync(~0u, all, i);
+    }
+    counts_ = {all, least};
+  }
+
+  __device__ const RunCounts& counts() const { return counts_; }
+  __device__ std::uint32_t all() const { return counts_.all; }
+
+  __device__ RowRun at(std::uint32_t n) const {
+    std::uint32_t source;
+    const std::uint32_t common = counts_.common;
+    if (n / sources_ < common) {
+      source = k_.order[n % sources_];
+      n /= sources_;
+    } else {
+      n -= common * sources_;
+      for (std::uint32_t i = 0;; ++i) {
+        source = k_.order[i];
+        const std::uint32_t more = runs_of(source) - common;
+        if (n < more) break;
+        n -= more;
+      }
+      n += common;
+    }
+    n = in_time(n, runs_of(source));
+    return {source, n * most_, min(most_, rows_of(source) - n * most_)};
+  }
+
+ private:
+  __device__ std::uint32_t rows_of(std::uint32_t source) const { return begin_[source + 1] - begin_[source]; }
+  __device__ std::uint32_t runs_of(std::uint32_t source) const { return (rows_of(source) + most_ - 1) / most_; }
+
+  // The nth that comes, of so many: those of a stretch lie together.
+  __device__ std::uint32_t in_time(std::uint32_t n, std::uint32_t runs) const {
+    const std::uint32_t each = runs / stretches_, more = runs % stretches_;  // the first stretches have one more
+    const std::uint32_t stretch = n < each * stretches_ ? n % stretches_ : n - each * stretches_, nth = n < each * stretches_ ? n / stretches_ : each;
+    return stretch * each + min(stretch, more) + nth;
+  }
+
+  const Common& k_;
+  const std::uint32_t* const begin_;
+  const std::uint32_t sources_, most_, stretches_;
+  RunCounts counts_;
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,246 @@
+// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes it
+// for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block waits
+// for another's.
+#pragma once
+
+#include <type_traits>
+
+#include "../common/arrival.cuh"
+#include "../decode/warps.cuh"
+#include "../common/rows.cuh"
+#include "../common/wait.cuh"
+
+namespace pplx::cuda {
+
+inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK;
+
+template <bool kPlain>
+struct DispatchExtras;  // remote/dispatch_extras.cuh
+
+struct PlanShared {
+  std::uint32_t rows_before[kMaxPeers];  // of the tokens before the unit, by rank
+  std::int32_t ids[kMostChoicesOfUnit];  // of the unit
+  float weights[kMostChoicesOfUnit];
+};
+
+// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it, and
+// each load for the one before.
+struct RawId {
+  std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
+  __device__ std::int64_t value(bool wide) const {
+    return wide ? static_cast<std::int64_t>(std::uint64_t{high} << 32 | low) : static_cast<std::int32_t>(low);
+  }
+};
+__device__ inline RawId load_raw_id(const DispatchArguments& a, std::uint64_t at) {
+  RawId id;
+  if (a.wide_ids) {
+    const uint2 both = static_cast<const uint2*>(a.ids)[at];
+    id.low = both.x;
+    id.high = both.y;
+  } else {
+    id.low = static_cast<const std::uint32_t*>(a.ids)[at];
+  }
+  return id;
+}
+__device__ inline bool is_bad(const DispatchArguments& a, const RawId& id) {
+  const std::int64_t value = id.value(a.wide_ids);
+  return value < -1 || value >= a.common.c.num_experts;
+}
+template <bool kPlain>
+__device__ inline std::int32_t valid_id(const DispatchArguments& a, const RawId& raw) {
+  const Common& k = a.common;
+  const std::int64_t id = raw.value(a.wide_ids);
+  if (id < 0 || id >= k.c.num_experts) return -1;
+  const bool nobody = !kPlain && k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
+  return nobody ? -1 : static_cast<std::int32_t>(id);
+}
+__device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
+  const RawId id = load_raw_id(a, at);
+  if (report && is_bad(a, id)) a.common.report->notices.bad_ids = 1;
+  return valid_id<false>(a, id);
+}
+
+// The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
+template <bool kPlain>
+__device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
+  if (kPlain || k.slice.of == 1) return n;
+  const std::uint32_t own = k.top_k.divide(n);
+  return n + (k.slice.token(own) - own) * k.c.top_k;
+}
+
+// A pass over tokens has a group of lanes for each, a lane for each choice.
+struct Pass {
+  std::uint32_t token, k;  // of this thread, in the pass
+  std::uint32_t tokens;  // of a pass
+
+  __device__ explicit Pass(const Common& c)
+      : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
+  template <bool kPlain>
+  __device__ RawId load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
+    const std::uint32_t own = begin + token;
+    if (own >= end || k >= a.common.c.top_k) return {};
+    return load_raw_id(a, choice_at<kPlain>(a.common, own * a.common.c.top_k + k));
+  }
+};
+
+// This thread's choices of the first passes, loaded before anything is known.
+struct EarlyIds {
+  static constexpr std::uint32_t kPasses = 3;
+  RawId ids[kPasses];
+
+  // Of the tokens before `end`.
+  template <bool kPlain>
+  __device__ void load(const DispatchArguments& a, std::uint32_t end) {
+    const Pass pass(a.common);
+#pragma unroll
+    for (std::uint32_t i = 0; i < kPasses; ++i)
+      if (i * pass.tokens < end) ids[i] = pass.load<kPlain>(a, i * pass.tokens, end);
+  }
+  __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
+};
+
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
+template <bool kPlain>
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
+                                    PlanShared& s, std::uint32_t* experts) {
+  const Common& k = a.common;
+  const Pass pass(k);
+  std::uint32_t number = 0;
+#pragma unroll 1
+  for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
+    const bool known = loaded && number < EarlyIds::kPasses;
+    const std::int32_t id = valid_id<kPlain>(a, known ? early.of_pass(number) : pass.load<kPlain>(a, begin, to));
+    const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
+    // The first lane of a token that wants a rank counts the row.
+    const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone : rank << 16 | pass.token);  // takes longer the more keys differ
+    if (id < 0) continue;
+    if ((same & ((1u << lane) - 1)) == 0) atomicAdd(&s.rows_before[rank], 1u);
+    atomicAdd(experts + id, 1u);
+  }
+}
+
+// A token as a warp sees it: lane i has choice i, and the rows of ranks i and, where there are more than 32, i + 32.
+template <bool kPlain>
+struct PlannedToken {
+  using Ranks = std::conditional_t<kPlain, std::uint32_t, unsigned long long>;  // a bit each
+  static constexpr std::uint32_t kRanksOfLane = kPlain ? 1 : 2;
+
+  std::int32_t id = -1;
+  std::uint32_t rank = kNone, index = 0;  // of this choice
+  float weight = 1.0f;
+  Ranks ranks = 0;  // that want it; every lane has them
+  std::uint32_t row[kRanksOfLane] = {};
+  char* at[kRanksOfLane];  // of the rows, at the peers
+
+  // What its ids say: whose it is, and how many of its lower choices name the same expert.
+  __device__ void choose(const Common& k, std::int32_t its_id, float its_weight) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    id = its_id;
+    weight = its_weight;
+    rank = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+    const Ranks mine = id < 0 ? 0 : Ranks{1} << rank;
+    ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
+    if constexpr (!kPlain)
+      if (k.c.world > 32) ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
+    const std::uint32_t same = __match_any_sync(~0u, static_cast<std::uint32_t>(id));  // takes longer the more keys differ
+    index = id < 0 ? 0 : __popc(same & ((1u << lane) - 1));
+  }
+  __device__ bool wanted_by(std::uint32_t rank) const { return (ranks >> rank & 1) != 0; }
+  // Which of the ranks that want it this one is.
+  __device__ std::uint32_t nth(std::uint32_t rank) const { return count_ranks_below(ranks, rank); }
+  __device__ std::uint32_t count() const { return count_ranks(ranks); }
+
+  __device__ void find_rows(const Common& k, char* const* rows_at) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kRanksOfLane; ++i)
+      at[i] = rows_at[threadIdx.x % 32 + 32 * i] + std::uint64_t{row[i]} * k.dispatch.row_bytes;
+  }
+  __device__ char* row_at(std::uint32_t rank) const {
+    return of_lane(at[kPlain || rank < 32 ? 0 : kRanksOfLane - 1], static_cast<int>(rank % 32));
+  }
+};
+
+// Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
+template <bool kPlain>
+struct UnitPlan {
+  using Token = PlannedToken<kPlain>;
+  std::uint32_t rows[Token::kRanksOfLane];  // so far, of ranks lane and lane + 32
+
+  __device__ explicit UnitPlan(const PlanShared& s) {
+#pragma unroll
+    for (std::uint32_t i = 0; i < Token::kRanksOfLane; ++i) rows[i] = s.rows_before[threadIdx.x % 32 + 32 * i];
+  }
+  // Where the nth token's rows are, which begins the unit's tokens with `first`, and which of its experts' each choice is.
+  __device__ void place(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
+                        const std::uint32_t* experts, Token& t) {
+    const Common& k = a.common;
+    if (!kPlain && a.ids == nullptr) {
+      take_from_plan(a, first + nth, t);
+      return;
+    }
+#pragma unroll
+    for (std::uint32_t i = 0; i < Token::kRanksOfLane; ++i) {
+      t.row[i] = rows[i];
+      rows[i] += t.wanted_by(threadIdx.x % 32 + 32 * i) ? 1 : 0;
+    }
+    if (t.id < 0) return;
+    t.index += experts[t.id];
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < nth * k.c.top_k; ++i) t.index += s.ids[i] == t.id;
+  }
+
+ private:
+  __device__ static void take_from_plan(const DispatchArguments& a, std::uint32_t own, Token& t) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint64_t at = std::uint64_t{own} * k.c.top_k + lane;
+    std::uint32_t mine = kNone;
+    if (lane < k.c.top_k) {
+      mine = a.plan.token_rows[at];
+      t.index = a.plan.index[at];
+    }
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::uint32_t entry = __shfl_sync(~0u, mine, i);
+      if (entry == kNone) break;
+      const std::uint32_t rank = entry >> 20;
+      t.ranks |= typename Token::Ranks{1} << rank;
+      if (lane == rank % 32) t.row[rank / 32 % Token::kRanksOfLane] = entry & 0xfffffu;
+    }
+  }
+};
+
+// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
+// last.
+template <bool kPlain, typename Visit>
+__device__ inline void visit_in_order(const Common& k, typename PlannedToken<kPlain>::Ranks ranks, const Visit& visit) {
+  using Ranks = typename PlannedToken<kPlain>::Ranks;
+  const Ranks after = ~((Ranks{2} << k.c.rank) - 1);  // the last one's: none
+  while (ranks != 0) {
+    const Ranks kind = !kPlain && (ranks & k.remote) != 0 ? static_cast<Ranks>(ranks & k.remote) : ranks;
+    const Ranks next = (kind & after) != 0 ? kind & after : kind;
+    const std::uint32_t rank = lowest_rank(next);
+    ranks &= ~(Ranks{1} << rank);
+    visit(rank);
+  }
+}
+
+// By one warp: what further dispatches, and this one's combine, need to know of a token.
+template <bool kPlain>
+__device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken<kPlain>& t) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
+#pragma unroll
+  for (std::uint32_t i = 0; i < t.kRanksOfLane; ++i) {
+    const std::uint32_t rank = lane + 32 * i;
+    if (t.wanted_by(rank)) a.plan.token_rows[at + t.nth(rank)] = rank << 20 | t.row[i];
+  }
+  if (lane >= k.c.top_k) return;
+  if (lane >= t.count()) a.plan.token_rows[at + lane] = kNone;
+  a.plan.ids[at + lane] = t.id;
+  a.plan.index[at + lane] = t.index;
+  if (a.weights != nullptr && (kPlain || k.slice.of == 1)) a.plan.weights[at + lane] = t.weight;
+}
+
+}  // namespace pplx::cuda

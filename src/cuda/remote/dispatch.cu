@@ -1,0 +1,21 @@
+// dispatch() of few tokens in every case: peers of other nodes, dead ranks, replicas, a given plan.
+#include "../decode/dispatch_kernel.cuh"
+#include "dispatch_extras.cuh"
+
+namespace pplx::cuda {
+namespace decode {
+namespace {
+
+template <typename Mode, bool kPlain, bool kHooks>
+__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
+  run_dispatch<Mode, kPlain, kHooks>(a);
+}
+
+}  // namespace
+
+Choice<DispatchArguments> choose_general(const Config& c, const DispatchCall& call) {
+  return choose_mode(c, call, [&](auto mode) { return decode_choice("decode::dispatch, general", c, dispatch<decltype(mode), false, false>); });
+}
+
+}  // namespace decode
+}  // namespace pplx::cuda

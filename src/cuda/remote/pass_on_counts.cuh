@@ -1,0 +1,131 @@
+// What remote peers' headers say, in the form in which peers of the node say it, so that whoever receives need not know who is where. A warp's
+// part, while others do what needs no peer.
+#pragma once
+
+#include "../common/arrival.cuh"
+#include "pass_on_rounds.cuh"
+#include "proxy.cuh"
+
+namespace pplx::cuda {
+
+// Behind the last expert a header has anything.
+__device__ inline PackedNumbers packed_counts(const Common& k, std::uint32_t first, const uint4& counts) {
+  const auto of = [&](std::uint32_t j, std::uint32_t n) { return first + j < k.experts ? n & kMostOfNumber : 0; };
+  return pack_numbers({of(0, counts.x), of(1, counts.y), of(2, counts.z), of(3, counts.w)});
+}
+
+// In pieces: keeps what the first header of a source says of its rounds. False: it cannot be so.
+__device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_t step, const BlockHeader& h) {
+  const Common& k = a.common;
+  const PieceArguments& p = a.pieces;
+  std::uint32_t* const kept = kept_rounds(p, h.source);
+  kept[0] = h.pieces;
+  kept[1] = 0;
+  if (h.pieces > 1 && h.pieces <= p.most) kept[2] = h.end;
+  const bool whole = h.pieces == 0, fits = h.piece == 0 && h.begin == 0 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
+  if (whole ? h.rows <= k.heap.slot_rows : fits && (h.pieces > 1 || h.end == h.rows)) return true;
+  fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, h.source, step}, p.most, h.pieces);
+  return false;
+}
+// Keeps where the round of a source's later header ends. False: it cannot end there.
+__device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t piece) {
+  const Common& k = a.common;
+  const PieceArguments& p = a.pieces;
+  std::uint32_t* const kept = kept_rounds(p, source);
+  const std::uint32_t set = set_of(k.c, step), pieces = kept[0], begin = kept[1 + piece];
+  const std::uint32_t rows = load_piece(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, source)).x;
+  const BlockHeader h = load_piece_header(own_slot(k, set, Op::Dispatch, source) + k.heap.piece_at(Op::Dispatch, piece));
+  const std::uint32_t most = min(rows, begin + p.tokens), end = piece + 1 < pieces ? min(max(begin, h.end), most) : rows;
+  if (piece + 1 < pieces) kept[2 + piece] = end;
+  return end <= most && check_piece_header(k, h, Phase::DispatchRecv, step, source, piece, pieces, {begin, end});
+}
+
+// The counts of n remote peers' headers, as peers of the node write them. A look across PCIe takes a microsecond: several are asked for
+// at once, whoever they are of.
+__device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const std::uint8_t* group, std::uint32_t n) {
+  constexpr std::uint32_t kAtOnce = 4;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_pieces;
+  for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
+    uint4 counts[kAtOnce];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t i = first + 32 * j;
+      if (i >= n * vectors) continue;
+      const char* block = own_slot(k, set, Op::Dispatch, group[i / vectors]);
+      counts[j] = __ldcg(reinterpret_cast<const uint4*>(block + sizeof(BlockHeader)) + i % vectors);
+    }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t i = first + 32 * j;
+      if (i >= n * vectors) continue;
+      const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
+    }
+  }
+}
+
+// In pieces, after all first headers: the later ones, and what has room of those that this launch sends.
+__device__ inline void pass_on_later_pieces(const DispatchArguments& a, std::uint32_t step) {
+  const PieceArguments& p = a.pieces;
+  const std::uint32_t sent = a.send && p.chunks != 0 ? (a.own + p.tokens - 1) / p.tokens : 0;
+  const auto begin = [&](PassedPeer& of) {
+    of.landed = 1;
+    of.all_landed = kept_rounds(p, of.peer)[0];
+    of.all_room = rounds_to_be_free(p, sent);
+  };
+  const auto take = [&](std::uint32_t peer, std::uint32_t piece) { return keep_piece(a, step, peer, piece); };
+  pass_on_rounds(a.common, p, step, {Op::Dispatch, Phase::DispatchSend, Phase::DispatchRecv}, begin, take);
+}
+
+// A warp's part: what remote peers' headers say becomes pieces of counts, as a peer of the node writes them, and their arrival words come
+// to device memory: of 32 peers at once.
+template <bool kPieces = false>
+__device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
+  bool mine = false;
+  if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
+  if (!__any_sync(~0u, mine)) return;
+  const std::uint32_t peers = remote_peers(k);
+  for (std::uint32_t begin = 0; begin < peers; begin += 32) {
+    const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
+    const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
+    const bool there = lane >= n || wait_for_block<kPieces>(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
+    if (!all_of_warp(there)) return;
+    note(k, Stage::Heard);
+    BlockHeader h;
+    if constexpr (kPieces)
+      h = load_piece_header(own_slot(k, set, Op::Dispatch, peer));
+    else
+      h = load_header(own_slot(k, set, Op::Dispatch, peer));
+    pass_on_counts(k, step, group, n);
+    // Nobody does anything with counts before they know how many rows there are.
+    bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
+    if constexpr (kPieces) good = good && (lane >= n || keep_first_piece(a, step, h));
+    if (good && lane < n) {
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, kPieces && h.pieces == 0 ? k.showing_rows : 0, 0);
+      if constexpr (kPieces) {
+        pass_on(k, step, Signal::Dispatch, peer);
+        store_release_here(parts_word(k, k.peers[k.c.rank], step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));
+        store_release_here(remote_word(k, a.pieces, RemoteWord::Landed, step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));
+      }
+    }
+    note(k, Stage::PassedOn);
+    if (!__all_sync(~0u, good)) return;
+  }
+  if constexpr (!kPieces) {
+    for (std::uint32_t i = lane; i < peers; i += 32)
+      pass_on_rows(k, step, Op::Dispatch, Phase::DispatchRecv, k.order[i], load_piece(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, k.order[i])).x);
+    __syncwarp();
+  }
+  for (std::uint32_t i = lane; i < peers; i += 32) {
+    if constexpr (kPieces)
+      see_pieces_leave(k, a.pieces, step, Op::Combine, Phase::CombineSend, k.order[i]);
+    else
+      see_it_leave(k, step, Op::Combine, Phase::CombineSend, k.order[i]);
+    see_it_leave(k, step, Op::Weights, Phase::Weights, k.order[i]);
+  }
+  if constexpr (kPieces) pass_on_later_pieces(a, step);
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,256 @@
+// Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
+// which kernels write and read as they do a peer's. With a carrier that kernels drive (remote/carrier.cuh) blocks lie in its memory, and who
+// would tell the proxy puts them: each part with a signal of its own, since nothing orders two puts.
+//
+//   sending     A block goes in parts (parts.h). Each warp (or thread block) that has stored rows of a part says so in the part's count,
+//               and the header, which knows how many rows there are, counts, too, and in the place of rows that the last part lacks.
+//               Whoever completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
+//               mailbox: one thread at a time, which looks again before it leaves.
+//   receiving   The proxy counts parts in host memory, which lies across PCIe: one thread for each peer looks there, and raises the
+//               same word in device memory for everybody else. Hundreds of threads that look at one word take 150 us.
+//   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
+//   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
+//               and weights before the set's next dispatch. So who writes knows from device memory.
+//
+// The warp that looks is not chosen by number: it claims the task, since only a thread block that runs can be waited for.
+//
+// Why a block is there for whoever sees its arrival word:
+//
+//   blocks in host memory   The proxy raises the word after the provider's completion. A NIC writes a completion after the data, and
+//                           posted writes of one requester do not pass each other (PCI Express Base Specification, 2.4.1, transaction
+//                           ordering), so the CPU that sees it sees the data; a provider that copies has stored it on that CPU. The
+//                           GPU reads host memory through the same coherent caches, and a read that it issues after it has seen the
+//                           word (ld.acquire.sys) is served later. Whether the word lies in host memory or was written to the GPU
+//                           makes no difference.
+//   blocks in GPU memory    The NIC's data goes to the GPU, its completion to host memory, and no rule of PCIe orders writes to two
+//                           targets where they arrive. CUDA says of a GPU (cudaDevAttrGPUDirectRDMAWritesOrdering) from which scope on
+//                           it keeps the order: at "owner" and above, what a NIC wrote before is seen by the GPU that owns the memory
+//                           before what it observes after. Below that such blocks are not placed there (pplx_comm/wiring/placement.py), for
+//                           the other way, cudaDeviceFlushGPUDirectRDMAWrites, is a call into the driver while kernels wait.
+//
+// tests/gpu/test_placement.py attacks it with rows of one step after the other's in the same place.
+#pragma once
+
+#include "../../protocol/mailbox.h"
+#include "carrier.cuh"
+#include "../common/wait.cuh"
+
+namespace pplx::cuda {
+
+// In the word of a block's parts, beside a bit for each that is complete: a thread tells the proxy of them.
+inline constexpr std::uint32_t kTelling = 1u << kMostParts;
+__device__ inline std::uint32_t leading_parts(std::uint32_t word) { return __ffs(static_cast<int>(~(word & (kTelling - 1)))) - 1; }
+
+__device__ inline MailboxEntry mailbox_of(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return mailbox_entry(k.heap, k.c, k.host, step, op, peer);
+}
+__device__ inline std::uint64_t* announced(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return &k.control->announced[set_of(k.c, step)][static_cast<int>(op)][peer];
+}
+
+// The proxy's word for that lies in host memory; this is the last that was seen of it.
+__device__ inline std::uint64_t* seen_to_leave(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  return &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
+}
+
+// Whether the last block of that set is known to have left.
+__device__ inline bool is_seen_to_leave(const Common& k, std::uint64_t last, std::uint32_t step, Op op, std::uint32_t peer) {
+  return has_left(*seen_to_leave(k, step, op, peer), last);
+}
+
+// Whether the peer's block of this step may be written. No: something failed, and the proxy may still read the last one. A thread block
+// that begins late may find this step's announced: others have asked before they wrote it.
+__device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
+  const std::uint64_t last = load_relaxed(announced(k, step, op, peer));
+  return last == arrival_word(k.generation, step) || is_seen_to_leave(k, last, step, op, peer);
+}
+
+// Waits until the last block of that set has left.
+__device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  const std::uint64_t last = *announced(k, step, op, peer);
+  if (is_seen_to_leave(k, last, step, op, peer)) return;
+  if (kCarrier) {
+    if (wait_until_left(k, step, op, phase, peer)) *seen_to_leave(k, step, op, peer) = last;
+    return;
+  }
+  if (wait<Match::Reached>(k, mailbox_of(k, step, op, peer).sent, phase, static_cast<std::uint32_t>(last), peer))
+    *seen_to_leave(k, step, op, peer) = last;
+}
+
+__device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
+
+// By a carrier that kernels drive: the parts [first, end) of a block of so many rows.
+__device__ inline void put_parts(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t first, std::uint32_t end) {
+  const BlockLayout& layout = op == Op::Dispatch ? k.dispatch : op == Op::Combine ? k.combine : k.weights;
+  for (std::uint32_t part = first; part < end; ++part) {
+    const std::uint32_t before = op == Op::Weights || part == 0 ? 0 : parts_of(k, op).begin(part);
+    const std::uint32_t behind = op == Op::Weights ? rows : min(rows, parts_of(k, op).begin(part + 1));
+    put_part(k, step, op, peer, part, part == 0 ? 0 : layout.row_at(before), layout.bytes(behind));
+  }
+}
+
+// So many parts of the block are complete, and this thread knows it. told: of how many it was known.
+__device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t told = 0,
+                                 std::uint32_t parts = 1) {
+  if (kCarrier) {
+    *announced(k, step, op, peer) = arrival_word(k.generation, step);
+    put_parts(k, step, op, peer, rows, told, parts);
+    return;
+  }
+  linger(k, rows + parts);
+  announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows, false, parts}, *announced(k, step, op, peer));
+  note(k, Stage::Told);
+}
+
+// How many rows a block has: known, or to be read once its header is there.
+struct RowsOfBlock {
+  const std::uint32_t* at;  // written by whoever has written the header
+  std::uint32_t known;
+
+  __device__ explicit RowsOfBlock(std::uint32_t rows) : at(nullptr), known(rows) {}
+  __device__ explicit RowsOfBlock(const std::uint32_t* rows) : at(rows), known(0) {}
+  __device__ std::uint32_t read() const { return at != nullptr ? *at : known; }
+};
+
+// This part is complete.
+static __device__ __noinline__ void complete_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, RowsOfBlock rows) {
+  std::uint32_t* const word = &k.control->parts[set_of(k.c, step)][static_cast<int>(op)][peer];
+  std::uint32_t seen = or_in_order(word, 1u << part | kTelling), told = leading_parts(seen);
+  if ((seen & kTelling) != 0) return;
+  seen |= 1u << part;
+  for (;;) {
+    const std::uint32_t complete = leading_parts(seen);
+    if (complete > told) {
+      const std::uint32_t all = rows.read();
+      hand_over(k, step, op, peer, all, told, complete);
+      if (complete == parts_of(k, op).count(all)) {
+        *word = 0;
+        return;
+      }
+      told = complete;
+    }
+    const std::uint32_t now = swap_in_order(word, seen | kTelling, seen);
+    if (now == (seen | kTelling)) return;
+    seen = now & ~kTelling;
+  }
+}
+
+// This thread's group has stored so much of a part, and met at a barrier. A row counts as `each`.
+static __device__ __noinline__ void count_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part,
+                                               std::uint32_t stored, std::uint32_t each, RowsOfBlock rows) {
+  const PartSizes& sizes = parts_of(k, op);
+  const std::uint32_t all = (sizes.begin(part + 1) - sizes.begin(part)) * each + (part == 0 ? 1 : 0);
+  std::uint32_t* const count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer][part];
+  linger(k, std::uint64_t{step} << 32 | part << 8 | peer);
+  if (count_in_order(count, stored) + stored != all) return;
+  *count = 0;
+  complete_part(k, step, op, peer, part, rows);
+}
+
+// The same for a piece of a row, of which a row has `each`.
+[[maybe_unused]] static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
+                                                                 std::uint32_t row, std::uint32_t each, RowsOfBlock rows) {
+  count_part(k, step, op, peer, parts_of(k, op).part_of(row), 1, each, rows);
+}
+
+// The rows [first, first + n) have been stored.
+[[maybe_unused]] static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
+                                                                std::uint32_t first, std::uint32_t n, RowsOfBlock rows) {
+  const PartSizes& sizes = parts_of(k, op);
+  while (n > 0) {
+    const std::uint32_t part = sizes.part_of(first), here = min(n, sizes.begin(part + 1) - first);
+    count_part(k, step, op, peer, part, here, 1, rows);
+    first += here;
+    n -= here;
+  }
+}
+
+// The header of a block of so many rows has been stored. It counts for the rows that the last part lacks.
+static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
+  const PartSizes& sizes = parts_of(k, op);
+  const std::uint32_t last = sizes.count(rows) - 1, lacking = (sizes.begin(last + 1) - rows) * each;
+  if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));
+  count_part(k, step, op, peer, 0, last > 0 ? 1 : lacking + 1, each, RowsOfBlock(rows));
+}
+
+// Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
+__device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
+  const unsigned long long mine = 1ull << 32 | step;
+  return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
+}
+
+// Until the header of the peer's block is there. kPieces: in an AllToAll in pieces.
+template <bool kPieces = false>
+__device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
+  if (kCarrier) return wait_for_put<kPieces>(k, step, op, phase, peer);
+  return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
+}
+
+// For the other threads of this GPU, who wait for it in device memory.
+__device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
+  const std::uint64_t value = arrival_word(k.generation, step);
+  linger(k, value);
+  store_release_here(word, value);
+}
+
+// What a failure says was seen: the step whose parts the word counts, or the one before if it is this one, of which some are missing.
+__device__ inline std::uint64_t last_whole(const Common& k, std::uint64_t word, std::uint32_t step) {
+  if (word == 0) return 0;
+  const auto of = static_cast<std::uint32_t>(word);
+  return arrival_word((k.generation & ~0xffffu) | static_cast<std::uint32_t>(word >> 48), of == step ? step - k.c.in_flight : of);
+}
+
+// Until a word counts so many parts of the peer's block. How many there are; 0: they will not come.
+static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                               std::uint32_t wanted) {
+  std::uint64_t seen = 0;
+  std::uint32_t there = 0;
+  const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
+    const std::uint64_t now = load_acquire(word);
+    there = pieces_in(now, k.generation, step);
+    seen = last_whole(k, now, step);
+    return there >= wanted;
+  });
+  linger(k, there);
+  return good ? there : 0;
+}
+
+// The word of a peer's parts, in host memory or in this GPU's.
+__device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t step, Op op, std::uint32_t peer) {
+  return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
+}
+
+// After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
+// warp stay together: none waits for another one's peer.
+[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+  const char* const word = kCarrier ? nullptr : parts_word(k, k.arrivals, step, op, peer);
+  char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
+  const std::uint32_t all = parts_of(k, op).count(rows);
+  std::uint32_t there = 0;
+  std::uint64_t seen = kCarrier ? arrival_word(k.generation, step - k.c.in_flight) : 0;
+  keep_looking(k, word, phase, step, peer, seen, [&] {
+    std::uint32_t came = there;
+    if (kCarrier) {
+      while (came < all && (came == 0 || later_part_landed(k, step, op, peer, came))) ++came;
+      if (came < all) look_for_carrier_errors(k, step, phase);
+    } else {
+      const std::uint64_t now = load_acquire(word);
+      came = pieces_in(now, k.generation, step);
+      seen = last_whole(k, now, step);
+    }
+    if (came > there) {
+      linger(k, came);
+      store_release_here(here, pieces_word(k.generation, step, came));
+      there = came;
+    }
+    return there >= all;
+  });
+}
+
+// Waits for a row of a remote peer, as it was passed on. False: it will not come.
+static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
+  return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,54 @@
+// What the receive half of a dispatch in pieces does beside rows, whatever it receives them with.
+#pragma once
+
+#include "../plan/output_rows.cuh"
+#include "rounds.cuh"
+
+namespace pplx::cuda {
+
+// For a warp that knows how many rows there are: whether any source's blocks come in pieces.
+__device__ inline bool any_in_pieces(const Common& k, const ReceiveShared& s) {
+  bool any = false;
+  for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) any = any || s.showing[k.order[i]] == 0;
+  return __any_sync(~0u, any);
+}
+
+// By the warp that has counted rows: one thread block tells the combine, and makes its counts 0. Peers tell of the set's next step while this
+// rank still sends, so the handle keeps what they told of this one.
+__device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t step, const ReceiveShared& s) {
+  if (!reports_counts() || !s.good) return;
+  const bool any = any_in_pieces(a.common, s);
+  if (threadIdx.x % 32 == 0) a.received.step[1] = any;
+  if (!any) return;
+  const Common& k = a.common;
+  forget_rounds(k, a.pieces, step, Op::Combine);
+  for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
+    const std::uint32_t source = k.order[i];
+    if (is_remote(k, source)) continue;  // who passes on what it says keeps it
+    std::uint32_t* const kept = kept_rounds(a.pieces, source);
+    std::uint32_t rounds = s.showing[source] == 0 ? 1 : 0;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+      uint4 piece;
+      if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, piece)) return;
+      if (round == 0) rounds = min(piece.y, a.pieces.most);
+      kept[1 + round] = piece.x;
+    }
+    kept[0] = rounds;
+  }
+}
+
+// For a warp, behind all rows: nobody waits for what is between the segments of experts.
+template <bool kHooks>
+__device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  if (!k.c.zero_pad || k.c.layout != LayoutKind::Ragged) return;
+  s.placed.wait();
+  for (std::uint32_t expert = 0; s.placed_all;) {
+    if (threadIdx.x % 32 == 0) expert = atomicAdd(&s.next, 1u) * gridDim.x + blockIdx.x;
+    expert = __shfl_sync(~0u, expert, 0);
+    if (expert >= k.experts) return;
+    zero_padding<kHooks>(a, e, expert, s.ragged_rows);
+  }
+}
+
+}  // namespace pplx::cuda

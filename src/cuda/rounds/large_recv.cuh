@@ -1,0 +1,186 @@
+// The receivers of a dispatch of many tokens in pieces. A worker takes a run of rows, of one source and round. A bulk copy brings a row to shared
+// memory, and others take it to each of its places. Rows of a source that has few are received as by a dispatch of few tokens.
+#pragma once
+
+#include "../decode/dispatch_recv.cuh"
+#include "../plan/chunk_plan.cuh"
+#include "heard.cuh"
+
+namespace pplx::cuda {
+
+// Behind a row's payload: scales and route.
+constexpr std::uint32_t row_end_bytes(const BlockLayout& row, std::uint32_t top_k) { return row.route_at + 16 * top_k - row.scales_at; }
+inline constexpr std::uint32_t kMostRowEndBytes = 1088;
+inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
+inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
+
+template <bool kHooks>
+class ManyReceiver {
+ public:
+  // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
+  __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
+                          std::uint32_t parities)
+      : a_(a), k_(a.common), step_(step), s_(s), e_(e), memory_(memory), loaded_(loaded), parities_(parities),
+        parts_((k_.payload_bytes + kRowPartBytes - 1) / kRowPartBytes),
+        part_bytes_(static_cast<std::uint32_t>(align_up((k_.payload_bytes + parts_ - 1) / parts_, 16))),
+        end_bytes_(row_end_bytes(k_.dispatch, k_.c.top_k)) {}
+
+  // rows: of this warp.
+  __device__ void receive_rounds(RoundRows& rows) {
+    s_.rows_known.wait();
+    if (!s_.good) return;
+    const Spends all(k_, Span::Receiving);
+    Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
+    bool good = rounds.open(0, kNone);
+    for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
+      const bool remote = run.rows != 0 && is_remote(k_, run.source);
+      shift_ = run.first - (remote ? kNeverBlank : run.slot_row);
+      round_ = run.round;
+      if (run.rows != 0) rows_ = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
+      if (run.rows == 0)
+        good = true;
+      else if (!remote && !run.in_pieces && s_.showing[run.source] != 0)
+        good = run.part != 0 || receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows);
+      else
+        good = receive_run(run.source, run.first, run.rows, run.part);
+      if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
+    }
+    if (good && !rounds.failed()) clear_padding<kHooks>(a_, s_, e_);
+    bulk_await_stored<0>();
+  }
+
+ private:
+  static constexpr std::uint32_t kNeverBlank = 1u << 31;  // a slot's row that none of few tokens is
+
+  __device__ bool has_come(const char* word, std::uint32_t source) const {
+    return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, round_);
+  }
+
+  __device__ char* in(std::uint32_t nth) const { return memory_ + nth % kRowsIn * kRowInBytes; }
+
+  // Asks for the nth row of a run. Nobody reads its place any more.
+  __device__ void ask(const char* row, std::uint32_t begin, std::uint32_t bytes, std::uint32_t nth) {
+    if (threadIdx.x % 32 != 0) return;
+    std::uint64_t* const turns = loaded_ + nth % kRowsIn;
+    turns_expect(turns, bytes + end_bytes_);
+    bulk_load(in(nth), row + begin, bytes, turns);
+    bulk_load(in(nth) + kRowPartBytes, row + k_.dispatch.scales_at, end_bytes_, turns);
+  }
+
+  __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
+    const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
+    {
+      const Spends waits(k_, Span::AwaitingRow);
+      const bool good = lane >= n || has_come(rows_ + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
+      if (!all_of_warp(good)) return false;
+    }
+    note(k_, Stage::RowThere);
+    const std::uint32_t begin = part * part_bytes_, bytes = min(part_bytes_, k_.payload_bytes - begin);
+    fence_copies();
+    await_places();
+    for (std::uint32_t i = 0; i < min(n, kRowsIn); ++i) ask(rows_ + std::uint64_t{i} * row_bytes, begin, bytes, i);
+    s_.placed.wait();
+    bool placed = s_.placed_all;
+    for (std::uint32_t i = 0; i < n; ++i) {
+      const std::uint32_t turn = i % kRowsIn;
+      {
+        const Spends waits(k_, Span::AwaitingLoad);
+        await_turn(loaded_ + turn, parities_ >> turn);
+      }
+      parities_ ^= 1u << turn;
+      char* const row = rows_ + std::uint64_t{i} * row_bytes;
+      placed = placed && place_row(source, first + i, part, begin, bytes, in(i), row);
+      if (kHooks) count_row_before();
+      if (i + kRowsIn >= n) continue;
+      await_places();
+      ask(row + std::uint64_t{kRowsIn} * row_bytes, begin, bytes, i + kRowsIn);
+    }
+    if (kHooks) count_rows_left();
+    note(k_, Stage::RowPlaced);
+    return placed;
+  }
+
+  // Each row is a group of stores. It is counted when the one behind it has been given away, and so had its time to arrive.
+  __device__ void count_row_before() {
+    bulk_await_stored<1>();
+    count(before_);
+    before_ = last_;
+    last_ = kNone;
+  }
+  __device__ void count_rows_left() {
+    bulk_await_stored<0>();
+    count(before_);
+    before_ = kNone;
+  }
+  __device__ void count(std::uint32_t place) const {
+    fence_copies();
+    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.bulk_part_units);
+  }
+
+  // All that was stored has been read.
+  __device__ void await_places() const {
+    const Spends waits(k_, Span::AwaitingPlaceIn);
+    bulk_await_read<0>();
+    __syncwarp();
+  }
+
+  // A part of a row that is in shared memory, to each of its places.
+  __device__ bool place_row(std::uint32_t source, std::uint32_t number, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes,
+                            const char* from, char* row) {
+    const Spends places(k_, Span::Placing);
+    const std::uint32_t lane = threadIdx.x % 32;
+    const char* const end = from + kRowPartBytes;
+    ArrivedRow r;
+    r.source = source;
+    r.at = s_.rows_begin[source] + number;
+    uint4 piece = make_uint4(kNowhere, 0, 0, 0);
+    if (lane < k_.c.top_k) piece = *reinterpret_cast<const uint4*>(end + k_.dispatch.route_at - k_.dispatch.scales_at + 16 * lane);
+    if (!read_route(a_, step_, piece, e_, r)) return false;
+    const std::uint32_t copies = copies_of(k_, r);
+    const bool with_scales = quantised(k_.c.wire) && part == parts_ - 1;
+    if ((copies >> lane & 1) != 0) {
+      bulk_store(a_.out.x + std::uint64_t{r.place} * k_.payload_bytes + begin, from, bytes);
+      if (with_scales && k_.scales_in_pieces) bulk_store(scale_place(a_, r.place, r.expert), end, scale_bytes(k_.c));
+    }
+    bulk_end_group();
+    if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
+    if (part == 0) place_words(a_, r);
+    if (kHooks) last_ = r.place;
+    if (number - shift_ < k_.showing_rows) make_blank_again(row, part, begin, bytes);
+    __syncwarp();
+    return true;
+  }
+
+  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const char* scales) const {
+    char* const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr;
+    for (; copies != 0; copies &= copies - 1) {
+      char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
+      for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)
+        place_scale(a_, to, *reinterpret_cast<const uint4*>(scales + 16 * nth), nth);
+    }
+  }
+
+  // A later step of few tokens has rows here that show by themselves.
+  __device__ void make_blank_again(char* row, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes) const {
+    const std::uint32_t lane = threadIdx.x % 32;
+    for (std::uint32_t at = 16 * lane; at < bytes; at += 512) make_blank(row + begin + at);
+    for (std::uint32_t nth = lane; part == parts_ - 1 && nth < k_.scale_pieces; nth += 32) make_blank(row + k_.dispatch.scales_at + 16 * nth);
+  }
+
+  const DispatchArguments& a_;
+  const Common& k_;
+  const std::uint32_t step_;
+  ReceiveShared& s_;
+  const Experts& e_;
+  char* const memory_;
+  std::uint64_t* const loaded_;
+  std::uint32_t parities_;
+  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
+  const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
+  // The present run.
+  std::uint32_t shift_ = 0;  // how much further its rows lie in the block than in the slot
+  std::uint32_t round_ = 0;
+  char* rows_ = nullptr;  // where it begins
+};
+
+}  // namespace pplx::cuda

@@ -1,0 +1,180 @@
+// Blocks in pieces for peers of other nodes (protocol/pieces.h, remote/proxy.cuh): a round is a piece, which the proxy carries when all of it is there.
+//
+//   told    pieces of the last block of that set that the proxy was told of; none if that went as a whole
+//   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
+//   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
+//
+// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (remote/pass_on_rounds.cuh). With a carrier that kernels
+// drive (remote/carrier.cuh) that warp looks at its signals, and who would tell the proxy of a piece, or of a credit, posts it.
+//
+// A piece is handed over by whoever stores its last part, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
+// a dispatch, for all remote peers together, since who sends a token has waited for room at all of them; of a combine the rows for one peer, and
+// the header.
+#pragma once
+
+#include "../common/rows.cuh"
+#include "../remote/proxy.cuh"
+
+namespace pplx::cuda {
+
+// Of all chunks' counts, that of a column.
+__device__ inline std::uint32_t total_of(const DispatchArguments& a, std::uint32_t column) {
+  std::uint32_t parts[kTotals], total = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTotals; ++i) parts[i] = __ldcg(a.chunk_counts.totals + i * chunk_columns(a.common.c) + column);
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTotals; ++i) total += parts[i];
+  return total;
+}
+
+// What makes a count of a round complete: all of its parts, of which one knows how many there are, and the round in front of it.
+inline constexpr std::uint32_t kAllParts = 1u << 29, kRoundBefore = 1u << 30;
+
+__device__ inline std::uint64_t* remote_word(const Common& k, const PieceArguments& p, RemoteWord word, std::uint32_t step, Op op, std::uint32_t peer) {
+  const std::uint32_t set = set_of(k.c, step), of_set = static_cast<std::uint32_t>(word) * k.c.in_flight + set;
+  return p.remote.words + (std::uint64_t{of_set} * kPieceOps + static_cast<std::uint32_t>(op)) * k.c.world + peer;
+}
+// Those that live.
+__device__ inline std::uint32_t remote_peers(const Common& k) { return count_ranks(k.remote & ~k.dead); }
+
+// What the handle of a dispatch keeps of its rounds: how many there are, or 0; then the rows before each.
+__device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }
+
+// Of one op, as far as rounds say.
+struct PieceRows {
+  std::uint32_t begin, end;
+  __device__ std::uint32_t rows() const { return end - begin; }
+};
+// Of this rank's block for a peer. All chunks have been counted.
+__device__ inline PieceRows rows_of_own_round(const PieceArguments& p, const PlanView& plan, const Common& k, std::uint32_t peer, std::uint32_t round,
+                                              std::uint32_t rounds) {
+  const std::uint32_t* const begin = p.begin_rows + round * k.c.world + peer;
+  return {__ldcg(begin), round + 1 < rounds ? __ldcg(begin + k.c.world) : __ldcg(plan.rows + peer)};
+}
+// Of a source's block, which has so many rows and goes in pieces.
+__device__ inline PieceRows rows_of_kept_round(const PieceArguments& p, std::uint32_t source, std::uint32_t round, std::uint32_t rows) {
+  const std::uint32_t* const kept = kept_rounds(p, source);
+  return {__ldcg(kept + 1 + round), round + 1 < __ldcg(kept) ? __ldcg(kept + 2 + round) : rows};
+}
+
+// ---- sending ----
+
+// Whether the blocks of all remote peers may be begun: see may_write(). For a warp.
+__device__ inline bool may_write_all(const Common& k, std::uint32_t step, Op op) {
+  bool good = true;
+  come_late(k, step);
+  for (std::uint32_t i = threadIdx.x % 32; i < remote_peers(k); i += 32) good = may_write(k, step, op, k.order[i]) && good;
+  return __all_sync(~0u, good);
+}
+
+// By one thread; nobody has been told yet.
+__device__ inline void write_piece_header(const Common& k, char* piece, std::uint32_t step, std::uint32_t rows, std::uint32_t flags, std::uint32_t round,
+                                          std::uint32_t rounds, const PieceRows& of) {
+  BlockHeader h;
+  h.step = step;
+  h.generation = k.generation;
+  h.rows = rows;
+  h.flags = flags;
+  h.source = k.c.rank;
+  h.piece = round;
+  h.pieces = rounds;
+  h.begin = of.begin;
+  h.end = of.end;
+  *reinterpret_cast<BlockHeader*>(piece) = h;
+}
+
+__device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
+  return block_for(k, set_of(k.c, step), op, peer) + k.heap.piece_at(op, round);
+}
+
+// By one thread, which knows that the piece is complete.
+__device__ inline void hand_over(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
+                                 std::uint32_t rows) {
+  linger(k, std::uint64_t{round} << 32 | peer);
+  if (kCarrier) {
+    *announced(k, step, op, peer) = arrival_word(k.generation, step);
+    put_piece(k, step, op, peer, round, rows);
+    note(k, Stage::Told);
+    return;
+  }
+  set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
+  *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
+  announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));
+  note(k, Stage::Told);
+}
+
+// For a warp whose lanes have stored `more` parts, and waited for what they have stored by bulk. True: the round is complete.
+__device__ inline bool count_parts(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
+                                   std::uint32_t more, std::uint32_t all) {
+  const std::uint32_t place = (set_of(k.c, step) * kPieceOps + static_cast<std::uint32_t>(op)) * kPlaces + round % kPlaces;
+  std::uint32_t* const stored = p.remote.stored + place * k.c.world + peer;
+  __syncwarp();
+  linger(k, std::uint64_t{round} << 32 | step);
+  std::uint32_t before = 0;
+  if (threadIdx.x % 32 == 0) {
+    before = count_in_order(stored, more);
+    if (before + more == all) *stored = 0;  // the next round there begins when this one has been read
+  }
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before + more == all;
+}
+
+// So many tokens of a dispatch have been stored, or what comes before them: kRoundBefore. By a warp.
+static __device__ __noinline__ void count_tokens_of_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, std::uint32_t more) {
+  const Common& k = a.common;
+  const PieceArguments& p = a.pieces;
+  const std::uint32_t rounds = (a.own + p.tokens - 1) / p.tokens;
+  for (; round < rounds; ++round, more = kRoundBefore) {
+    const std::uint32_t tokens = min(p.tokens, a.own - round * p.tokens);
+    if (!count_parts(k, p, step, Op::Dispatch, k.c.rank, round, more, tokens + kRoundBefore)) return;
+    for (std::uint32_t i = threadIdx.x % 32; i < remote_peers(k); i += 32) {
+      const std::uint32_t peer = k.order[i];
+      const PieceRows of = rows_of_own_round(p, a.plan, k, peer, round, rounds);
+      write_piece_header(k, piece_for(k, step, Op::Dispatch, peer, round), step, __ldcg(a.plan.rows + peer), 0, round, rounds, of);
+      hand_over(k, p, step, Op::Dispatch, peer, round, of.rows());
+    }
+    __syncwarp();
+  }
+}
+
+// By the warp that has counted all chunks, or has a given plan: what remote peers must know before any row of theirs.
+[[maybe_unused]] static __device__ __noinline__ void begin_remote_blocks(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const PieceArguments& p = a.pieces;
+  const std::uint32_t lane = threadIdx.x % 32, peers = remote_peers(k), columns = chunk_columns(k.c);
+  if (peers == 0) return;
+  for (std::uint32_t i = lane; a.ids != nullptr && i < peers; i += 32) {
+    const std::uint32_t peer = k.order[i];
+    const std::uint16_t* const rows = a.chunk_counts.counts + k.c.num_experts + peer;
+    std::uint32_t before = 0;
+#pragma unroll 8
+    for (std::uint32_t chunk = 0; chunk < a.chunks; ++chunk) {
+      if (chunk % p.chunks == 0) p.begin_rows[chunk / p.chunks * k.c.world + peer] = before;
+      before += __ldcg(rows + std::uint64_t{chunk} * columns);
+    }
+  }
+  for (std::uint32_t i = lane; i < peers * k.experts_per_rank; i += 32) {
+    const std::uint32_t peer = k.order[i / k.experts_per_rank], nth = i % k.experts_per_rank, expert = first_expert_of(k, peer) + nth;
+    if (nth >= local_experts_of(k, peer)) continue;
+    auto* const counts = reinterpret_cast<std::uint32_t*>(piece_for(k, step, Op::Dispatch, peer, 0) + sizeof(BlockHeader));
+    counts[nth] = a.ids == nullptr ? a.plan.counts[expert] : total_of(a, expert);
+  }
+  count_tokens_of_round(a, step, 0, kRoundBefore);
+}
+
+// So many parts of what goes back to a peer in a round, or what comes before them. By a warp. rows: of the whole block.
+[[maybe_unused]] static __device__ __noinline__ void count_sums_of_round(const Common& k, const PieceArguments& p, std::uint32_t step, std::uint32_t peer,
+                                                        std::uint32_t round, std::uint32_t rows, std::uint32_t more) {
+  const std::uint32_t rounds = __ldcg(kept_rounds(p, peer));
+  for (; round < max(1u, rounds); ++round, more = kRoundBefore) {
+    if (!count_parts(k, p, step, Op::Combine, peer, round, more, kAllParts + kRoundBefore)) return;
+    if (threadIdx.x % 32 != 0) continue;
+    if (rounds == 0)
+      hand_over(k, step, Op::Combine, peer, rows);
+    else
+      hand_over(k, p, step, Op::Combine, peer, round, rows_of_kept_round(p, peer, round, rows).rows());
+  }
+}
+
+}  // namespace pplx::cuda
