@@ -58,7 +58,7 @@ class AllToAll:
     slot_bytes: the most bytes for the dispatch and combine blocks of a step that a rank receives. If blocks of max_tokens_per_rank
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
-        order of the steps. None: no limit.
+        order of the steps. On a GPU replicas need whole blocks. None: no limit.
     lent_outputs: with device="cuda" and Compact(), up to this number of live dispatches get a peer-readable d.expert_out. In a
         combine of many tokens on few multiprocessors, peers fetch what experts have written there, without another copy. A
         reference to d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what

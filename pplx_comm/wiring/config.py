@@ -96,6 +96,11 @@ def make_config(
                 f"slot_bytes={slot_bytes} must be at least {c.least_slot_bytes} here: steps of up to 256 tokens a rank never go "
                 "in pieces"
             )
+        if c.in_pieces and replicas > 1 and on_gpu:
+            raise Error(
+                f"replicas={replicas} with device='cuda' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: "
+                f"give slot_bytes at least {c.whole_slot_bytes}, or leave it out"
+            )
     integer("lent_outputs", lent_outputs, 0, 64)
     if lent_outputs and not isinstance(layout, Compact):
         raise Error(f"lent_outputs={lent_outputs} is for layout=pc.Compact(): in other layouts a row has several places")

@@ -96,15 +96,6 @@ def test_pieces_in_a_chaos(module: str, transport: str) -> None:
         crew.run("gpu_cases:exchange", in_pieces(case, on_gpu=True), timeout=300)
 
 
-@pytest.mark.parametrize("transport", ["mapped", *(["proxy:shm", "mixed:tcp"] if RANKS >= 4 else [])])
-@pytest.mark.parametrize(("routing", "tokens"), [("uniform", 2401), ("sparse", 1800)])
-def test_pieces_of_replicas(crew: Crew, routing: str, tokens: int, transport: str) -> None:
-    case = Case(
-        seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=tokens, routing=routing, crowd="uneven", steps=12, replicas=2
-    )
-    crew.run("gpu_cases:exchange", in_pieces(replace(case, transport=transport), on_gpu=True), timeout=300)
-
-
 def test_soak_of_replicas(crew: Crew) -> None:
     case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=512, max_tokens=32, replicas=2, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 5_000, timeout=600) == [0] * RANKS

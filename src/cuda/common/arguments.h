@@ -184,8 +184,8 @@ struct ChunkCounts {
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
 // How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
-// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch. CombineAside: with few tokens who
-// looks for room at remote peers, with many the headers for replicas.
+// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch. CombineAside: with few tokens the
+// warp that looks for room at remote peers.
 enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineAside };
 inline constexpr std::uint32_t kClaims = 5;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
@@ -210,7 +210,6 @@ struct PieceArguments {
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
   std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
   RemoteRounds remote;  // none where all peers are of this node
-  unsigned long long* digest = nullptr;  // dispatch, with replicas: of the ids of all tokens that were counted; 0 between launches that send
 };
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.

@@ -160,7 +160,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   const Common& k = a.common;
   if constexpr (!kPlain) {
     if (k.remote != 0) CombineExtras<kPlain>::template receive_headers<kPieces>(a, step);
-    if (k.slice.of > 1) {
+    if (!kPieces && k.slice.of > 1) {
       if (a.release || CombineExtras<kPlain>::template receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
       return;
     }

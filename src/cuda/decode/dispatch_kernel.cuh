@@ -61,7 +61,7 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
     if (counts_rows()) count_rows(a, step, s.receive);
     if constexpr (Rounds::kPieces)
       if (counts_rows()) Rounds::hear(a, step, s.receive);
-    if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
+    if (places_rows()) place_rows<kPlain || Rounds::kPieces, kHooks>(a, step, s.receive, experts);
     if constexpr (!kPlain)
       if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kPlain>::template pass_on<Rounds::kPieces>(a, step);
     if constexpr (Rounds::kPieces)

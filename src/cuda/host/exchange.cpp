@@ -370,14 +370,12 @@ void Exchange::make_round_counts() {
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;
-  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words;
-  const std::uint64_t stored = 4 * kPlaces * words;
-  round_bytes_ = across ? told + stored : remote;
+  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
+  round_bytes_ = across ? told + stored : counts;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
   round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
-  ids_digest_ = reinterpret_cast<unsigned long long*>(memory + counts);
-  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + remote), reinterpret_cast<std::uint32_t*>(memory + told)};
+  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
   forget_round_counts();
 }
 

@@ -160,9 +160,8 @@ class Exchange {
   ChunkCounts chunk_counts_;
   bool has_hooks_ = false;
   std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
-  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them the digest and what remote_rounds_ has; none where blocks are whole
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
-  unsigned long long* ids_digest_ = nullptr;  // PieceArguments::digest
   RemoteRounds remote_rounds_;
   std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
   std::map<const char*, ExpertOutputs> sums_sent_;

@@ -98,7 +98,6 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   p.most = most_rounds(common_.c);
   p.counts = round_counts_;
   p.remote = remote_rounds_;
-  p.digest = ids_digest_;
   point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
   point(p.kept, launch.buffer, layout_.rounds);
   return p;

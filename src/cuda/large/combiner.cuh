@@ -193,28 +193,15 @@ class ManyCombiner {
     tell();
   }
 
-  // False: something failed.
-  __device__ bool receive_rounds() {
+  // Until all is received, or something fails.
+  __device__ void receive_rounds() {
     const Spends all(k_, Span::ReceivingSums);
     const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
-      if (token >= a_.own) return true;
-      if (!receive_token_of_round(token, round)) return false;
+      if (token >= a_.own || !receive_token_of_round(token, round)) return;
       finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
-  }
-
-  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
-  // should blame first.
-  __device__ void take_from_replicas() {
-    const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
-    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-      return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
-    };
-    for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
-      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
   }
 
   __device__ void receive() {
@@ -457,13 +444,10 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
-      if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
-    };
-    add_up(kPlain ? token : k_.slice.token(token), n, row, give);
+    add_up(token, n, row);
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
     note(k_, Stage::Added);
-    if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
+    if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
     return true;
   }
 
@@ -480,15 +464,14 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
+    add_up(token, n, row);
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
     note(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
-  // Adds a token's n rows, which the first n lanes have. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
-  template <typename Give>
-  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row, const Give& give) {
+  // Adds a token's n rows, which the first n lanes have.
+  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row) {
     const Inputs inputs{row, 1.0f, n};
     InputCursor cursor(inputs, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
@@ -498,7 +481,6 @@ class ManyCombiner {
       if (a_.accumulate) sums.load(y, begin, end);
       for (std::uint32_t i = 0; i < n; ++i) add(cursor, bytes, sums);
       sums.store(y, begin, end);
-      give(sums, begin, end);
     }
   }
 

@@ -38,24 +38,6 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
   __syncwarp();
 }
 
-// By one warp of each thread block: those that nobody has sent yet.
-__device__ inline void send_slice_headers(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  for (;;) {
-    const std::uint32_t nth = 1 + claim(k, a.pieces, step, Claim::CombineAside);
-    if (nth >= k.slice.of) return;
-    send_slice_header(a, step, member(k, k.slice.number + nth));
-  }
-}
-
-// By the same, of all thread blocks together.
-__device__ inline void receive_slice_headers(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  for (std::uint32_t i = 1 + blockIdx.x; i < k.slice.of; i += gridDim.x)
-    if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + i) % k.slice.of);
-  __syncwarp();
-}
-
 template <typename T, bool kPlain>
 __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
@@ -74,15 +56,12 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
     ManyCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
-    const bool good = a.recv && combiner.receive_rounds();
-    if (!kPlain && good && k.slice.of > 1) combiner.take_from_replicas();
+    if (a.recv) combiner.receive_rounds();
   } else {
     if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
     if (a.pieces.begins) begin_to_send<!kPlain>(a, step, s.combine);
-    if (!kPlain && a.recv && k.slice.of > 1) send_slice_headers(a, step);
     if (!kPlain && a.recv && k.remote != 0) pass_on_combines(a, step);
     if (a.recv) receive_all_headers<!kPlain>(a, step);
-    if (!kPlain && a.recv && k.slice.of > 1) receive_slice_headers(a, step);
   }
   if (a.recv) close_set(k, step);
   note(k, Stage::CombineEnds);

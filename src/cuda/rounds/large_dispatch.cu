@@ -84,14 +84,14 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
       count_rows(a, step, s.receive);
       hear_of_rounds(a, step, s.receive);
     }
-    if (warp == kWorkers + 2) place_rows<false, kHooks>(a, step, s.receive, experts);
+    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
     if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
       ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
     if (kHooks) raise_after_failure(a);
   }
-  if (a.send) leave_plan<true>(a, s.last);
+  if (a.send) leave_plan(a, s.last);
   note(k, Stage::DispatchEnds);
   Spends::end(k);
   stamp(k, Op::Dispatch, step, begun);

@@ -129,8 +129,8 @@ class ManySender {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
       turns_expect(turns, bytes);
-      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);
-      bulk_load(in(asked_), a_.x + given * a_.x_stride + at_, bytes, turns);
+      const std::uint64_t token = plan_.bounds[chunk_ % 2].first + token_;
+      bulk_load(in(asked_), a_.x + token * a_.x_stride + at_, bytes, turns);
     }
     ++asked_;
     at_ += kTileBytes;
@@ -167,7 +167,6 @@ class ManySender {
   // The nth of the chunk that begins with token `first` of this rank's.
   __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
     const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
-    const std::uint32_t given = token_of<false>(k_, own);
     PlannedToken<true> t;
     std::uint32_t entry = kNone;
     if (lane < top_k) {
@@ -193,8 +192,8 @@ class ManySender {
     {
       const Spends routes(k_, Span::WritingRoutes);
       const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
-      write_routes(given, t, entry, row, rows);
-      if (a_.scales != nullptr) write_scales(given, row, rows);
+      write_routes(own, t, entry, row, rows);
+      if (a_.scales != nullptr) write_scales(own, row, rows);
       untold_.add(row != nullptr && is_remote(k_, entry >> 20) ? nullptr : row);  // the proxy is told of the round
       ++sent_;
     }
@@ -236,19 +235,19 @@ class ManySender {
     }
   }
 
-  __device__ void write_routes(std::uint32_t given, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
+  __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
     for (std::uint32_t i = 0; i < rows; ++i) {
       char* const to = of_lane(row, static_cast<int>(i));
       if (to == nullptr) continue;
-      write_route<true>(a_, plan_.step, given, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
+      write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
     }
   }
 
   // Those that the caller gave.
-  __device__ void write_scales(std::uint32_t given, char* row, std::uint32_t rows) const {
+  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      const uint4 piece = given_piece_of_scales(a_, given, at);
+      const uint4 piece = given_piece_of_scales(a_, own, at);
       for (std::uint32_t i = 0; i < rows; ++i) {
         char* const to = of_lane(row, static_cast<int>(i));
         if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);

@@ -95,7 +95,7 @@ class RoundPlanner {
   __device__ void plan_chunk(std::uint32_t turn) {
     const std::uint32_t round = number_ / p_.chunks;
     if (a_.ids == nullptr) {
-      copy_chunk<true>(a_, number_, s_.chunks + turn);
+      copy_chunk(a_, number_, s_.chunks + turn);
       find_round(round, p_.begin_rows + round * k_.c.world);
     } else {
       enter(round);
@@ -140,7 +140,7 @@ class RoundPlanner {
     const ChunkChoices chunk(a_, number_);
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
-    loaded.load<true>(a_, chunk);
+    loaded.load(a_, chunk);
     sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
@@ -154,7 +154,7 @@ class RoundPlanner {
       a_.plan.ids[to] = planned.id[at];
       a_.plan.index[to] = planned.index[at];
       a_.plan.token_rows[to] = planned.row[at];
-      if (a_.weights != nullptr && k_.slice.of == 1) a_.plan.weights[to] = planned.weight[at];
+      if (a_.weights != nullptr) a_.plan.weights[to] = planned.weight[at];
     }
   }
 
