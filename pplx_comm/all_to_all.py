@@ -60,9 +60,10 @@ class AllToAll:
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
         order of the steps. On a GPU replicas need whole blocks. None: no limit.
     lent_outputs: with device="cuda" and Compact(), up to this number of live dispatches get a peer-readable d.expert_out. In a
-        combine of many tokens on few multiprocessors, peers fetch what experts have written there, without another copy. A
-        reference to d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what
-        they were captured with, and may have it in common.
+        combine of many tokens on few multiprocessors (num_sms=, alike on all ranks), peers fetch what experts have written there,
+        without another copy; where experts write elsewhere, it is slower than without lent_outputs. A reference to d, d.expert_out
+        or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what they were captured with, and
+        may have it in common.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=.
         On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that

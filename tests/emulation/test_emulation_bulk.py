@@ -11,6 +11,8 @@ from emulation_cases import BULK, ON_X86_64, case_of, module, numbers, run_refus
 from harness import Crew, seed
 from open_step_cases import small_case
 
+import pplx_comm as pc
+
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
@@ -112,6 +114,14 @@ def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
                 lent_outputs=(2, 1, 1, 3)[number],
             )  # fmt: skip
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
+def test_ranks_of_which_one_would_fetch_are_refused() -> None:
+    with Crew(2, {"PPLX_EMULATION_SMS": "64"}) as crew:
+        usual = {"device": "cuda", "lent_outputs": 1, "layout": pc.Compact()}
+        for r in crew.run("emulated:call", module(), "misuse_cases:construct", usual, {1: {"num_sms": 8}}, {}):
+            assert r.get("is_error") and not r["is_peer"], r
+            assert "lent_outputs=1: peers fetch the rows of rank 1, and rank 0 stores them" in r["message"], r
 
 
 def test_memory_that_is_lent_and_held() -> None:

@@ -278,6 +278,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("many_tokens", &Exchange::many_tokens, "Steps of this many tokens go by bulk copies, where any do.");
   m.def("many_tokens", &tuned_many_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
         "The number of tokens from which steps should go by bulk copies on this GPU. num_sms: 0: all.");
+  m.def("fetches_rows", &fetches_rows, py::arg("config"), py::arg("device"), py::arg("num_sms"),
+        "True if combines of many tokens fetch rows from lent memory. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(

@@ -31,6 +31,8 @@ void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t st
 
 // From how many tokens on a step is one of many, as this rank's GPU would have it; num_sms: as in the constructor.
 std::uint32_t tuned_many_tokens(const Config& config, int device, std::uint32_t num_sms);
+// True if combines of many tokens fetch rows from lent memory. The same on all ranks, and set_num_sms() leaves it as it is.
+bool fetches_rows(const Config& config, int device, std::uint32_t num_sms);
 
 #ifdef PPLX_CARRIER
 // Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
@@ -154,6 +156,7 @@ class Exchange {
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
   const std::uint32_t many_tokens_;
+  const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
   char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
   std::uint64_t chunk_bytes_ = 0;

@@ -112,9 +112,7 @@ SentStrips Exchange::sent_strips(const CombineArguments& a) const {
 }
 
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
-bool Exchange::fetches(const CombineArguments& a) const {
-  return common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !common_.heap.in_pieces;
-}
+bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
 
 // A send half may wait for nobody, so it sends the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
@@ -241,7 +239,6 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   a.tokens = tokens;
   a.sent = sent_strips(a);
   a.fetches = large && fetches(a);
-  if (a.fetches && common_.combine_blocks <= kOfferingBlocks) a.made_at = common_.heap.made_at(0);
   const CombineCall combine(a, large);
   const std::string size = common_.word_rows == kNone ? "no step of this AllToAll is large"
                            : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
@@ -311,7 +308,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (by_bulk) ++bulk_combines_;
   a.fetches = by_bulk && fetches(a);
-  if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
+  if (a.fetches && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
   a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);

@@ -27,15 +27,14 @@ struct CombineCall {
   bool large = false;
   bool mapped_only = false;  // is_plain()
   bool few = false;  // strips of kSentVectorsOfFew
-  bool fetches = false, offers = false;  // rows of peers that offer theirs; this rank offers, or sends nothing
+  bool fetches = false;  // rows of peers that offer theirs
 
   CombineCall() = default;
   CombineCall(const CombineArguments& a, bool large)
       : large(large),
         mapped_only(is_plain(a)),
         few(a.sent.vectors == kSentVectorsOfFew),
-        fetches(a.fetches),
-        offers(a.fetches && (a.made_at != 0 || !a.send)) {}
+        fetches(a.fetches) {}
 };
 
 template <typename Arguments>

@@ -52,16 +52,10 @@ struct CombinePlainShared {
   std::uint32_t next;  // of this thread block's tokens
 };
 
-struct CombineFetchingShared : CombinePlainShared {
-  char* rows_at[kMaxPeers];
-};
-
-// kFetches: rows of peers that offer theirs.
-template <typename T, bool kFetches>
+template <typename T>
 __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
-  using Shared = std::conditional_t<kFetches, CombineFetchingShared, CombinePlainShared>;
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(Shared, s);
+  PPLX_SHARED(CombinePlainShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
@@ -77,8 +71,6 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   char* const memory = reinterpret_cast<char*>(words);
   char* const copies = memory + kCombinerBytes;
   const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
-  char** rows_at = nullptr;
-  if constexpr (kFetches) rows_at = s.rows_at;
   if (warp < kAdders) {
     if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.dealt, dealt, warp).add_up();
   } else if (warp == kLoader) {
@@ -89,7 +81,7 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
     if (a.send) tell_of_copies(k, step, s.copies);
   } else if (warp == kDealer) {
     if (a.send) begin_to_send(a, step, s.combine);
-    if (a.recv) SumDealer<kFetches>(a, step, s.combine, s.dealt, dealt, s.next, rows_at).deal();
+    if (a.recv) SumDealer<false>(a, step, s.combine, s.dealt, dealt, s.next).deal();
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
@@ -223,14 +215,7 @@ struct Copies {
   static constexpr std::uint32_t kThreads = kPlainThreads, kBytes = kPlainBytes;
   template <typename T>
   __device__ static __forceinline__ void run(const CombineArguments& a) {
-    run_combine_plain<T, false>(a);
-  }
-};
-struct Fetches {
-  static constexpr std::uint32_t kThreads = kPlainThreads, kBytes = kPlainBytes;
-  template <typename T>
-  __device__ static __forceinline__ void run(const CombineArguments& a) {
-    run_combine_plain<T, true>(a);
+    run_combine_plain<T>(a);
   }
 };
 struct Offers {
@@ -269,8 +254,7 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   return choose_type(c.dtype, [&](auto type) {
     using T = decltype(type);
     if (!call.mapped_only) return choice<T, General>("large::combine, general");
-    if (call.offers) return choice<T, Offers>("large::combine, rows are fetched");
-    if (call.fetches) return choice<T, Fetches>("large::combine, peers' rows are fetched");
+    if (call.fetches) return choice<T, Offers>("large::combine, rows are fetched");
     if (c.layout == LayoutKind::Compact) return choice<T, Copies>("large::combine, rows are copied");
     return choice<T, SumsOfRows>("large::combine, rows are sums");
   });
@@ -280,7 +264,7 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
 
 namespace {
 
-constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombineFetchingShared>,
+constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombinePlainShared>,
                                              kFetchedBytes + kBytesOfObject<CombineFetchedShared>, kSumsBytes + kBytesOfObject<CombineSumsShared>});
 
 }  // namespace
