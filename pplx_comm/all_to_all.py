@@ -302,8 +302,8 @@ class AllToAll:
         proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.
         rows_sent, rows_received, bytes_sent, bytes_received: to and from other ranks; only on CPUs.
         dispatch_send_seconds, dispatch_recv_seconds, combine_send_seconds, combine_recv_seconds: only on CPUs.
-        bulk_tokens: steps of this many tokens or more go by bulk copies; only on GPUs.
-        bulk_dispatches, bulk_combines: launches by bulk copies; only on GPUs.
+        large_tokens: steps of this many tokens or more take the large kernels; only on GPUs.
+        large_dispatches, large_combines: launches of large kernels; only on GPUs.
         lent_dispatches: those that had memory of lent_outputs=; only on GPUs.
         """
         return self._steps.stats()

@@ -162,8 +162,8 @@ class Cuda:
     def stats(self) -> dict[str, Any]:
         core = self.core
         return {
-            "steps": core.steps, "bulk_tokens": core.many_tokens, "bulk_dispatches": core.bulk_dispatches,
-            "bulk_combines": core.bulk_combines, "lent_dispatches": self._lender.lent,
+            "steps": core.steps, "large_tokens": core.large_tokens, "large_dispatches": core.large_dispatches,
+            "large_combines": core.large_combines, "lent_dispatches": self._lender.lent,
         }  # fmt: skip
 
     def end_calls(self) -> None:

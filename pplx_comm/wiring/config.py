@@ -248,6 +248,6 @@ class Arguments:
             "node_size": self.node_size,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes,
             "lent_outputs": self.lent_outputs, "timeout": self.timeout,
-            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
+            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_LARGE_TOKENS": settings.large_tokens,
             "PPLX_COMM_PART_BYTES": settings.part_bytes,
         })  # fmt: skip

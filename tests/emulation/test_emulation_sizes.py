@@ -81,13 +81,13 @@ def test_ranks_agree_where_many_begin(few: Crews, tuned: list[int]) -> None:
     for number in numbers(3):
         case = Case(seed() * 10 + number, 2, num_experts=8, top_k=3, max_tokens=20, crowd="uneven", steps=6)
         for stats in few.run("emulated:call", module(), "size_cases:agreed", case, tuned, timeout=60):
-            assert stats["bulk_tokens"] == 14, stats
+            assert stats["large_tokens"] == 14, stats
 
 
 @pytest.mark.parametrize("own", ["", "7"])
 def test_where_many_begin(own: str) -> None:
     """As the GPUs would have it, or as the variable says."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": own}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": own}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, max_tokens=20, crowd="full", steps=4)
         for stats in crew.run("emulated:call", module(), "size_cases:agreed", case, [9, 30], timeout=60):
-            assert stats["bulk_tokens"] == (7 if own else 30) and (stats["bulk_combines"] > 0) == bool(own), stats
+            assert stats["large_tokens"] == (7 if own else 30) and (stats["large_combines"] > 0) == bool(own), stats

@@ -243,7 +243,7 @@ struct DispatchHooks {
   std::uint32_t* planned = nullptr;
   std::uint32_t* arrived = nullptr;  // [words]
   std::uint32_t words = 0;
-  std::uint32_t row_units = 1, part_units = 1, bulk_part_units = 1;
+  std::uint32_t row_units = 1, part_units = 1, large_part_units = 1;
 };
 
 struct DispatchArguments {

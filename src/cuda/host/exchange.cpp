@@ -72,10 +72,10 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
 
 }  // namespace
 
-std::uint32_t tuned_many_tokens(const Config& c, int device, std::uint32_t num_sms) {
+std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_sms) {
   if (in_pieces(c)) return kManyTokensElsewhere;
   const std::uint32_t sms = sms_of_gpu(device);
-  return many_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+  return large_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
 }
 
 bool fetches_rows(const Config& c, int device, std::uint32_t num_sms) {
@@ -95,9 +95,9 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
                    std::uint32_t sending_share)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens),
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), large_tokens_(large_tokens),
       fetches_(fetches_rows(config, device, num_sms)), sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
@@ -326,10 +326,10 @@ void Exchange::make_chunk_counts() {
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
   if (common_.heap.in_pieces) {
-    common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
+    common_.word_rows = std::min(large_tokens_, common_.heap.slot_rows + 1);
   } else {
-    if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
-    common_.word_rows = many_tokens_;
+    if (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes)) return;
+    common_.word_rows = large_tokens_;
   }
   check(load(c, true, false), "loading the kernels of large steps");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
@@ -367,7 +367,7 @@ void Exchange::check_pieces() const {
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
-  if (!can_dispatch_many_pieces(c, bytes) || !can_combine_many_pieces(c, bytes))
+  if (!can_dispatch_rounds(c, bytes) || !can_combine_rounds(c, bytes))
     refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
 }
 
@@ -430,13 +430,13 @@ std::uint64_t Exchange::steps() const {
   return steps_.closed();
 }
 
-std::uint64_t Exchange::bulk_dispatches() const {
+std::uint64_t Exchange::large_dispatches() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return bulk_dispatches_;
+  return large_dispatches_;
 }
-std::uint64_t Exchange::bulk_combines() const {
+std::uint64_t Exchange::large_combines() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return bulk_combines_;
+  return large_combines_;
 }
 
 #ifdef PPLX_CUDA_STAGES

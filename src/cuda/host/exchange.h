@@ -29,8 +29,8 @@ void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
-// From how many tokens on a step is one of many, as this rank's GPU would have it; num_sms: as in the constructor.
-std::uint32_t tuned_many_tokens(const Config& config, int device, std::uint32_t num_sms);
+// The number of tokens from which a step is large, as this rank's GPU would have it; num_sms: as in the constructor.
+std::uint32_t tuned_large_tokens(const Config& config, int device, std::uint32_t num_sms);
 // True if combines of many tokens fetch rows from lent memory. The same on all ranks, and set_num_sms() leaves it as it is.
 bool fetches_rows(const Config& config, int device, std::uint32_t num_sms);
 
@@ -63,8 +63,8 @@ class Exchange {
     }
   };
 
-  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
-  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+  // large_tokens: a step of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
            std::uint32_t sending_share);
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -108,10 +108,10 @@ class Exchange {
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
-  // Launches of dispatch and combine, and of their halves, that went by bulk copies.
-  std::uint64_t bulk_dispatches() const;
-  std::uint64_t bulk_combines() const;
-  std::uint32_t many_tokens() const { return many_tokens_; }
+  // Launches of large kernels; halves count.
+  std::uint64_t large_dispatches() const;
+  std::uint64_t large_combines() const;
+  std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {
     const char *call, *kernel;
@@ -133,7 +133,7 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   SentStrips sent_strips(const CombineArguments& a) const;
   bool fetches(const CombineArguments& a) const;
-  bool sends_by_bulk(const Launch& launch, const DispatchArguments& a) const;
+  bool is_large(const Launch& launch, const DispatchArguments& a) const;
   // In pieces: what a send half was given, its receive half sends the rest of.
   void check_pieces() const;
   void make_round_counts();
@@ -143,7 +143,7 @@ class Exchange {
   ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
   std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
-  void cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const;
+  void cut(DispatchArguments& a, const Launch& launch, bool large) const;
   void cut(CombineArguments& a, const Launch& launch) const;
 
   const int device_;
@@ -155,14 +155,14 @@ class Exchange {
   Launches launches_;
   StepBook steps_;   // of eager calls
   cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
-  const std::uint32_t many_tokens_;
+  const std::uint32_t large_tokens_;
   const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
-  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
+  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no step is large
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   bool has_hooks_ = false;
-  std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
+  std::uint64_t large_dispatches_ = 0, large_combines_ = 0;
   std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
   RemoteRounds remote_rounds_;

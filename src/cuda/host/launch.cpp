@@ -44,14 +44,14 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 }
 
 DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
-  const std::uint32_t bulk_parts = dispatch_many_parts(k.c);
-  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * bulk_parts, bulk_parts, k.parts};
+  const std::uint32_t large_parts = large_row_parts(k.c);
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * large_parts, large_parts, k.parts};
 }
 
 }  // namespace
 
-// By bulk copies, whose rows begin at multiples of sixteen bytes.
-bool Exchange::sends_by_bulk(const Launch& launch, const DispatchArguments& a) const {
+// True if the large kernels do it: their rows begin at multiples of sixteen bytes.
+bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const {
   if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
@@ -115,10 +115,10 @@ SentStrips Exchange::sent_strips(const CombineArguments& a) const {
 bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
 
 // A send half may wait for nobody, so it sends the rounds that have room from the start.
-void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
+void Exchange::cut(DispatchArguments& a, const Launch& launch, bool large) const {
   PieceArguments& p = a.pieces;
   p = pieces_of(launch);
-  if (!by_bulk) return;
+  if (!large) return;
   while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
   a.chunks = ceil_div(a.own, a.tokens_per_chunk);
   p.chunks = p.tokens / a.tokens_per_chunk;
@@ -199,19 +199,19 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
-  const bool by_bulk = sends_by_bulk(launch, a);
-  if (by_bulk) {
-    ++bulk_dispatches_;
+  const bool large = is_large(launch, a);
+  if (large) {
+    ++large_dispatches_;
     a.stretches = a.send && a.recv && !pieces && common_.living > 1 ? sending_blocks(blocks, sending_share_) : blocks;
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
-  if (pieces) cut(a, launch, by_bulk);
+  if (pieces) cut(a, launch, large);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
-  check(cuda::launch(choose(c, DispatchCall(a, by_bulk)), a, blocks, stream), "launching dispatch");
+  check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if ((launch.halves & kSend) == 0) {
     if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
@@ -304,15 +304,15 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.y = result.y;
   a.y_stride = result.stride;
   a.sent = sent_strips(a);
-  const bool by_bulk = !a.release && a.own >= common_.word_rows;
+  const bool large = !a.release && a.own >= common_.word_rows;
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
-  if (by_bulk) ++bulk_combines_;
-  a.fetches = by_bulk && fetches(a);
+  if (large) ++large_combines_;
+  a.fetches = large && fetches(a);
   if (a.fetches && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
-  a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
+  a.sums_own = large && is_plain(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
-  check(cuda::launch(choose(common_.c, CombineCall(a, by_bulk)), a, common_.combine_blocks, stream), "launching combine");
+  check(cuda::launch(choose(common_.c, CombineCall(a, large)), a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -11,9 +11,9 @@ namespace pplx::cuda {
 namespace {
 
 template <typename T>
-__device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
+__device__ __forceinline__ void run_combine_large(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(CombineManyShared, s);
+  PPLX_SHARED(LargeCombineShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
@@ -25,7 +25,7 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, false> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+    LargeCombiner<T, false> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.send && warp < senders) combiner.send(senders);
     if (a.recv) combiner.receive();
@@ -189,7 +189,7 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
   if (warp == kOfferer) {
     if (a.send) {
       begin_to_offer(a, step, s.combine);
-      ManyCombiner<T, true>(a, step, s.combine, memory, s.turns).send_rest();
+      LargeCombiner<T, true>(a, step, s.combine, memory, s.turns).send_rest();
     }
     if (a.recv) receive_all_headers(a, step);
   } else if (dealer) {
@@ -205,10 +205,10 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
 
 // The kernels of a combine, by what becomes of rows.
 struct General {
-  static constexpr std::uint32_t kThreads = kCombineManyThreads, kBytes = kCombineManyBytes;
+  static constexpr std::uint32_t kThreads = kLargeCombineThreads, kBytes = kLargeCombineBytes;
   template <typename T>
   __device__ static __forceinline__ void run(const CombineArguments& a) {
-    run_combine_many<T>(a);
+    run_combine_large<T>(a);
   }
 };
 struct Copies {
@@ -264,12 +264,12 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
 
 namespace {
 
-constexpr std::size_t kMostBytes = std::max({kCombineManyBytes + kBytesOfObject<CombineManyShared>, kPlainBytes + kBytesOfObject<CombinePlainShared>,
+constexpr std::size_t kMostBytes = std::max({kLargeCombineBytes + kBytesOfObject<LargeCombineShared>, kPlainBytes + kBytesOfObject<CombinePlainShared>,
                                              kFetchedBytes + kBytesOfObject<CombineFetchedShared>, kSumsBytes + kBytesOfObject<CombineSumsShared>});
 
 }  // namespace
 
-bool can_combine_many(const Config& c, std::uint32_t shared_bytes) {
+bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && kMostBytes <= shared_bytes;
 }
 

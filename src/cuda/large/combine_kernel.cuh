@@ -6,9 +6,9 @@
 namespace pplx::cuda {
 namespace {
 
-inline constexpr std::uint32_t kCombineManyThreads = 32 * (kCombiners + 1);
+inline constexpr std::uint32_t kLargeCombineThreads = 32 * (kCombiners + 1);
 
-struct CombineManyShared {
+struct LargeCombineShared {
   CombineShared combine;
   CombinerTurns turns[kCombiners];
 };
@@ -35,7 +35,7 @@ __device__ inline void receive_all_headers(const CombineArguments& a, std::uint3
   __syncwarp();
 }
 
-constexpr std::uint32_t kCombineManyBytes = kCombiners * kCombinerBytes;
+constexpr std::uint32_t kLargeCombineBytes = kCombiners * kCombinerBytes;
 
 }  // namespace
 }  // namespace pplx::cuda

@@ -120,13 +120,13 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
 
 // kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
 template <typename T, bool kPlain, bool kPieces = false>
-class ManyCombiner {
+class LargeCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
 
  public:
   // memory: of this warp, kCombinerBytes.
-  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
+  __device__ LargeCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
       : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
 
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
@@ -336,7 +336,7 @@ class ManyCombiner {
       for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
       linger(k_, std::uint64_t{step_} << 32 | at);
       if (by_word)
-        store_by_bulk(sums, row + at, bytes);
+        store_tile(sums, row + at, bytes);
       else
         sums.send(row, at + threadIdx.x % 32 * 16, at + bytes);
     }
@@ -362,7 +362,7 @@ class ManyCombiner {
   }
 
   // The first lane stores, so it alone waits.
-  __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
+  __device__ void store_tile(const TileSums& sums, char* to, std::uint32_t bytes) {
     char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
     {
       const Spends waits(k_, Span::AwaitingPlaceOfSum);

@@ -135,7 +135,7 @@ class CopyLoader {
   CombineShared& s_;
   CopyRings& rings_;
   char* const ring_;
-  ManyCombiner<T, true, false> others_;
+  LargeCombiner<T, true, false> others_;
   CopyPlace place_;
 };
 

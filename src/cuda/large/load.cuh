@@ -144,7 +144,7 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
 template <typename Mode>
 class TokenLoader {
  public:
-  __device__ TokenLoader(const DispatchArguments& a, ManyPlan& plan, SendRings& rings, char* in)
+  __device__ TokenLoader(const DispatchArguments& a, LargePlan& plan, SendRings& rings, char* in)
       : a_(a), plan_(plan), rings_(rings), in_(in), shape_(a.common), place_(shape_.places_in) {}
 
   // What finds room of the first chunk, before anything is planned.
@@ -205,7 +205,7 @@ class TokenLoader {
   }
 
   const DispatchArguments& a_;
-  ManyPlan& plan_;
+  LargePlan& plan_;
   SendRings& rings_;
   char* const in_;
   const SendShape<Mode> shape_;

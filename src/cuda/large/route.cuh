@@ -12,11 +12,11 @@ namespace pplx::cuda {
 template <bool kHooks>
 class TokenDealer {
  public:
-  __device__ TokenDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+  __device__ TokenDealer(const DispatchArguments& a, LargePlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                        SendRings& rings)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
-    together_ = min(32u >> shift_, kDealtTogether);
+    together_ = min(32u >> shift_, kTokensTogether);
     if (k_.living == 1) return;
     const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
     const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
@@ -171,7 +171,7 @@ class TokenDealer {
 
   const DispatchArguments& a_;
   const Common& k_;
-  ManyPlan& plan_;
+  LargePlan& plan_;
   ReceiveShared& receive_;
   const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer

@@ -28,7 +28,7 @@ struct ChunkBounds {
   std::uint32_t first, tokens;  // no tokens: there is no other chunk
 };
 
-struct ManyPlan {
+struct LargePlan {
   ClosedWords closed;
   std::uint32_t step;
   std::uint32_t first_stretch, first_chunk;  // that this thread block sends
@@ -436,14 +436,14 @@ __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& 
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
-__device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
+__device__ inline void tell_bounds(const DispatchArguments& a, LargePlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
   s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
   turns_arrive(s.known + n % 2);
 }
 
 // For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
-__device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+__device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
   const bool given = a.ids == nullptr;
@@ -488,7 +488,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
 }
 
 // The planner's first part: the step, the block's first chunk, and whether this launch may write.
-__device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
+__device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   EarlyClosed closed;
@@ -506,7 +506,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
 }
 
 template <bool kPieces = false>
-__device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
+__device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   bool taken = may_take_at_once(k, s.step, s.closed);

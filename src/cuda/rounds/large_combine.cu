@@ -5,7 +5,7 @@
 namespace pplx::cuda {
 namespace {
 
-struct CombineRoundsShared : CombineManyShared {
+struct CombineRoundsShared : LargeCombineShared {
   RoundRows rounds[kCombiners];
 };
 
@@ -39,7 +39,7 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
 }
 
 template <typename T, bool kPlain>
-__device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& a) {
+__device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineRoundsShared, s);
   const Common& k = a.common;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+    LargeCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
     if (a.recv) combiner.receive_rounds();
@@ -75,8 +75,8 @@ namespace large_rounds {
 namespace {
 
 template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kCombineManyThreads, 1) combine(const __grid_constant__ CombineArguments a) {
-  run_combine_many_pieces<T, kPlain>(a);
+__global__ void __launch_bounds__(kLargeCombineThreads, 1) combine(const __grid_constant__ CombineArguments a) {
+  run_combine_in_rounds<T, kPlain>(a);
 }
 
 }  // namespace
@@ -84,14 +84,14 @@ __global__ void __launch_bounds__(kCombineManyThreads, 1) combine(const __grid_c
 Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
     using T = decltype(type);
-    return {"large_rounds::combine", call.mapped_only ? combine<T, true> : combine<T, false>, kCombineManyThreads, kCombineManyBytes};
+    return {"large_rounds::combine", call.mapped_only ? combine<T, true> : combine<T, false>, kLargeCombineThreads, kLargeCombineBytes};
   });
 }
 
 }  // namespace large_rounds
 
-bool can_combine_many_pieces(const Config& c, std::uint32_t shared_bytes) {
-  return can_combine_many(c, shared_bytes) && kCombineManyBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
+bool can_combine_rounds(const Config& c, std::uint32_t shared_bytes) {
+  return can_combine_large(c, shared_bytes) && kLargeCombineBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
 }
 
 }  // namespace pplx::cuda

@@ -15,10 +15,10 @@ inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
 template <bool kHooks>
-class ManyReceiver {
+class RoundReceiver {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
-  __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
+  __device__ RoundReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
                           std::uint32_t parities)
       : a_(a), k_(a.common), step_(step), s_(s), e_(e), memory_(memory), loaded_(loaded), parities_(parities),
         parts_((k_.payload_bytes + kRowPartBytes - 1) / kRowPartBytes),
@@ -114,7 +114,7 @@ class ManyReceiver {
   }
   __device__ void count(std::uint32_t place) const {
     fence_copies();
-    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.bulk_part_units);
+    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.large_part_units);
   }
 
   // All that was stored has been read.

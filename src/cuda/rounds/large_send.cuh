@@ -72,10 +72,10 @@ struct UntoldRows {
 
 // A worker that sends.
 template <typename Mode>
-class ManySender {
+class RoundSender {
  public:
   // number: among the block's `senders`. memory: its own, kSenderBytes.
-  __device__ ManySender(const DispatchArguments& a, RoundPlan& plan, std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
+  __device__ RoundSender(const DispatchArguments& a, RoundPlan& plan, std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
       : a_(a), k_(a.common), plan_(plan), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
         together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 

@@ -8,7 +8,7 @@
 
 namespace pplx::cuda {
 
-struct RoundPlan : ManyPlan {
+struct RoundPlan : LargePlan {
   char* rows_at[2][kMaxPeers];  // of the chunks: where rows of their round would begin at each peer if it had all rows of the block
   std::uint32_t round[2];
   std::uint32_t begin[kMaxPeers];  // rows of earlier rounds, by rank
