@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a place of the ring is taken while adders read it",
-        "src/cuda/large/ring.cuh",
+        "src/cuda/large/adders.cuh",
         "      if (place_.turn != 0) await_turn(ring_.used",
         "      if (place_.turn > 1u << 30) await_turn(ring_.used",
         "rows that come are added up in place of those that were there",
@@ -617,7 +617,7 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of sums: 32 bits to an own row",
-        "src/cuda/large/ring.cuh",
+        "src/cuda/large/adders.cuh",
         "(place == kNone ? 0 : place) * a_.expert_stride;",
         "(place == kNone ? 0 : place) * static_cast<std::uint32_t>(a_.expert_stride);",
         "rows of expert_out beyond 4 GiB are read among the first ones",

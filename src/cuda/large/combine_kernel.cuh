@@ -13,6 +13,25 @@ struct LargeCombineShared {
   CombinerTurns turns[kCombiners];
 };
 
+// What a large combine begins and ends with. s: a CombineShared. prepare(warp): before the block meets. work(warp, step): what each warp does.
+template <typename Prepare, typename Work>
+__device__ __forceinline__ void run_combine_large(const CombineArguments& a, CombineShared& s, const Prepare& prepare, const Work& work) {
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  prepare(warp);
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s)) return;
+  if (a.recv) begin_to_close(k, step);
+  work(warp, step);
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
 // By one warp: this block's share, and headers that nobody has sent yet. Behind the words of those who send weights. kRemote: those for peers of
 // other nodes are sent elsewhere.
 template <bool kRemote = false>

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "combiner.cuh"
+#include "ring.cuh"
 #include "../plan/runs.cuh"
 
 namespace pplx::cuda {
@@ -37,17 +38,6 @@ struct CopyRings {
     for (std::uint64_t& turns : read) turns_init(&turns, 1);
     for (std::uint64_t& turns : there) turns_init(&turns, 1);
     for (std::uint64_t& turns : told) turns_init(&turns, 1);
-  }
-};
-
-// A part's place, which the loader and the storer go through by themselves.
-struct CopyPlace {
-  std::uint32_t at = 0, turn = 0;
-
-  __device__ void next() {
-    if (++at != kCopyPlaces) return;
-    at = 0;
-    ++turn;
   }
 };
 
@@ -136,7 +126,7 @@ class CopyLoader {
   CopyRings& rings_;
   char* const ring_;
   LargeCombiner<T, true, false> others_;
-  CopyPlace place_;
+  Ring place_{kCopyPlaces};
 };
 
 // By one warp, of which the first lane stores and waits for its stores.
@@ -221,7 +211,7 @@ class CopyStorer {
   CopyRings& rings_;
   const char* const ring_;
   const std::uint32_t under_way_;
-  CopyPlace place_;
+  Ring place_{kCopyPlaces};
   std::uint32_t sent_ = 0, last_ = 0;  // parts; the last one's place
   std::uint32_t runs_ = 0, told_ = 0;
 };

@@ -13,6 +13,7 @@
 #include "../plan/chunk_plan.cuh"
 #include "../decode/payload.cuh"
 #include "quantise.cuh"
+#include "ring.cuh"
 
 namespace pplx::cuda {
 
@@ -41,27 +42,6 @@ struct SendRings {
   std::uint32_t next_told;  // batch that nobody tells of yet; kNone: there is none any more
   KeptRows kept;
   Batch batches[kBatches];
-};
-
-// A place of a ring, which each warp goes through by itself.
-class SendPlace {
- public:
-  __device__ explicit SendPlace(std::uint32_t places) : places_(places) {}
-  __device__ void next() {
-    if (++at != places_) return;
-    at = 0;
-    ++turn;
-  }
-  // Waits until it is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
-  __device__ void await_free(std::uint64_t* turns) const {
-    if (turn != 0) await_turn(turns + at, turn - 1);
-    __syncwarp();
-  }
-
-  std::uint32_t at = 0, turn = 0;
-
- private:
-  const std::uint32_t places_;
 };
 
 // How tokens of this launch are cut: into parts, which quantisers take to rows, or storers to where they go.
@@ -209,7 +189,7 @@ class TokenLoader {
   SendRings& rings_;
   char* const in_;
   const SendShape<Mode> shape_;
-  SendPlace place_;
+  Ring place_;
   std::uint32_t chunk_ = 0, first_ = 0, tokens_ = 0;  // chunks so far; tokens of the last one
   std::uint32_t token_ = 0, part_ = 0, asked_ = 0;  // the next one; all parts
 };
@@ -224,7 +204,7 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
   const Shape shape(k);
   const std::uint32_t team = number / kOfTeam;
   if (team >= shape.teams) return;
-  SendPlace from(shape.places_in), to(shape.places_out);
+  Ring from(shape.places_in), to(shape.places_out);
   std::uint32_t part = 0;
   const auto go_on = [&](std::uint32_t parts) {
     for (std::uint32_t i = 0; i < parts; ++i) {

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "../decode/combine_send.cuh"
-#include "ring.cuh"
+#include "adders.cuh"
 #include "../plan/runs.cuh"
 
 namespace pplx::cuda {
@@ -90,9 +90,9 @@ class SendDealer : RowDealer {
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
       dealt.own = static_cast<std::uint8_t>(__popc(inputs));
-      for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
-        const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
-        const bool ends = i + 1 == run.rows && dealt.at + place_.part >= k_.row_bytes;
+      for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
+        const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
+        const bool ends = i + 1 == run.rows && dealt.at + part_ >= k_.row_bytes;
         dealt.row = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
         dealt.what = by_word ? (ends ? kEndsRun : 0) : kRowsShow;
         if (inputs == 0) add(0, dealt, nullptr, 0);
@@ -106,7 +106,7 @@ class SendDealer : RowDealer {
 template <typename T, typename Adders>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::k_, Base::step_, Base::number_, Base::place_, Base::kVectors;
+  using Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
   using Base::at, Base::lane, Base::leave, Base::look;
 
  public:
@@ -128,14 +128,14 @@ class SendAdder : RowAdder<Adders> {
 
  private:
   __device__ void add_part(const DealtRow& first) {
-    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at);
+    const std::uint32_t bytes = min(part_, k_.row_bytes - first.at);
     if (first.own == 0) leave();
     Sums<T, kVectors> sums;
     Base::add_rows(first.own, bytes, sums);
     linger(k_, std::uint64_t{step_} << 32 | first.at);
     const bool shows = (first.what & kRowsShow) != 0;
     if (!shows) await_place();
-    char* const to = shows ? first.row : out_ + place_out() * place_.part;
+    char* const to = shows ? first.row : out_ + place_out() * part_;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;

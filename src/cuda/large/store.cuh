@@ -23,7 +23,7 @@ class RowStorer {
   __device__ void store() {
     const Spends all(k_, Span::Sending);
     if (number_ >= shape_.storers) return;
-    for (SendPlace at(kBatches);; at.next()) {
+    for (Ring at(kBatches);; at.next()) {
       {
         const Spends waits(k_, Span::AwaitingPlan);
         await_turn(rings_.dealt + at.at, at.turn);
@@ -139,7 +139,7 @@ class RowStorer {
   const char* const ring_;
   const std::uint32_t number_;
   const Shape shape_;
-  SendPlace place_;
+  Ring place_;
   std::uint32_t shift_ = 0;
 };
 

@@ -42,31 +42,23 @@ template <typename T, bool kPlain>
 __device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineRoundsShared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
-  const std::uint32_t warp = threadIdx.x / 32;
-  const bool combines = warp < kCombiners;
-  if (combines && threadIdx.x % 32 == 0) s.turns[warp].init();
-  std::uint32_t step = 0;
-  if (!begin_combine(a, step, 0, s.combine)) return;
-  if (a.recv) begin_to_close(k, step);
-  if (combines) {
-    LargeCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
-    const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
-    if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
-    if (a.recv) combiner.receive_rounds();
-  } else {
-    if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
-    if (a.pieces.begins) begin_to_send<!kPlain>(a, step, s.combine);
-    if (!kPlain && a.recv && k.remote != 0) pass_on_combines(a, step);
-    if (a.recv) receive_all_headers<!kPlain>(a, step);
-  }
-  if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
-  stamp(k, Op::Combine, step, begun);
+  const auto prepare = [&](std::uint32_t warp) {
+    if (warp < kCombiners && threadIdx.x % 32 == 0) s.turns[warp].init();
+  };
+  run_combine_large(a, s.combine, prepare, [&](std::uint32_t warp, std::uint32_t step) {
+    const Common& k = a.common;
+    if (warp < kCombiners) {
+      LargeCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+      const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
+      if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
+      if (a.recv) combiner.receive_rounds();
+    } else {
+      if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
+      if (a.pieces.begins) begin_to_send<!kPlain>(a, step, s.combine);
+      if (!kPlain && a.recv && k.remote != 0) pass_on_combines(a, step);
+      if (a.recv) receive_all_headers<!kPlain>(a, step);
+    }
+  });
 }
 
 }  // namespace
