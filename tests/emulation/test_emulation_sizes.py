@@ -57,8 +57,7 @@ def test_far_rows_between_nodes(few: Crews, transport: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem", "proxy:tcp"])
 def test_far_rows_in_pieces(few: Crews, transport: str) -> None:
-    """Ranks with at most 16 tokens send whole blocks by the kernels of few, the others by bulk copies, also between nodes: so
-    docs/tuning.md promises of slot_bytes=."""
+    """Ranks with at most 16 tokens have one round, the others several."""
     case = far_case(5, "padded", "fp8", transport=transport, max_tokens=40, crowd="uneven", steps=8)
     found = few.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200)
     are_far(case, found)

@@ -385,7 +385,7 @@ MUTANTS = [
         "          bulk_await_stored<1>();  // the place",
         "          bulk_await_stored<3>();  // the place",
         "the peer gets what comes next",
-        "pieces_of_ranks_with_few and mapped or whole_steps_in_turn and compact",
+        "whole_steps_in_turn and compact",
         "_cuda",
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS = [
         "    copies_ = copies;\n    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n",
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
-        "pieces_of_ranks_with_few and mapped",
+        "test_rows_that_peers_fetch",
         "_cuda",
     ),
     Mutant(

@@ -125,16 +125,6 @@ MUTANTS = [
         f"{ERROR} and pieces",
     ),
     Mutant(
-        "hooks: a row of a round is counted before it is placed",
-        "src/cuda/rounds/decode_dispatch.cuh",
-        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
-        "  if (kHooks) count_placed(a, r.place, a.hooks.part_units), __nanosleep(100000);\n"
-        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
-        "a block's word is raised while its last row is being stored",
-        HOOKS,
-        "_cuda",
-    ),
-    Mutant(
         "hooks: a row of many tokens is counted before it is placed",
         "src/cuda/large/receive.cuh",
         "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",

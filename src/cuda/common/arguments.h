@@ -184,10 +184,9 @@ struct ChunkCounts {
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
 // How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
-// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch. CombineAside: with few tokens the
-// warp that looks for room at remote peers.
-enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineAside };
-inline constexpr std::uint32_t kClaims = 5;
+// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
+enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv };
+inline constexpr std::uint32_t kClaims = 4;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 
 // What an AllToAll in pieces keeps of peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer. Words as pieces_word().
@@ -214,7 +213,7 @@ struct PieceArguments {
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
 struct ReceivedView {
-  std::uint32_t* step = nullptr;  // in an AllToAll in pieces whether any block came so, behind it
+  std::uint32_t* step = nullptr;
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
   std::uint64_t* many = nullptr;  // sources with so many tokens that their rows of combine have arrival words, a bit each

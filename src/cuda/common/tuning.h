@@ -145,8 +145,8 @@ inline constexpr std::uint32_t kTotals = 8;
 
 // Rows of one source that a worker waits for together, at most, in pieces and inside a node: where all of a thread block's workers have few, less, as the
 // last ones to come would be one worker's alone. Runs of 8 in place of 4: 4,096 tokens of Ragged on 24 multiprocessors of two H100 took 291 us in place
-// of 281. And those that a warp of a rank with few tokens claims together in a round.
-inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfCarriedRun = 4, kRowsOfRoundRun = 4;
+// of 281.
+inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfCarriedRun = 4;
 constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
   // No std::min: its reference to a constant of the host is nothing that a kernel can read.
   const std::uint32_t fair = rows / (blocks * kWorkers);

@@ -73,7 +73,7 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
 }  // namespace
 
 std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_sms) {
-  if (in_pieces(c)) return kManyTokensElsewhere;
+  if (in_pieces(c)) return 0;
   const std::uint32_t sms = sms_of_gpu(device);
   return large_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
 }
@@ -325,12 +325,9 @@ void Exchange::make_chunk_counts() {
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
-  if (common_.heap.in_pieces) {
-    common_.word_rows = std::min(large_tokens_, common_.heap.slot_rows + 1);
-  } else {
-    if (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes)) return;
-    common_.word_rows = large_tokens_;
-  }
+  const bool pieces = common_.heap.in_pieces;
+  if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
+  common_.word_rows = pieces ? 0 : large_tokens_;
   check(load(c, true, false), "loading the kernels of large steps");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);

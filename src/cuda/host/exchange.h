@@ -143,7 +143,7 @@ class Exchange {
   ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
   std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
-  void cut(DispatchArguments& a, const Launch& launch, bool large) const;
+  void cut(DispatchArguments& a, const Launch& launch) const;
   void cut(CombineArguments& a, const Launch& launch) const;
 
   const int device_;

@@ -55,7 +55,7 @@ bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const 
   if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
-  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors of many tokens must begin at multiples of 16 bytes");
+  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors must begin at multiples of 16 bytes");
   return false;
 }
 
@@ -115,10 +115,9 @@ SentStrips Exchange::sent_strips(const CombineArguments& a) const {
 bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
 
 // A send half may wait for nobody, so it sends the rounds that have room from the start.
-void Exchange::cut(DispatchArguments& a, const Launch& launch, bool large) const {
+void Exchange::cut(DispatchArguments& a, const Launch& launch) const {
   PieceArguments& p = a.pieces;
   p = pieces_of(launch);
-  if (!large) return;
   while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
   a.chunks = ceil_div(a.own, a.tokens_per_chunk);
   p.chunks = p.tokens / a.tokens_per_chunk;
@@ -208,7 +207,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
-  if (pieces) cut(a, launch, large);
+  if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
   check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
@@ -240,17 +239,16 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   a.sent = sent_strips(a);
   a.fetches = large && fetches(a);
   const CombineCall combine(a, large);
-  const std::string size = common_.word_rows == kNone ? "no step of this AllToAll is large"
+  const std::string size = common_.heap.in_pieces ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
                            : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
   const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
-  const std::string rounds = common_.heap.in_pieces ? "; blocks go in pieces" : "";
   const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
   const auto sending = choose(c, dispatch);
   const auto summing = choose(c, combine);
   return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
-           size + rounds + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+           size + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
           {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
-           size + rounds + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
+           size + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
 }
 
 void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
@@ -304,7 +302,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.y = result.y;
   a.y_stride = result.stride;
   a.sent = sent_strips(a);
-  const bool large = !a.release && a.own >= common_.word_rows;
+  const bool large = pieces || (!a.release && a.own >= common_.word_rows);
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
   if (large) ++large_combines_;
   a.fetches = large && fetches(a);

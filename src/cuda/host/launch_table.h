@@ -48,10 +48,6 @@ namespace decode {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace decode
-namespace decode_rounds {
-Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
-Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
-}  // namespace decode_rounds
 namespace large {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
@@ -63,7 +59,7 @@ Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 
 template <typename Call>
 auto choose(const Config& c, const Call& call) {
-  if (in_pieces(c)) return call.large ? large_rounds::choose(c, call) : decode_rounds::choose(c, call);
+  if (in_pieces(c)) return large_rounds::choose(c, call);
   return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 

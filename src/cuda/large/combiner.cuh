@@ -6,7 +6,7 @@
 
 #include "fetch.cuh"
 #include "../plan/chunk_plan.cuh"
-#include "../rounds/decode_combine.cuh"
+#include "../rounds/combine_send.cuh"
 
 namespace pplx::cuda {
 
@@ -118,7 +118,7 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
   }
 }
 
-// kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
+// kPlain: no tails, and no weights of combine's own. kPieces: in rounds, whose rows all have words.
 template <typename T, bool kPlain, bool kPieces = false>
 class LargeCombiner {
   static constexpr int kVectors = kVectorsOfTile;
@@ -182,7 +182,7 @@ class LargeCombiner {
     bool good = rounds.open(p.begin, p.end);
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
       const bool header = !kPlain && run.is_header;
-      if (header ? !has_header(p, run) : run.rows == 0) continue;
+      if (header ? !has_header(p, run) : run.rows == 0 || a_.release) continue;
       good = make_room(run);
       if (!good) continue;
       if (header)
@@ -196,10 +196,10 @@ class LargeCombiner {
   // Until all is received, or something fails.
   __device__ void receive_rounds() {
     const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
+    const std::uint32_t of_round = a_.pieces.tokens, rounds = rounds_of_own(a_.pieces, a_.own);
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
-      if (token >= a_.own || !receive_token_of_round(token, round)) return;
+      if (token >= a_.own || (!a_.release && !receive_token_of_round(token, round))) return;
       finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
   }
@@ -235,8 +235,8 @@ class LargeCombiner {
   __device__ void send_run_of_round(const RoundRun& run) {
     word_ = word_of_round(k_, step_, run.round);
     const bool remote = !kPlain && is_remote(k_, run.source);
-    piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
-    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
+    piece_at_ = remote ? k_.heap.piece_at(Op::Combine, run.round) : 0;
+    send_rows({run.source, run.first, run.rows}, run.slot_row, true);
   }
 
   // first: of the slot's rows.
@@ -419,19 +419,14 @@ class LargeCombiner {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
     const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
-    std::uint32_t slot_row = 0;
     char* row = nullptr;
     if (entry != kNone) {
-      const std::uint32_t before = a_.pieces.begin_rows[round * k_.c.world + rank];
-      const std::uint32_t nth = (entry & 0xfffffu) - before;
-      slot_row = round % kPlaces * a_.pieces.tokens + nth;
+      const std::uint32_t nth = (entry & 0xfffffu) - a_.pieces.begin_rows[round * k_.c.world + rank];
       row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
-      if (!kPlain && is_remote(k_, rank)) {
+      if (!kPlain && is_remote(k_, rank))
         row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
-        slot_row = kNone;  // nor is it made blank again
-      } else {
-        row += k_.combine.row_at(slot_row);
-      }
+      else
+        row += k_.combine.row_at(round % kPlaces * a_.pieces.tokens + nth);
     }
     {
       const Spends waits(k_, Span::AwaitingSums);
@@ -445,7 +440,6 @@ class LargeCombiner {
     note(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row);
-    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
     note(k_, Stage::Added);
     if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
     return true;

@@ -17,10 +17,9 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
   __syncthreads();
 }
 
-template <bool kPieces>
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  if (!wait_for_block<kPieces>(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
+  if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
@@ -29,14 +28,13 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
 }
 
 // Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
-template <bool kPieces>
 __device__ inline void receive_remote_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   bool mine = false;
   if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
   if (__syncthreads_or(mine) == 0) return;
   const std::uint32_t peer = threadIdx.x;
-  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header<kPieces>(a, step, peer);
+  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header(a, step, peer);
   __syncwarp();
 }
 
@@ -84,11 +82,7 @@ struct CombineExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return remote_row_is_there(k, step, source, row);
   }
-  template <bool kPieces>
-  __device__ static void receive_headers(const CombineArguments& a, std::uint32_t step) {
-    receive_remote_headers<kPieces>(a, step);
-  }
-
+  __device__ static void receive_headers(const CombineArguments& a, std::uint32_t step) { receive_remote_headers(a, step); }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
     return cuda::sent_weight(a, step, source, row, weight);
   }

@@ -75,10 +75,7 @@ struct DispatchExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
   }
-  template <bool kPieces>
-  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) {
-    pass_on_dispatches<kPieces>(a, step);
-  }
+  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { pass_on_dispatches(a, step); }
   __device__ static void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
     cuda::tell_replica(a, step, peer, s);
   }

@@ -22,8 +22,8 @@ __device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_
   kept[0] = h.pieces;
   kept[1] = 0;
   if (h.pieces > 1 && h.pieces <= p.most) kept[2] = h.end;
-  const bool whole = h.pieces == 0, fits = h.piece == 0 && h.begin == 0 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
-  if (whole ? h.rows <= k.heap.slot_rows : fits && (h.pieces > 1 || h.end == h.rows)) return true;
+  const bool fits = h.piece == 0 && h.begin == 0 && h.pieces >= 1 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
+  if (fits && (h.pieces > 1 || h.end == h.rows)) return true;
   fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, h.source, step}, p.most, h.pieces);
   return false;
 }
@@ -67,7 +67,7 @@ __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const
 // In pieces, after all first headers: the later ones, and what has room of those that this launch sends.
 __device__ inline void pass_on_later_pieces(const DispatchArguments& a, std::uint32_t step) {
   const PieceArguments& p = a.pieces;
-  const std::uint32_t sent = a.send && p.chunks != 0 ? (a.own + p.tokens - 1) / p.tokens : 0;
+  const std::uint32_t sent = a.send ? rounds_of_own(p, a.own) : 0;
   const auto begin = [&](PassedPeer& of) {
     of.landed = 1;
     of.all_landed = kept_rounds(p, of.peer)[0];
@@ -103,7 +103,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if constexpr (kPieces) good = good && (lane >= n || keep_first_piece(a, step, h));
     if (good && lane < n) {
-      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, kPieces && h.pieces == 0 ? k.showing_rows : 0, 0);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
       if constexpr (kPieces) {
         pass_on(k, step, Signal::Dispatch, peer);
         store_release_here(parts_word(k, k.peers[k.c.rank], step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));

@@ -1,4 +1,4 @@
-// combine() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
+// combine() and release() in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "../host/launch_table.h"
 #include "../large/combine_kernel.cuh"
 
@@ -16,7 +16,7 @@ __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step
   if (!check_header(k, h, Phase::CombineRecv, step, peer)) return false;
   // With other flags there are no rows, and no pieces.
   if (piece == 0 && !check_combine_header(a, step, peer, h.rows, h.flags)) return false;
-  return check_piece_header(k, h, Phase::CombineRecv, step, peer, piece, pieces, rows_of_own_round(a.pieces, a.plan, k, peer, piece, pieces));
+  return check_piece_header(k, h, Phase::CombineRecv, step, peer, piece, pieces, a.release ? PieceRows{0, 0} : rows_of_own_round(a.pieces, a.plan, k, peer, piece, pieces));
 }
 
 // By one warp of a launch that receives: what remote peers have read, and what they have sent.
@@ -26,7 +26,7 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
   bool mine = false;
   if (threadIdx.x % 32 == 0) mine = claim_words(k, step, Op::Combine);
   if (!__any_sync(~0u, mine)) return;
-  const std::uint32_t rounds = (a.own + p.tokens - 1) / p.tokens;
+  const std::uint32_t rounds = rounds_of_own(p, a.own);
   const auto begin = [&](PassedPeer& of) {
     of.all_landed = rounds;
     of.all_room = rounds_to_be_free(p, *kept_rounds(p, of.peer));

@@ -1,4 +1,4 @@
-// dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
+// dispatch() in pieces, whatever the number of tokens: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "../host/launch_table.h"
 #include "../large/dispatch_kernel.cuh"
 #include "large_recv.cuh"

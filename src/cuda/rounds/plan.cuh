@@ -17,7 +17,7 @@ struct RoundPlan : LargePlan {
 // Of this rank, to each peer.
 __device__ inline void tell_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, const std::uint32_t* begin) {
   const Common& k = a.common;
-  const std::uint32_t rounds = (a.own + a.pieces.tokens - 1) / a.pieces.tokens;
+  const std::uint32_t rounds = rounds_of_own(a.pieces, a.own);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t peer = k.order[i];
     if (is_remote(k, peer)) continue;  // the headers of its pieces say so
@@ -87,9 +87,11 @@ class RoundPlanner {
       *a_.received.step = s_.step;  // the step's other phases read it there
       take_set(k_, s_.step);
     }
-    if (a_.ids != nullptr) return;
+    if (a_.ids != nullptr && a_.chunks != 0) return;
+    for (std::uint32_t peer = threadIdx.x % 32; a_.chunks == 0 && peer < k_.c.world; peer += 32) p_.begin_rows[peer] = 0;
+    __syncwarp();
     send_all_counts<true>(a_, s_.step);
-    for (std::uint32_t round = 0; round * p_.tokens < a_.own; ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
+    for (std::uint32_t round = 0; round < rounds_of_own(p_, a_.own); ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
   }
 
   __device__ void plan_chunk(std::uint32_t turn) {

@@ -37,7 +37,10 @@ __device__ inline std::uint64_t* remote_word(const Common& k, const PieceArgumen
 // Those that live.
 __device__ inline std::uint32_t remote_peers(const Common& k) { return count_ranks(k.remote & ~k.dead); }
 
-// What the handle of a dispatch keeps of its rounds: how many there are, or 0; then the rows before each.
+// Rounds of a rank with `own` tokens: at least one, for its counts.
+__device__ inline std::uint32_t rounds_of_own(const PieceArguments& p, std::uint32_t own) { return max(1u, (own + p.tokens - 1) / p.tokens); }
+
+// What the handle of a dispatch keeps of a source's rounds: how many there are, then the rows before each.
 __device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }
 
 // Of one op, as far as rounds say.
@@ -124,7 +127,7 @@ __device__ inline bool count_parts(const Common& k, const PieceArguments& p, std
 static __device__ __noinline__ void count_tokens_of_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, std::uint32_t more) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
-  const std::uint32_t rounds = (a.own + p.tokens - 1) / p.tokens;
+  const std::uint32_t rounds = rounds_of_own(p, a.own);
   for (; round < rounds; ++round, more = kRoundBefore) {
     const std::uint32_t tokens = min(p.tokens, a.own - round * p.tokens);
     if (!count_parts(k, p, step, Op::Dispatch, k.c.rank, round, more, tokens + kRoundBefore)) return;
@@ -167,13 +170,9 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
 [[maybe_unused]] static __device__ __noinline__ void count_sums_of_round(const Common& k, const PieceArguments& p, std::uint32_t step, std::uint32_t peer,
                                                         std::uint32_t round, std::uint32_t rows, std::uint32_t more) {
   const std::uint32_t rounds = __ldcg(kept_rounds(p, peer));
-  for (; round < max(1u, rounds); ++round, more = kRoundBefore) {
+  for (; round < rounds; ++round, more = kRoundBefore) {
     if (!count_parts(k, p, step, Op::Combine, peer, round, more, kAllParts + kRoundBefore)) return;
-    if (threadIdx.x % 32 != 0) continue;
-    if (rounds == 0)
-      hand_over(k, step, Op::Combine, peer, rows);
-    else
-      hand_over(k, p, step, Op::Combine, peer, round, rows_of_kept_round(p, peer, round, rows).rows());
+    if (threadIdx.x % 32 == 0) hand_over(k, p, step, Op::Combine, peer, round, rows_of_kept_round(p, peer, round, rows).rows());
   }
 }
 

@@ -173,7 +173,6 @@ __device__ inline bool await_round_begin(const Common& k, const PieceArguments& 
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
   std::uint32_t slot_row, part;
-  bool in_pieces;
   bool is_first;  // unit of its round
   bool is_header;  // of what goes back to `source`, a remote peer; no rows
 };
@@ -181,7 +180,7 @@ struct RoundRun {
 // Where the run's rows begin, of which `block` has the first round: this rank's slot, or what the proxy sends. A piece that the proxy carries has its
 // own header in front.
 __device__ inline char* rows_of_run(const Common& k, Op op, const BlockLayout& layout, const RoundRun& run, char* block) {
-  if (run.in_pieces && is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
+  if (is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
   return block + layout.row_at(run.slot_row);
 }
 
@@ -206,14 +205,13 @@ class Rounds {
       } else if (is_there(source) && is_remote(k_, source)) {
         good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, 0) && good;
         rounds = good ? __ldcg(kept_rounds(p_, source)) : 0;
-      } else if (is_there(source) && load_piece(k_.peers[k_.c.rank] + k_.heap.rows_at(k_.c, set_of(k_.c, step_), source)).y == 0) {
+      } else if (is_there(source)) {
         uint4 piece;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, piece) && good;
         rounds = good ? piece.y : 0;
         if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
       }
       of_source_[i] = rounds;
-      in_pieces_ |= std::uint64_t{__ballot_sync(~0u, rounds != 0)} << 32 * i;
       most = max(most, rounds);
     }
 #pragma unroll
@@ -225,7 +223,6 @@ class Rounds {
     return all_of_warp(good);
   }
   __device__ std::uint32_t all() const { return all_; }
-  __device__ bool any_in_pieces() const { return in_pieces_ != 0; }
   __device__ bool failed() const { return failed_; }
   __device__ std::uint32_t units() const { return units_; }  // of the last run's round
 
@@ -264,8 +261,7 @@ class Rounds {
     run.source = of.source;
     run.first = rows_.first[of.source] + of.first;
     run.rows = of.rows;
-    run.in_pieces = (in_pieces_ >> of.source & 1) != 0;
-    run.slot_row = !run.in_pieces ? run.first : of.first + (is_remote(k_, of.source) ? 0 : round_ % kPlaces * p_.tokens);
+    run.slot_row = of.first + (is_remote(k_, of.source) ? 0 : round_ % kPlaces * p_.tokens);
     return true;
   }
 
@@ -298,20 +294,15 @@ class Rounds {
       if (32 * i >= k_.c.world) break;
       const std::uint32_t source = threadIdx.x % 32 + 32 * i;
       std::uint32_t first = 0, n = 0;
-      if (is_there(source)) {
+      if (round < of_source_[i]) {
         const std::uint32_t rows = rows_begin_[source + 1] - rows_begin_[source];
-        if (!keeps_ && is_remote(k_, source) && round < of_source_[i]) good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, round);
-        if (of_source_[i] == 0) {
-          n = round == 0 ? rows : 0;
-          if (n > k_.heap.slot_rows) good = refuse(source, k_.heap.slot_rows, n);
-        } else if (round < of_source_[i]) {
-          std::uint32_t end = rows;
-          if (good && round != 0) good = load_begin(source, round, first);
-          if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
-          n = end - first;
-          if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
-          if (!good) n = 0;
-        }
+        std::uint32_t end = rows;
+        if (!keeps_ && is_remote(k_, source)) good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, round);
+        if (good && round != 0) good = load_begin(source, round, first);
+        if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
+        n = end - first;
+        if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
+        if (!good) n = 0;
       }
       std::uint32_t sum = n;
 #pragma unroll
@@ -338,8 +329,7 @@ class Rounds {
   RoundRows& rows_;
   const bool keeps_;  // a combine: peers may be in the set's next step already
   const std::uint32_t headers_;  // units of a round that come before its rows
-  std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: their blocks are whole
-  std::uint64_t in_pieces_ = 0;  // sources, a bit each
+  std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: there is no such source
   std::uint32_t all_ = 1, end_ = 0;
   std::uint32_t round_ = 0, base_ = 0, units_ = 0;  // that was loaded last; units before its first, and its own
   bool opened_ = false, failed_ = false;
