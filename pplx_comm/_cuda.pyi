@@ -15,7 +15,7 @@ class Launch:
         ...
 class Tokens:
     """
-    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.
+    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.
     """
     def __init__(self, *, count: int, x: int = 0, stride: int = 0, ids: int = 0, wide_ids: bool = False, weights: int = 0, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0) -> None:
         ...
@@ -27,7 +27,7 @@ class Outputs:
         ...
 class ExpertOutputs:
     """
-    Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
+    Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.
     """
     def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
         ...

@@ -133,7 +133,7 @@ void bind_structs(py::module_& m) {
                 Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
-  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
+  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
@@ -145,7 +145,7 @@ void bind_structs(py::module_& m) {
                  Outputs::required<&cuda::Outputs::weights>("weights")});
   using ExpertOutputs = BoundStruct<cuda::ExpertOutputs>;
   ExpertOutputs::bind(
-      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.",
+      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.",
       {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),

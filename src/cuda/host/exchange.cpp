@@ -278,8 +278,6 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
-  tokens_sent_.clear();
-  sums_sent_.clear();
   if (host_) host_->reset(generation);
   listen();
   common_.generation = generation;

@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -76,7 +75,7 @@ class Exchange {
   std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
-  // Returns how the host numbers the step, which knows nothing of replays.
+  // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
@@ -134,13 +133,10 @@ class Exchange {
   SentStrips sent_strips(const CombineArguments& a) const;
   bool fetches(const CombineArguments& a) const;
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
-  // In pieces: what a send half was given, its receive half sends the rest of.
   void check_pieces() const;
   void make_round_counts();
   void forget_round_counts();
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
-  Tokens inputs_of(const Launch& launch, const Tokens& tokens);
-  ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
   std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
   void cut(DispatchArguments& a, const Launch& launch) const;
@@ -166,8 +162,6 @@ class Exchange {
   std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
   RemoteRounds remote_rounds_;
-  std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
-  std::map<const char*, ExpertOutputs> sums_sent_;
   Control* controls_ = nullptr;  // by generation, in turn
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;

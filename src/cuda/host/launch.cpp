@@ -66,26 +66,6 @@ void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early
                ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
 }
 
-Tokens Exchange::inputs_of(const Launch& launch, const Tokens& tokens) {
-  if (launch.halves == kSend) tokens_sent_[launch.buffer] = tokens;
-  if (launch.halves != kRecv) return tokens;
-  const auto sent = tokens_sent_.find(launch.buffer);
-  if (sent == tokens_sent_.end()) throw Misuse("dispatch_recv: no dispatch_send of this handle is open");
-  const Tokens inputs = sent->second;
-  tokens_sent_.erase(sent);
-  return inputs;
-}
-
-ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& outputs) {
-  if (launch.halves == kSend) sums_sent_[launch.buffer] = outputs;
-  if (launch.halves != kRecv) return outputs;
-  const auto sent = sums_sent_.find(launch.buffer);
-  if (sent == sums_sent_.end()) throw Misuse("combine_recv: no combine_send of this handle is open");
-  const ExpertOutputs inputs = sent->second;
-  sums_sent_.erase(sent);
-  return inputs;
-}
-
 // The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
 std::uint64_t Exchange::made_in_heap(const char* where) const {
   const auto at = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(where) - reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]));
@@ -174,7 +154,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
   return a;
 }
 
-std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, const Outputs& outputs) {
+std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   const OnDevice on(device_);
@@ -185,7 +165,6 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const bool pieces = common_.heap.in_pieces;
   if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
   if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
-  const Tokens tokens = pieces ? inputs_of(launch, given) : given;
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
     sms_ = wanted_sms_;
@@ -270,7 +249,7 @@ void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uin
   check(launch_await_experts(a, launch.stream), "launching the wait for experts");
 }
 
-void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const Result& result) {
+void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   const cudaStream_t stream = launch.stream;
@@ -278,7 +257,6 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
   const bool pieces = common_.heap.in_pieces;
   if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
-  const ExpertOutputs outputs = pieces ? inputs_of(launch, given) : given;
   CombineArguments a;
   a.common = common_;
   a.expert_out = outputs.expert_out;
