@@ -1,5 +1,5 @@
 // Rows of the output that replicas finish for each other. They travel as the rows of a combine do: a place is blank until its piece
-// has come, and whoever reads it makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
+// has come, and its reader makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
 // by itself, says what replicas must have in common.
 //
 // No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
@@ -23,7 +23,7 @@ __device__ inline char* slice_block(const Common& k, std::uint32_t step, std::ui
   return k.peers[to] + k.heap.slice_at(k.c, set_of(k.c, step), from);
 }
 
-// For a warp of a combine of few tokens: its next unit. The very last claim leaves the count as the set's next step must find it.
+// Claims a warp's next unit. The very last claim leaves the count as the set's next step must find it.
 __device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step, std::uint32_t units) {
   std::uint32_t* count = &k.control->slices[set_of(k.c, step)];
   std::uint32_t unit = 0;
@@ -63,7 +63,7 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
   }
 }
 
-// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. False: it will not come.
+// Takes a strip of a token that a replica finishes, by a warp, in the order in which tokens have them. False: it will not come.
 template <int kVectors>
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;

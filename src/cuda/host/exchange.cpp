@@ -51,9 +51,9 @@ void measure_rows(Common& k) {
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
   k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
-  // What is divided: a strip's number among those of all rows.
+  // The dividend is a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
-  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
+  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
 }
 
 std::uint32_t sms_of_gpu(int device) {
@@ -161,7 +161,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
         "cudaHostAlloc");
   *common_.report = Report{};
 #ifdef PPLX_CARRIER
-  if (symmetric.base != nullptr) {  // else there is nobody to put anything to
+  if (symmetric.base != nullptr) {  // else no rank is put to
     check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
     rebase();
   }
@@ -217,7 +217,7 @@ Exchange::~Exchange() {
   cudaSetDevice(before);
 }
 
-// Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
+// True if all that was launched has ended, after at most `seconds`. A stream that is gone has nothing under way.
 bool Exchange::ended(double seconds) const {
   std::vector<cudaStream_t> streams;
   {
@@ -353,7 +353,7 @@ void Exchange::forget_chunk_counts() {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
-// What blocks in pieces need of the GPU and of the configuration.
+// Checks what blocks in pieces need of the GPU and of the configuration.
 void Exchange::check_pieces() const {
   const Config& c = common_.c;
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
@@ -386,7 +386,7 @@ void Exchange::forget_round_counts() {
 }
 
 void Exchange::raise_failure() {
-  // What a kernel saw says more than what others say.
+  // The kernel's own observation says more than reports of others.
   std::uint64_t word = load_acquire(&common_.report->failure);
   if (word == 0) word = load_acquire(&common_.report->abort);
   if (word == 0) return;

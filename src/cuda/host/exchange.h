@@ -38,7 +38,7 @@ bool fetches_rows(const Config& config, int device, std::uint32_t num_sms);
 struct Symmetric {
   char* base = nullptr;
   std::uint64_t bytes = 0;
-  std::vector<std::uint32_t> pes;       // by rank, as the carrier numbers them
+  std::vector<std::uint32_t> pes;       // the carrier's numbers of the ranks, by rank
 };
 #endif
 
@@ -46,15 +46,15 @@ class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
-    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for remote ones
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // ranks' memory; null for this rank, dead ranks and remote ones
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
 #ifdef PPLX_CARRIER
-    Symmetric symmetric;                                // for remote peers; where some rank has any, each has it
+    Symmetric symmetric;                                // memory for remote peers; where some rank has any, each has it
 #endif
-    bool across() const {                               // whether some rank has remote peers, this one or another
+    bool across() const {                               // true if some rank has remote peers, this one or another
 #ifdef PPLX_CARRIER
       if (symmetric.base != nullptr) return true;
 #endif
@@ -88,22 +88,22 @@ class Exchange {
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
-  void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // for messages; before the first step
+  void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // named in messages; before the first step
   // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
   // may store into its memory.
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
-  bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
+  bool ended(double seconds) const;  // true if all that was launched has ended, after at most `seconds`
 #ifdef PPLX_CARRIER
   // Between generations, when no kernel is at work: how many puts this rank has posted in the old one, by peer; how many have landed,
-  // by source; and once these are as many, counts begin anew from where the signals are.
+  // by source. Once these agree, counts begin anew from where the signals are.
   std::vector<std::uint64_t> posted() const;
   std::vector<std::uint64_t> landed() const;
   void rebase();
 #endif
   void raise_failure();
   void raise_notice() { raise_notices(common_.report->notices, common_.c); }
-  // Of eager calls; captures run nothing, and replays are not seen by the host.
+  // Counts eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
@@ -149,12 +149,12 @@ class Exchange {
   std::uint32_t sms_ = 1, most_sms_ = 1, wanted_sms_ = 1;
   mutable std::mutex mutex_;
   Launches launches_;
-  StepBook steps_;   // of eager calls
-  cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
+  StepBook steps_;   // eager calls
+  cudaStream_t own_stream_ = nullptr;  // reset() writes by it: it must not wait behind kernels that wait
   const std::uint32_t large_tokens_;
   const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
-  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no step is large
+  char* chunk_memory_ = nullptr;  // memory of chunk_counts_; none where no step is large
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   bool has_hooks_ = false;
@@ -162,7 +162,7 @@ class Exchange {
   std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
   RemoteRounds remote_rounds_;
-  Control* controls_ = nullptr;  // by generation, in turn
+  Control* controls_ = nullptr;  // one for each generation, in turn
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;
   std::vector<std::uint64_t> read_signals() const;

@@ -94,7 +94,7 @@ SentStrips Exchange::sent_strips(const CombineArguments& a) const {
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
 bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
 
-// A send half may wait for nobody, so it sends the rounds that have room from the start.
+// A send half never waits: it sends only the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a, const Launch& launch) const {
   PieceArguments& p = a.pieces;
   p = pieces_of(launch);

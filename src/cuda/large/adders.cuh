@@ -10,8 +10,8 @@ namespace pplx::cuda {
 
 // A row, or a part of one, on its way to shared memory. Those of a sum come after each other.
 struct DealtRow {
-  char* row = nullptr;  // of this part: where it comes from, or where the sum goes to that it is an input of
-  std::uint32_t token = 0;  // of this rank's
+  char* row = nullptr;  // this part: where it comes from, or where the sum goes to that it is an input of
+  std::uint32_t token = 0;  // one of this rank's
   std::uint32_t at = 0;  // where in the row
   float weight = 1.0f;
   std::uint8_t own = 0, peers = 0;  // rows of the sum: own ones, and what peers have sent
@@ -22,7 +22,7 @@ inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a pla
 inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
 inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
 inline constexpr std::uint8_t kNoMore = 8;
-inline constexpr std::uint8_t kEndsRun = 16;  // of rows to send, as many as `token` says: their source is told
+inline constexpr std::uint8_t kEndsRun = 16;  // the last part of a run of `token` rows to send: their source is told
 
 inline constexpr std::uint32_t kMostDealtRows = 16;
 inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
@@ -39,7 +39,7 @@ struct DealtRows {
   std::uint64_t loaded[kMostDealtRows], used[kMostDealtRows];  // turns
   DealtRow rows[kMostDealtRows];
 
-  // By one warp, before the block meets for the first time. For so many adders.
+  // Initialises the ring, by one warp, before the first `__syncthreads`. `adders`: consumer warps.
   __device__ void init(std::uint32_t adders) {
     const std::uint32_t lane = threadIdx.x % 32;
     if (lane < kMostDealtRows) turns_init(loaded + lane, 1);
@@ -50,13 +50,13 @@ struct DealtRows {
 // Where a ring's rows come to.
 struct RingMemory {
   char* memory;
-  std::uint32_t parts;  // it has room for so many of kDealtPart
+  std::uint32_t parts;  // its room, in parts of kDealtPart
 
   // Those of `part` bytes.
   __device__ std::uint32_t places(std::uint32_t part) const { return min(parts * kDealtPart / part, kMostDealtRows); }
 };
 
-// What dealers have in common: a warp with a choice of a token, or of a row, in each lane, those of some after each other.
+// The common part of dealers: a warp with a choice of a token, or of a row, in each lane, those of some after each other.
 class RowDealer {
  public:
   __device__ RowDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory)
@@ -111,10 +111,10 @@ class RowDealer {
   char* const memory_;
   const std::uint32_t part_;  // bytes of a place
   Ring place_;
-  std::uint32_t shift_ = 0;  // a token's choices have as many lanes as a power of two
+  std::uint32_t shift_ = 0;  // a token's choices have 2^shift_ lanes
 };
 
-// What adders have in common: number `number` of them, a warp.
+// The common part of adders: number `number` of them, a warp.
 template <typename Adders>
 class RowAdder {
  protected:

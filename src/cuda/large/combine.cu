@@ -33,7 +33,7 @@ struct General {
   }
 };
 
-// Warps of a plain one whose rows are only copied: those of copies, adders, and the dealer, who looks after headers, too.
+// Warps of a plain one whose rows are only copied: those of copies, adders, and the dealer, which sends and receives headers.
 inline constexpr std::uint32_t kLoader = kAdders, kStorer = kLoader + 1, kCopyTeller = kStorer + 1, kDealer = kCopyTeller + 1;
 inline constexpr std::uint32_t kPlainThreads = 32 * (kDealer + 1);
 inline constexpr std::uint32_t kPlainBytes = kCombinerBytes + kCopiesBytes + kDealtParts * kDealtPart;
@@ -43,7 +43,7 @@ struct CombinePlainShared {
   CombinerTurns turns;
   CopyRings copies;
   DealtRows dealt;
-  std::uint32_t next;  // of this thread block's tokens
+  std::uint32_t next;  // the next of this thread block's tokens
 };
 
 struct Copies {
@@ -79,8 +79,8 @@ struct Copies {
   }
 };
 
-// Warps of a plain one whose rows are sums: two teams of adders and a dealer, and the teller, who looks after what is to be sent of headers, too. One
-// team sends, and then receives as the other one does from the start.
+// Warps of a plain one whose rows are sums: two teams of adders and a dealer, and the teller, which sends headers. One team sends, and then receives as
+// the other one does from the start.
 using TeamAdders = AddersOf<kAddersOfTeam, kVectorsOfTeam>;
 inline constexpr std::uint32_t kSendDealer = 2 * kAddersOfTeam, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
 inline constexpr std::uint32_t kSumsThreads = 32 * (kTeller + 1);
@@ -90,9 +90,9 @@ inline constexpr std::uint32_t kSumsBytes = 2 * kPartsOfTeam * kDealtPart + kOut
 
 struct CombineSumsShared {
   CombineShared combine;
-  DealtRows to_send, dealt[2];  // of the team that sends, to send; of each team
+  DealtRows to_send, dealt[2];  // rows that the sending team sends; then rows that each team receives
   PartsOut out;
-  std::uint32_t next;  // of this thread block's tokens
+  std::uint32_t next;  // the next of this thread block's tokens
 };
 
 struct SumsOfRows {
@@ -148,7 +148,7 @@ struct CombineFetchedShared {
   CombinerTurns turns;
   DealtRows dealt[kFetchingTeams];
   char* rows_at[kFetchingTeams][kMaxPeers];
-  std::uint32_t next;  // of this thread block's tokens
+  std::uint32_t next;  // the next of this thread block's tokens
 };
 
 struct Offers {

@@ -1,4 +1,4 @@
-// What the kernels of a combine of many tokens have in common: their shared memory, and how they begin and end.
+// The common part of the kernels of a large combine: their shared memory, their beginning and their end.
 #pragma once
 
 #include "combiner.cuh"
@@ -13,7 +13,7 @@ struct LargeCombineShared {
   CombinerTurns turns[kCombiners];
 };
 
-// What a large combine begins and ends with. s: a CombineShared. prepare(warp): before the block meets. work(warp, step): what each warp does.
+// Runs a large combine. prepare(warp): before the first `__syncthreads`. work(warp, step): what each warp does.
 template <typename Prepare, typename Work>
 __device__ __forceinline__ void run_combine_large(const CombineArguments& a, CombineShared& s, const Prepare& prepare, const Work& work) {
   const Common& k = a.common;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void run_combine_large(const CombineArguments& a, Com
   stamp(k, Op::Combine, step, begun);
 }
 
-// By one warp: this block's share, and headers that nobody has sent yet. Behind the words of those who send weights. kRemote: those for peers of
+// Takes this block's share, and sends headers that are not sent yet, by one warp. Their words lie behind those of weights. kRemote: headers for peers of
 // other nodes are sent elsewhere.
 template <bool kRemote = false>
 __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {

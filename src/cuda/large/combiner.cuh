@@ -18,7 +18,7 @@ static_assert(kCopies * kCopyBytes <= kCombinerBytes, "copies have the memory of
 struct CombinerTurns {
   std::uint64_t loaded[kSumTiles], copied[kCopies];
 
-  // By one thread, before the block meets for the first time.
+  // Initialises the barriers, by one thread, before the first `__syncthreads`.
   __device__ void init() {
     for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
     for (std::uint64_t& turns : copied) turns_init(&turns, 1);
@@ -40,7 +40,7 @@ class ArrivingTiles {
     }
     ++asked_;
   }
-  // The next one, which has so many bytes.
+  // Takes the next tile, which has `bytes` bytes.
   __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
@@ -59,9 +59,9 @@ class ArrivingTiles {
   std::uint32_t asked_ = 0, used_ = 0;
 };
 
-// What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
+// Inputs of a warp for the tiles of a row: up to 32 rows of memory, a lane each.
 struct Inputs {
-  const char* from = nullptr;  // of this lane's
+  const char* from = nullptr;  // this lane's input
   float weight = 1.0f;
   std::uint32_t n = 0;  // the first lanes
 };
@@ -86,7 +86,7 @@ class InputCursor {
   std::uint32_t next_ = 0, at_ = 0;
 };
 
-// Which bit is the nth of those that are set. Any, if there are not so many.
+// Index of the nth set bit; undefined if fewer are set.
 __device__ inline int nth_bit(std::uint32_t bits, std::uint32_t nth) {
   std::uint32_t at = 0;
 #pragma unroll
@@ -129,7 +129,7 @@ class LargeCombiner {
   __device__ LargeCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
       : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
 
-  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  // Sends the block's own share of the runs of rows; the first warp then sends shares that no block has begun. senders: the block's first warps.
   __device__ void send(std::uint32_t senders) {
     const Spends all(k_, Span::SendingSums);
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
@@ -149,7 +149,7 @@ class LargeCombiner {
     tell();
   }
 
-  // By one warp of a thread block: rows that their sources are not offered.
+  // Sends rows that their sources are not offered, by one warp of a thread block.
   __device__ void send_rest() {
     const std::uint32_t sources = k_.living - (a_.sums_own ? 1 : 0);
     bool any = false;
@@ -170,8 +170,14 @@ class LargeCombiner {
   __device__ void send_run(const RowRun& run) {
     send_rows(run, run.first, has_many(s_, run.source));
   }
+
   // Behind the last run.
-  __device__ void end() { tell(); }
+  __device__ void tell() {
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    if (to_tell_ != 0) raise_words();
+    to_tell_ = 0;
+    __syncwarp();
+  }
 
   // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
   __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
@@ -275,7 +281,7 @@ class LargeCombiner {
     if (kPieces && !kPlain) told_source_ = run.source;
   }
 
-  // Tiles and copies share the memory: who changes from one to the other waits until all stores from it are done.
+  // Tiles and copies share the memory: a warp that changes from one to the other waits until all stores from it are done.
   __device__ void use_memory_for(bool copies) {
     if (copies_ == copies) return;
     copies_ = copies;
@@ -378,7 +384,7 @@ class LargeCombiner {
     bulk_end_group();
   }
 
-  // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
+  // Tells of the run before this one, which has stored `tiles` tiles: it has had its time to arrive.
   __device__ void tell_of_last_run(std::uint32_t tiles) {
     if (to_tell_ == 0) return;
     const Spends tells(k_, Span::TellingOfSums);
@@ -389,12 +395,6 @@ class LargeCombiner {
         bulk_await_stored<1>();
     }
     raise_words();
-  }
-  __device__ void tell() {
-    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
-    if (to_tell_ != 0) raise_words();
-    to_tell_ = 0;
-    __syncwarp();
   }
   __device__ void raise_words() {
     if constexpr (kPieces && !kPlain)
@@ -414,7 +414,7 @@ class LargeCombiner {
 
   // ---- receive ----
 
-  // Of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
+  // Receives a token of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
   __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;

@@ -9,7 +9,7 @@
 namespace pplx::cuda {
 namespace {
 
-// The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
+// The first chunk that a worker counts, if no warp has begun it: its ids come while the launch begins.
 struct FirstChunk {
   const std::uint32_t number;
   ChunkIds ids;
@@ -35,7 +35,7 @@ __device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, st
   sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
 }
 
-// Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
+// Warps with roles, most of them workers; behind the other kernels' warps the teller. A warp that has nothing to send, or no more, receives.
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kLargeThreads = 32 * kLargeWarps;
@@ -121,7 +121,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
   if (warp == kTeller) s.sent.open();
 }
 
-// Whether some thread blocks send, and the others receive from the start.
+// True if some thread blocks send, and the others receive from the start.
 __device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
 
 template <bool kHooks>

@@ -9,7 +9,7 @@
 
 namespace pplx::cuda {
 
-// By one warp of each team. kFetches: some peers' rows.
+// The dealer of each team: one warp. kFetches: some peers' rows.
 template <bool kFetches>
 class SumDealer : RowDealer {
  public:
@@ -45,7 +45,7 @@ class SumDealer : RowDealer {
   // A lane's choice of a token.
   struct Looked {
     std::uint32_t entry = kNone;  // its row of a peer's block
-    std::uint32_t places = 0;  // of this rank's own row, so many
+    std::uint32_t places = 0;  // places of this rank's own row
     std::uint32_t place = kNone;  // one of them
     float weight = 1.0f;
   };
@@ -133,7 +133,7 @@ class SumDealer : RowDealer {
   char** const rows_at_;
 };
 
-// By one of several warps.
+// An adder: one of several warps.
 template <typename T, typename Adders>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;

@@ -8,7 +8,7 @@
 
 namespace pplx::cuda {
 
-// kHooks: this rank's own rows go the way of all others, since who receives counts them.
+// kHooks: this rank's own rows go the way of all others, since the receiver counts them.
 template <bool kHooks>
 class TokenDealer {
  public:
@@ -87,7 +87,7 @@ class TokenDealer {
     if (has_own) place_words(a_, mine, choice());
   }
 
-  // Whether places of own rows are known. If not, those are kept for later.
+  // True if places of own rows are known. If not, those are kept for later.
   __device__ bool places_own(bool is_own, std::uint32_t owners, std::uint32_t entry) {
     if (places_known_) return true;
     const std::uint32_t n = __popc(owners);
@@ -177,7 +177,7 @@ class TokenDealer {
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   SendRings& rings_;
   std::uint32_t shift_ = 0, together_ = 1;  // tokens
-  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; at most so many that peers have not been told of
+  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; `under_way_`: the most that peers have not been told of
   std::uint32_t kept_ = 0;  // own rows
   bool places_known_ = false;
 };

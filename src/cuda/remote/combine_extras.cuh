@@ -1,4 +1,4 @@
-// What the general kernel of a combine does beside the smaller ones: blocks of peers of other nodes, replicas, tails and weights.
+// The additions of the general kernel of a combine: blocks of peers of other nodes, replicas, tails and weights.
 #pragma once
 
 #include "../decode/combine_recv.cuh"
@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-// By the whole block: whether remote peers' blocks may be written.
+// Finds out whether remote peers' blocks may be written, by the whole block.
 __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
   const std::uint32_t peer = threadIdx.x;
   const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
@@ -38,7 +38,7 @@ __device__ inline void receive_remote_headers(const CombineArguments& a, std::ui
   __syncwarp();
 }
 
-// For a warp: waits for a row of a remote peer's combine.
+// Waits for a row of a remote peer's combine, by a warp.
 __device__ inline bool remote_row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, std::uint32_t row) {
   const bool good = threadIdx.x % 32 != 0 || row_was_passed_on(k, step, Op::Combine, Phase::CombineRecv, peer, row);
   return all_of_warp(good);
@@ -69,7 +69,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
 template <>
 struct CombineExtras<false> {
   __device__ static void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) { cuda::find_what_may_be_sent(k, step, s); }
-  // For a warp.
+  // A warp's.
   __device__ static void send_header(const Common& k, std::uint32_t step, std::uint32_t peer, char* block, std::uint32_t rows, std::uint32_t flags,
                                      std::uint32_t parts) {
     write_header(k, block, step, rows, flags, threadIdx.x % 32);

@@ -1,4 +1,4 @@
-// What a combine in pieces sends beside rows: headers for peers of other nodes, in rounds.
+// Headers of a combine in pieces for peers of other nodes, in rounds.
 #pragma once
 
 #include "../decode/combine_send.cuh"
@@ -10,7 +10,7 @@ namespace pplx::cuda {
 // Rounds of a combine that a launch sends. The second one, a receive half, does not wait with what the first has claimed.
 __device__ inline Claim claim_of_sums(const PieceArguments& p) { return p.begins ? Claim::CombineSend : Claim::CombineRest; }
 
-// Whether what a peer's round of the slot held, here and there, is of no use any more. For a warp.
+// Waits until what a peer's round of the slot held, here and there, is of no use any more. A warp's.
 __device__ inline bool await_room_for_sums(const Common& k, const PieceArguments& p, std::uint32_t step, std::uint32_t peer, std::uint32_t round) {
   const bool begins = round < kPlaces && is_remote(k, peer);
   bool good = true;

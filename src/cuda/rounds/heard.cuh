@@ -1,4 +1,4 @@
-// What the receive half of a dispatch in pieces does beside rows, whatever it receives them with.
+// The receive half of a dispatch in pieces, but for rows.
 #pragma once
 
 #include "../plan/output_rows.cuh"
@@ -6,15 +6,15 @@
 
 namespace pplx::cuda {
 
-// By the warp that has counted rows: one thread block tells the combine, and makes its counts 0. Peers tell of the set's next step while this
-// rank still sends, so the handle keeps what they told of this one.
+// Keeps what sources tell of their rounds, by the warp that has counted rows: one thread block tells the combine, and makes its counts 0. Peers tell of
+// the set's next step while this rank still sends, so the handle keeps what they told of this one.
 __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t step, const ReceiveShared& s) {
   if (!reports_counts() || !s.good) return;
   const Common& k = a.common;
   forget_rounds(k, a.pieces, step, Op::Combine);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t source = k.order[i];
-    if (is_remote(k, source)) continue;  // who passes on what it says keeps it
+    if (is_remote(k, source)) continue;  // the warp that passes on its headers keeps it
     std::uint32_t* const kept = kept_rounds(a.pieces, source);
     std::uint32_t rounds = 1;
     for (std::uint32_t round = 0; round < rounds; ++round) {
@@ -27,7 +27,7 @@ __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t 
   }
 }
 
-// For a warp, behind all rows: nobody waits for what is between the segments of experts.
+// Clears padding, by a warp, behind all rows: no warp waits for what is between the segments of experts.
 template <bool kHooks>
 __device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;

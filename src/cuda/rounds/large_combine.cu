@@ -19,7 +19,7 @@ __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step
   return check_piece_header(k, h, Phase::CombineRecv, step, peer, piece, pieces, a.release ? PieceRows{0, 0} : rows_of_own_round(a.pieces, a.plan, k, peer, piece, pieces));
 }
 
-// By one warp of a launch that receives: what remote peers have read, and what they have sent.
+// Passes on what remote peers have read, and what they have sent. By one warp of a launch that receives.
 __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;

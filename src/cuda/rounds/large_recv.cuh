@@ -51,7 +51,7 @@ class RoundReceiver {
 
   __device__ char* in(std::uint32_t nth) const { return memory_ + nth % kRowsIn * kRowInBytes; }
 
-  // Asks for the nth row of a run. Nobody reads its place any more.
+  // Asks for the nth row of a run. Its place is not read any more.
   __device__ void ask(const char* row, std::uint32_t begin, std::uint32_t bytes, std::uint32_t nth) {
     if (threadIdx.x % 32 != 0) return;
     std::uint64_t* const turns = loaded_ + nth % kRowsIn;
@@ -160,8 +160,8 @@ class RoundReceiver {
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t parities_;
-  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
-  const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
+  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, before it is counted
+  const std::uint32_t parts_, part_bytes_, end_bytes_;  // parts and bytes of a row
   // The present run.
   std::uint32_t round_ = 0;
   char* rows_ = nullptr;  // where it begins

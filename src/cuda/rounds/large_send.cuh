@@ -1,4 +1,4 @@
-// What a worker of a dispatch of many tokens in pieces sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
+// A worker of a dispatch in pieces that sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
 // asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
 // have arrival words, those of a few tokens behind one fence.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace pplx::cuda {
 
-// What happens to a tile.
+// How a tile is sent.
 template <typename Mode>
 struct Tile;
 
@@ -25,8 +25,8 @@ struct Tile<Quantised<kBytes>> {
   static constexpr bool kQuantises = true;
   static constexpr std::uint32_t kAhead = kTilesIn;
 };
-inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // of a tile
-inline constexpr std::uint32_t kMostScaleBytes = 512;  // of a row
+inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // codes of a tile
+inline constexpr std::uint32_t kMostScaleBytes = 512;  // bytes of a row's scales
 // Workers of a thread block that send first.
 template <typename Mode>
 __device__ inline std::uint32_t sending_workers(const DispatchArguments& a) {
@@ -36,7 +36,7 @@ inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut 
 
 // Rows whose peers have yet to be told.
 struct UntoldRows {
-  char* row[kMostToldTogether + 1];  // of this lane's rank, by token, or null
+  char* row[kMostToldTogether + 1];  // this lane's rank's, by token, or null
   std::uint32_t tokens = 0;
 
   __device__ void add(char* its_row) {
@@ -45,7 +45,7 @@ struct UntoldRows {
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
-  // Of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
+  // Tells of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
   template <typename Word>
   __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, const Word& word) {
     __syncwarp();
@@ -274,14 +274,14 @@ class RoundSender {
   char* const memory_;
   std::uint64_t* const loaded_;
   const std::uint32_t together_;  // tokens that are told of together
-  const std::uint32_t bytes_;  // of a token
+  const std::uint32_t bytes_;  // bytes of a token
   std::uint32_t asked_ = 0, used_ = 0;  // tiles
   std::uint32_t sent_ = 0;  // tokens
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
   bool knows_ = false;  // that chunk
   UntoldRows untold_;
   std::uint32_t round_ = 0;
-  bool has_room_ = true;  // for that round; else something failed
+  bool has_room_ = true;  // there is room for that round; else something failed
 };
 
 }  // namespace pplx::cuda

@@ -9,12 +9,12 @@
 namespace pplx::cuda {
 
 struct RoundPlan : LargePlan {
-  char* rows_at[2][kMaxPeers];  // of the chunks: where rows of their round would begin at each peer if it had all rows of the block
+  char* rows_at[2][kMaxPeers];  // where rows of the chunks' rounds would begin at each peer if it had all rows of the block
   std::uint32_t round[2];
   std::uint32_t begin[kMaxPeers];  // rows of earlier rounds, by rank
 };
 
-// Of this rank, to each peer.
+// Tells each peer of a round of this rank.
 __device__ inline void tell_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, const std::uint32_t* begin) {
   const Common& k = a.common;
   const std::uint32_t rounds = rounds_of_own(a.pieces, a.own);
@@ -65,7 +65,7 @@ class RoundPlanner {
       next();
     }
     if (a_.ids == nullptr) return;
-    // The other half sends these.
+    // Plans the chunks that are left for the receive half to send.
     if (n > 0 && number_ < a_.chunks) await_turn(s_.used + (n - 1) % 2, (n - 1) / 2);
     for (; number_ < a_.chunks; next()) plan_chunk((n + 1) % 2);
   }
@@ -114,7 +114,7 @@ class RoundPlanner {
     __syncwarp();
   }
 
-  // Of a given plan.
+  // Finds the round's beginnings in a given plan.
   __device__ void find_round(std::uint32_t round, const std::uint32_t* begin) {
     if (round == round_) return;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) s_.begin[peer] = begin[peer];
